@@ -1,0 +1,56 @@
+"""Noise as a function of (seed, step, replica), so that a path can be run again without storing it.
+
+Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own counter-based Philox
+generator keyed by (seed, tile). The number for replica r, degree of freedom d and step k is element ``r * dof + d`` of
+step ``k``, wherever it is asked for: it does not depend on the number of replicas, on save times, on segments or on the
+adjoint, forward or backward. Keys are 128 bits, so that no two tiles share a stream (torch's own CPU generator takes
+32 bits of seed, and would repeat a tile after some ten thousand). Numbers are drawn in float64 on the CPU and then cast
+and moved, so that a float32 or GPU run sees the same noise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ELEMENTS, STEPS = 256, 32
+
+
+def seed_from(generator: torch.Generator | None) -> int:
+    """One integer from the generator (torch's default one if None): the whole of a run's randomness."""
+    device = generator.device if generator is not None else None
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+class Noise:
+    """Standard normal numbers addressed by step.
+
+    Args:
+        seed: names the whole sequence.
+        first: the number of the first replica, when a batch is a part of a larger one.
+    """
+
+    def __init__(self, seed: int, first: int = 0) -> None:
+        self.seed, self.first = seed, first
+        self._block: tuple[int, int, int, np.ndarray] | None = None
+
+    def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """The numbers of one step for ``shape = (replicas, dof)``, in the dtype and on the device of ``like``."""
+        replicas, dof = shape
+        start, count = self.first * dof, replicas * dof
+        row = self._rows(step // STEPS, start, count)[step % STEPS]
+        return torch.from_numpy(row.reshape(shape)).to(like)
+
+    def _rows(self, block: int, start: int, count: int) -> np.ndarray:
+        if self._block is None or self._block[:3] != (block, start, count):
+            first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
+            tiles = [self._tile(block, column) for column in range(first, last + 1)]
+            offset = start - first * ELEMENTS
+            rows = np.concatenate(tiles, axis=1)[:, offset : offset + count]
+            self._block = (block, start, count, rows)
+        return self._block[3]
+
+    def _tile(self, block: int, column: int) -> np.ndarray:
+        key = np.array([self.seed, (block << 32) | column], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).standard_normal((STEPS, ELEMENTS))

@@ -1,0 +1,81 @@
+"""Parameters: how physical numbers are stored, and how they enter autograd.
+
+A float becomes a float64 buffer and is cast to the state's dtype where it is used; an ``nn.Parameter`` stays one; a
+tensor that requires grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything a
+simulation can be differentiated by is registered, and :func:`trainable` finds it. A tensor that requires grad, is
+reached by the force and is not registered would get no gradient from a constant-memory adjoint, so
+:func:`refuse_captured` makes it an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._typing import Number
+
+
+def register(module: nn.Module, name: str, value: Number, *, positive: bool = False) -> None:
+    """Store a physical number on a module, under its name, in the way its type asks for."""
+    if not isinstance(value, Tensor):
+        value = torch.tensor(float(value), dtype=torch.float64)
+    if positive and not bool((value.detach() > 0).all()):
+        raise ValueError(f"{name} must be positive; got {describe(value)}.")
+    if bool(torch.isnan(value.detach()).any()):
+        raise ValueError(f"{name} is NaN.")
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)
+
+
+def describe(value: Tensor) -> str:
+    """A number as it is, a larger tensor by its shape and smallest entry."""
+    if value.numel() == 1:
+        return f"{value.item():g}"
+    return f"a tensor of shape {tuple(value.shape)} whose smallest entry is {value.min().item():g}"
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """Every registered parameter or buffer that requires grad, by its qualified name."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    named.update(module.named_buffers())
+    return {name: value for name, value in named.items() if value.requires_grad}
+
+
+def leaves(output: Tensor, registered: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors an output's graph ends in, not looking behind registered tensors."""
+    stop = {value.grad_fn for value in registered if value.grad_fn is not None}
+    seen, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or node in stop:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
+    """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor registered on ``module``."""
+    registered = list(trainable(module).values())
+    known = {id(x) for x in (*registered, *inputs)}
+    for leaf in leaves(output, registered):
+        if id(leaf) not in known:
+            raise ValueError(
+                f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, so an adjoint would "
+                "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics, or detach() it."
+            )
+
+
+def _name_of(leaf: Tensor, module: nn.Module) -> str:
+    registered = {id(value) for value in trainable(module).values()}
+    for path, child in module.named_modules():
+        for attribute, value in vars(child).items():
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in registered:
+                where = f"{path}.{attribute}" if path else attribute
+                return f"'{where}' (a plain attribute of {type(child).__name__})"
+    return f"a captured tensor of shape {tuple(leaf.shape)}"

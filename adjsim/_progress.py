@@ -1,0 +1,19 @@
+"""A progress bar for long work: on a terminal only, and on standard error, so that piped output stays clean."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
+
+
+def shown(items: Iterable[T], what: str, total: int, enabled: bool) -> Iterator[T]:
+    """Pass the items through, drawing a bar if enabled and standard error is a terminal."""
+    if not (enabled and sys.stderr.isatty()):
+        return iter(items)
+    return iter(track(items, what, total, console=Console(stderr=True), transient=True))

@@ -1,0 +1,79 @@
+"""States: immutable named tuples of tensors, one field a physical quantity.
+
+Every dynamics has its own state, all of them begin with ``position`` of shape ``(*batch, atoms, dim)``. A step returns
+a new state and never writes into an old one, so states may be kept, shared and compared without copying.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from adjsim._typing import Positions
+
+State = Any
+S = TypeVar("S")
+
+
+class PhaseState(NamedTuple):
+    """Position and momentum, each ``(*batch, atoms, dim)``."""
+
+    position: Positions
+    momentum: Positions
+
+
+def detached(state: S) -> S:
+    """The same numbers, cut from any autograd graph."""
+    return type(state)(*(x.detach() for x in state))  # type: ignore[attr-defined]
+
+
+def select(state: S, index: Any) -> S:
+    """Index the leading axis of every field: one replica, a slice of replicas, one frame."""
+    return type(state)(*(x[index] for x in state))  # type: ignore[attr-defined]
+
+
+def stack(states: list[S]) -> S:
+    """Put states one after the other along a new leading axis (time)."""
+    return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
+
+
+def in_transform() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp) is tracing us; torch has no public word for it."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def all_finite(state: State) -> bool:
+    """Whether every number of the state is finite. A sum is finite only if its terms are, and costs one pass."""
+    total = sum(x.detach().sum(dtype=torch.float64) for x in state)
+    return bool(torch.isfinite(torch.as_tensor(total)))
+
+
+def magnitudes(state: State) -> list[Tensor]:
+    """The largest absolute value of each field, as float64 scalars: the scale that errors are measured against."""
+    return [x.detach().abs().amax().double() for x in state]
+
+
+def check_state(state: State, kind: type) -> None:
+    """Refuse a start that could only fail later: the wrong kind, shape, dtype, device, or numbers that are not finite."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: make the start with dynamics.init(position, ...)."
+        )
+    position = state.position
+    if not isinstance(position, Tensor) or not position.is_floating_point():
+        raise ValueError("position must be a floating-point tensor of shape (*batch, atoms, dim).")
+    if position.ndim < 2:
+        raise ValueError(
+            f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). One particle in one dimension is (1, 1)."
+        )
+    if position.numel() == 0:
+        raise ValueError(f"position has shape {tuple(position.shape)}: there is nothing to simulate.")
+    for name, value in zip(state._fields, state, strict=True):
+        if value.dtype != position.dtype or value.device != position.device:
+            raise ValueError(
+                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on {position.device}: give all fields one dtype and device."
+            )
+        if not in_transform() and not bool(torch.isfinite(value.detach()).all()):
+            raise ValueError(f"{name} has NaN or infinite entries at the start.")

@@ -1,0 +1,113 @@
+"""What a simulation returns, and what it keeps on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State
+
+
+@dataclass(frozen=True)
+class TimeAverage:
+    """The time average of a function of the state, gathered along the run without storing it.
+
+    With a fixed-step solver it is the mean of ``function`` over the ends of all steps with ``t - ts[0] > burn_in``. With an
+    ODE solver, whose steps are its own, it is the integral of ``function`` over the same time divided by its length, solved
+    as one more component of the equation (and left out of the step-size control, so that the path does not change).
+
+    Args:
+        function: of the state, to a tensor.
+        burn_in: time left out at the start.
+    """
+
+    function: Callable[[Any], Tensor]
+    burn_in: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.burn_in >= 0:
+            raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
+
+
+Record = Callable[[Any], Tensor] | TimeAverage | None
+
+
+class Trajectory:
+    """The result of :func:`adjsim.simulate`.
+
+    Attributes:
+        times: ``(frames,)``, the save times, float64.
+        position, momentum, ...: every field of the state, time leading. Absent when ``record=`` was given.
+        record: what ``record=`` asked for: ``(frames, ...)`` of a function, ``(...)`` of a :class:`TimeAverage`; else None.
+        final: the state at the last time.
+        stats: a dict: ``steps``, ``order`` (of a splitting), ``energy_evaluations`` (passes over the energy: a force is one, a
+            product with its Jacobian one; backward adds its own), ``reconstruction_error`` (None before backward, and for
+            adjoints that do not reconstruct).
+    """
+
+    def __init__(
+        self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]
+    ) -> None:
+        self.times, self.record, self.final, self.stats = times, record, final, stats
+        self._states = states
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_") or name not in self.final._fields:
+            raise AttributeError(f"a trajectory of {type(self.final).__name__} has no '{name}'.")
+        if self._states is None:
+            raise AttributeError(
+                f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its last value."
+            )
+        return getattr(self._states, name)
+
+    def __repr__(self) -> str:
+        kept = "states" if self._states is not None else "record"
+        return (
+            f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, position {tuple(self.final.position.shape)})"
+        )
+
+
+def check_times(ts: Any) -> Tensor:
+    """Save times as a float64 tensor, increasing and at least two."""
+    times = torch.as_tensor(ts, dtype=torch.float64, device="cpu").detach()
+    if times.ndim != 1 or len(times) < 2:
+        raise ValueError(
+            f"ts must list the initial time and at least one save time; got shape {tuple(times.shape)}."
+        )
+    if not bool(torch.isfinite(times).all()) or not bool((times[1:] > times[:-1]).all()):
+        raise ValueError("ts must be finite and increase.")
+    return times
+
+
+def grid(times: Tensor, dt: float) -> list[int]:
+    """The step numbers of the save times.
+
+    Raises:
+        ValueError: a save time off the grid of dt by more than a thousandth of a step.
+    """
+    exact = (times - times[0]) / dt
+    steps = exact.round()
+    worst = int((exact - steps).abs().argmax())
+    if float((exact - steps)[worst].abs()) > 1e-3:
+        low = float(times[0]) + math.floor(float(exact[worst])) * dt
+        raise ValueError(
+            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = {dt:g} after ts[0]; "
+            f"the nearest are {low:.12g} and {low + dt:.12g}."
+        )
+    if bool((steps[1:] <= steps[:-1]).any()):
+        raise ValueError(f"two save times fall on one step of dt = {dt:g}.")
+    return [int(n) for n in steps]
+
+
+def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
+    """The first step whose end counts for a time average."""
+    first = math.floor(burn_in / dt + 1e-3) + 1
+    if first > last:
+        raise ValueError(f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average.")
+    return first

@@ -1,0 +1,30 @@
+"""What every adjoint is: a way to run a problem so that its result can be differentiated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from adjsim._state import State
+from adjsim.solvers.base import ContinuousSolver, Problem, SteppingSolver
+
+Result = tuple[State | None, Tensor | None, State]
+
+
+class Adjoint(ABC):
+    """How a gradient is taken. ``accepts`` lists the kinds of solver it goes with."""
+
+    accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
+
+    @abstractmethod
+    def run(self, problem: Problem) -> Result:
+        """Frames (None if recorded), record (None if not) and final state, connected to autograd."""
+
+    def check(self, problem: Problem) -> None:
+        """Refuse, before any work, a problem this adjoint cannot take."""
+
+    def __repr__(self) -> str:
+        settings: dict[str, Any] = vars(self)
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in settings.items() if v is not None)})"

@@ -1,0 +1,32 @@
+"""Backpropagation through the solver."""
+
+from __future__ import annotations
+
+from adjsim._state import State
+from adjsim.adjoints.base import Adjoint, Result
+from adjsim.adjoints.march import March, Recorder
+from adjsim.solvers.base import ContinuousSolver, Problem
+
+
+class DirectAdjoint(Adjoint):
+    """Backpropagation through every operation of the solver (BPTT, discretise then optimise).
+
+    The gradient is exact for the discrete steps, to rounding, and may itself be differentiated. Every step's
+    intermediate tensors stay in memory until backward, which grows in proportion to the number of steps: the naive way,
+    and the reference that the others are checked against. For more than some hundred steps use
+    :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
+    """
+
+    def run(self, problem: Problem) -> Result:
+        if isinstance(problem.solver, ContinuousSolver):
+            return problem.solver.solve(problem, None)
+        march = March(problem)
+        recorder = Recorder(problem.record, march)
+        state: State = problem.state
+        recorder.visit(0, state)
+        for step, state in march.forward(state, 0, march.last):
+            recorder.visit(step, state)
+        states, record = recorder.result()
+        return states, record, state
+
+

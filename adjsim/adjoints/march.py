@@ -1,0 +1,133 @@
+"""Walking a stepping solver forward, and what is kept on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from adjsim._progress import shown
+from adjsim._state import State, all_finite, detached, in_transform, stack
+from adjsim._trajectory import Record, TimeAverage, first_averaged_step, grid
+from adjsim.dynamics.couplings import Coefficients, Forces, Gradients
+from adjsim.solvers.base import Problem, SteppingSolver
+
+FINITE_EVERY = 64
+
+
+class March:
+    """A run on a fixed grid: its program, coefficients, save steps; steps forward from any state."""
+
+    def __init__(self, problem: Problem, coefficients: dict[str, Coefficients] | None = None) -> None:
+        assert isinstance(problem.solver, SteppingSolver)
+        self.problem, self.solver = problem, problem.solver
+        self.saves = grid(problem.times, self.solver.dt)
+        self.last = self.saves[-1]
+        self.program = self.solver.program(problem.dynamics, problem.state)
+        if coefficients is None:
+            coefficients = self.solver.coefficients(problem.dynamics, problem.state)
+        self.coefficients = coefficients
+        problem.stats.update(steps=self.last, order=self.program.order)
+
+    def time(self, step: int) -> float:
+        """The time at which step number ``step`` begins, the same number however it was reached."""
+        return float(self.problem.times[0]) + step * self.solver.dt
+
+    def forward(self, state: State, start: int, stop: int, what: str = "forward") -> Iterator[tuple[int, State]]:
+        """(k, state after k steps) for k from start + 1 to stop.
+
+        Raises:
+            FloatingPointError: numbers that are no longer finite, with the step that made them.
+        """
+        forces = Forces(self.problem.stats)
+        good, good_step = detached(state), start
+        for k in shown(range(start, stop), what, stop - start, self.problem.progress):
+            state = self.program.step(self.time(k), state, self.coefficients, None, forces)
+            if (k + 1) % FINITE_EVERY == 0 or k + 1 == stop:
+                if not in_transform() and not all_finite(state):
+                    self._name_the_step(good, good_step, k + 1)
+                good, good_step = detached(state), k + 1
+            yield k + 1, state
+
+    def trail(self, state: State, start: int, stop: int) -> list[State]:
+        """Every state before every move of steps start to stop - 1, in order."""
+        forces, states = Forces(self.problem.stats), []
+        for k in range(start, stop):
+            for stage, move in self.program.moves():
+                states.append(state)
+                state = move.flow(state, self.program.at(self.time(k), stage, self.coefficients, None, forces))
+                forces.moved(move.writes)
+        return states
+
+    @torch.no_grad()
+    def _name_the_step(self, state: State, start: int, stop: int) -> None:
+        for k in range(start, stop):
+            state = self.program.step(self.time(k), state, self.coefficients, None)
+            if not all_finite(state):
+                break
+        raise FloatingPointError(
+            f"the simulation left the finite numbers in step {k + 1} (t = {self.time(k + 1):g}). Use a smaller dt "
+            f"(it is {self.solver.dt:g}), or start from a configuration with smaller forces."
+        )
+
+
+class Recorder:
+    """What a run keeps: whole states, a function of them, or its time average; and its part in the backward sweep."""
+
+    def __init__(self, record: Record, march: March) -> None:
+        self.record, self.frame = record, {step: i for i, step in enumerate(march.saves)}
+        self.states: list[State] = []
+        self.values: list[Tensor] = []
+        self.total: Tensor | None = None
+        if isinstance(record, TimeAverage):
+            self.first = first_averaged_step(record.burn_in, march.solver.dt, march.last)
+            self.weight = 1.0 / (march.last - self.first + 1)
+
+    def visit(self, step: int, state: State) -> None:
+        """See the state after ``step`` steps."""
+        if isinstance(self.record, TimeAverage):
+            if step >= self.first:
+                value = self.record.function(state)
+                self.total = value if self.total is None else self.total + value
+        elif step in self.frame:
+            if self.record is None:
+                self.states.append(state)
+            else:
+                self.values.append(self.record(state))
+
+    def result(self) -> tuple[State | None, Tensor | None]:
+        """Stacked states, or the record."""
+        if isinstance(self.record, TimeAverage):
+            assert self.total is not None
+            return None, self.total * self.weight
+        if self.record is None:
+            return stack(self.states), None
+        return None, torch.stack(self.values)
+
+    def pull(self, step: int, state: State, cotangents: list[Tensor | None], grads: Gradients) -> None:
+        """Add to the sweep what the output's cotangents say about the state after ``step`` steps."""
+        if isinstance(self.record, TimeAverage):
+            cotangent = cotangents[0]
+            if step >= self.first and cotangent is not None:
+                self._pull_function(self.record.function, state, cotangent * self.weight, grads)
+        elif step in self.frame:
+            if self.record is None:
+                for name, cotangent in zip(state._fields, cotangents, strict=True):
+                    if cotangent is not None:
+                        grads.state[name] = grads.state[name] + cotangent[self.frame[step]]
+            elif cotangents[0] is not None:
+                self._pull_function(self.record, state, cotangents[0][self.frame[step]], grads)
+
+    @staticmethod
+    def _pull_function(function, state: State, cotangent: Tensor, grads: Gradients) -> None:  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+            value = function(leaves)
+        if not value.requires_grad:
+            return
+        found = torch.autograd.grad(value, (*leaves, *grads.parameters), cotangent, allow_unused=True)
+        for name, grad in zip(state._fields, found, strict=False):
+            if grad is not None:
+                grads.state[name] = grads.state[name] + grad
+        grads.add_parameters(list(found[len(state) :]))

@@ -1,0 +1,94 @@
+"""Running the steps backward."""
+
+from __future__ import annotations
+
+import torch
+
+from adjsim._state import State, detached, magnitudes, select
+from adjsim.adjoints.base import Adjoint, Result
+from adjsim.adjoints.march import March
+from adjsim.adjoints.sweep import Backtrack, run_swept
+from adjsim.dynamics.couplings import Gradients
+from adjsim.solvers.base import Problem, SteppingSolver
+
+
+class ReversibleAdjoint(Adjoint):
+    """The exact gradient of the discrete steps in memory that does not grow with their number.
+
+    Each step is undone by its inverse flow on the way back, and its vector-Jacobian product is taken at the state so
+    found. Rounding makes the states found differ from those that were run; in a chaotic system the difference grows as
+    exp(lambda t). It is measured wherever the true state is known (the start, frames that save whole states,
+    checkpoints), where the sweep also goes on from the true state, and is in ``trajectory.stats["reconstruction_error"]``
+    after backward: the largest difference in a field divided by the field's largest entry.
+
+    Args:
+        checkpoint_every: store the state every so many steps, which bounds the error by what grows in so many; None: store
+            none.
+        tol: the error above which backward raises instead of returning a wrong gradient.
+    """
+
+    accepts = (SteppingSolver,)
+
+    def __init__(self, *, checkpoint_every: int | None = None, tol: float = 1e-6) -> None:
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1 step; got {checkpoint_every}.")
+        if not tol > 0:
+            raise ValueError(f"tol must be positive; got {tol}.")
+        self.checkpoint_every, self.tol = checkpoint_every, tol
+
+    def check(self, problem: Problem) -> None:
+        assert isinstance(problem.solver, SteppingSolver)
+        program = problem.solver.program(problem.dynamics, problem.state)
+        for stage, move in program.moves():
+            if not move.invertible:
+                raise TypeError(
+                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, so its steps cannot be "
+                    "undone: use CheckpointAdjoint() or DirectAdjoint()."
+                )
+
+    def run(self, problem: Problem) -> Result:
+        problem.stats["reconstruction_error"] = None
+        return run_swept(problem, _Undo(problem, self.checkpoint_every, self.tol))
+
+
+class _Undo(Backtrack):
+    def __init__(self, problem: Problem, every: int | None, tol: float) -> None:
+        self.problem, self.every, self.tol = problem, every, tol
+        self.stored: dict[int, State] = {}
+        self.scale: list[torch.Tensor] = []
+
+    def keep(self, march: March, step: int, state: State) -> None:
+        checkpoint = step == 0 or (self.every is not None and step % self.every == 0 and step < march.last)
+        if checkpoint:
+            self.stored[step] = detached(state)
+        if checkpoint or step in march.saves or step == march.last:
+            sizes = magnitudes(state)
+            self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
+
+    def begin(self, march: March, outputs: State | None, final: State) -> State:
+        self.frames = {} if outputs is None else {s: select(outputs, i) for i, s in enumerate(march.saves)}
+        self.problem.stats["reconstruction_error"] = 0.0
+        return final
+
+    def moves_before(self, step: int) -> list[State] | None:
+        return None
+
+    def arrive(self, step: int, state: State, grads: Gradients) -> State:
+        known = self.stored.get(step, self.frames.get(step))
+        if known is None:
+            return state
+        # A force found at the reconstructed position does not belong to the state we go on with.
+        grads.settle()
+        error = max(
+            float((found - true).abs().amax().double() / torch.where(size > 0, size, 1.0))
+            for found, true, size in zip(state, known, self.scale, strict=True)
+        )
+        stats = self.problem.stats
+        stats["reconstruction_error"] = max(stats["reconstruction_error"], error)
+        if not error <= self.tol:
+            raise RuntimeError(
+                f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
+                f"was run (tol = {self.tol:g}), and the gradient would be wrong. Pass checkpoint_every= to ReversibleAdjoint, "
+                f"or use CheckpointAdjoint(){'; float64 reaches much further than float32' if state[0].dtype == torch.float32 else ''}."
+            )
+        return known

@@ -1,0 +1,153 @@
+"""Physics as a sum of terms.
+
+A :class:`Term` is one summand of the equations of motion, named by a letter. It knows its drift; where it can be solved
+alone, it gives the moves of its flow for a time h. Continuous solvers sum the drifts, splittings compose the flows; both
+come from the same term. A :class:`Dynamics` is a module that owns the physical numbers and lists its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._noise import Noise, seed_from
+from adjsim._params import register, trainable
+from adjsim._state import PhaseState, State, check_state
+from adjsim._typing import Energies, Number, Positions
+from adjsim.dynamics.couplings import Move
+from adjsim.potentials.base import ForceField
+
+
+class Term:
+    """One summand of the physics.
+
+    ``advances_time`` marks the term whose flow carries the time along with it (dt/dt = 1): the streaming of positions.
+    """
+
+    advances_time = False
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """The rates of change it contributes, by field."""
+        raise TypeError(f"{type(self).__name__} has no drift.")
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        """What its flow over a time h needs of the parameters, computed once a run; differentiable."""
+        return {}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        """Its flow over a time h, as moves carried out one after the other."""
+        raise TypeError(f"{type(self).__name__} cannot be solved alone.")
+
+
+class Dynamics(nn.Module):
+    """Base of all dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
+
+    state_type: type = PhaseState
+    potential: nn.Module
+    terms: dict[str, Term]
+
+    def __init__(self, potential: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(potential, nn.Module):
+            raise TypeError(
+                f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. Wrap a function in one."
+            )
+        self.potential = potential
+
+    def drift(self, t: Any, state: State) -> State:
+        """dy/dt without its noise: a state of rates, one for each field."""
+        total: dict[str, Tensor] = {}
+        for term in self.terms.values():
+            for name, rate in term.drift(t, state).items():
+                total[name] = total[name] + rate if name in total else rate
+        zeros = {name: torch.zeros_like(value) for name, value in state._asdict().items() if name not in total}
+        return self.state_type(**{**zeros, **total})
+
+    def diffusion(self, t: Any, state: State) -> State:
+        """The amplitude of the noise in each field: zero for deterministic dynamics."""
+        return self.state_type(*(torch.zeros_like(value) for value in state))
+
+    def invariant(self, state: State) -> Energies:
+        """What the exact dynamics conserves, ``(*batch,)``."""
+        raise TypeError(f"{type(self).__name__} conserves nothing.")
+
+    def check(self, state: State) -> None:
+        """Refuse a state this dynamics cannot step; called before any work is done."""
+        check_state(state, self.state_type)
+        expected = state.position.shape[:-2]
+        with torch.no_grad():
+            if isinstance(self.potential, ForceField):
+                got = tuple(self.potential(0.0, state.position).shape)
+                what, expected = "force", state.position.shape
+            else:
+                got, what = tuple(self.potential(state.position).shape), "energy"
+        if got != tuple(expected):
+            raise ValueError(
+                f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
+            )
+
+    def trainable(self) -> dict[str, Tensor]:
+        """Everything registered that requires grad, by name."""
+        return trainable(self)
+
+
+class MassiveDynamics(Dynamics):
+    """Dynamics of particles that have a mass.
+
+    Args:
+        potential: energy module, or a :class:`~adjsim.potentials.ForceField`.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite mass pins its atom: it never moves.
+    """
+
+    mass: Tensor
+
+    def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
+        super().__init__(potential)
+        register(self, "mass", mass, positive=True)
+        shape = tuple(self.mass.shape)
+        if self.mass.ndim > 2 or (self.mass.ndim == 2 and shape[1] != 1):
+            raise ValueError(f"mass has shape {shape}; it must be a scalar, (atoms,) or (atoms, 1).")
+
+    def masses(self, like: Tensor) -> Tensor:
+        """The masses in the dtype of a field, a scalar or ``(atoms, 1)``: per atom also where atoms equals dim."""
+        mass = self.mass.to(like)
+        return mass.reshape(-1, 1) if mass.ndim and mass.numel() > 1 else mass.reshape(())
+
+    def mobile(self, like: Tensor) -> Tensor:
+        """1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
+        return torch.isfinite(self.masses(like.detach())).to(like)
+
+    def mobile_dof(self, position: Tensor) -> float:
+        """Degrees of freedom of one system, pinned atoms left out."""
+        return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
+
+    def kinetic_energy(self, state: State) -> Energies:
+        """sum p^2 / 2m, ``(*batch,)``."""
+        return 0.5 * (state.momentum**2 / self.masses(state.momentum)).sum((-1, -2))
+
+    def check(self, state: State) -> None:
+        super().check(state)
+        atoms = state.position.shape[-2]
+        if self.mass.numel() not in (1, atoms):
+            raise ValueError(f"mass has {self.mass.numel()} entries and the state {atoms} atoms.")
+        if state.momentum.shape != state.position.shape:
+            raise ValueError(
+                f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; they must be equal."
+            )
+
+    def thermal_momentum(self, position: Positions, kT: Tensor, generator: torch.Generator | None) -> Positions:
+        """sqrt(m kT) xi: Gaussian momenta that carry a gradient to mass and kT, zero on pinned atoms.
+
+        xi of replica i is the same in a batch of any size.
+        """
+        dof = position.shape[-1] * position.shape[-2]
+        replicas = position[..., 0, 0].numel()
+        xi = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
+        mass = self.masses(position)
+        mobile = torch.isfinite(mass.detach())
+        return torch.where(mobile, torch.where(mobile, mass, 1.0) * kT.to(position), 0.0).sqrt() * xi
+
+

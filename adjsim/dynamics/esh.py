@@ -1,0 +1,155 @@
+"""Energy-sampling Hamiltonian dynamics: deterministic sampling at kT = 1 with a non-Newtonian momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjsim._noise import Noise, seed_from
+from adjsim._state import State
+from adjsim._typing import Energies, Positions
+from adjsim.dynamics.base import Dynamics, Term
+from adjsim.dynamics.couplings import Field, Map, Move, Shear
+from adjsim.potentials.base import force
+
+
+class ESHState(NamedTuple):
+    """Position, unit direction of one system ``(*batch, atoms, dim)``, and logarithm of the speed ``(*batch,)``."""
+
+    position: Positions
+    direction: Positions
+    log_speed: Float[Tensor, "*batch"]
+
+
+class Glide(Term):
+    """A: ``dq/ds = u``. Its flow is ``q' = q + h u``."""
+
+    advances_time = True
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        return {"position": state.direction}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        return {"h": torch.as_tensor(h).to(state.position)}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        return (Shear("position", Field("direction"), "h"),)
+
+
+class Turn(Term):
+    """E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x dim.
+
+    Solved exactly: with e = F/|F| and delta = h |F|/d::
+
+        Z  = cosh delta + (u.e) sinh delta
+        u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
+        r' = r + log Z
+
+    and back with -h. A direction exactly along the force is an equilibrium of this flow and is left alone. The direction is
+    normalised again after each turn, which removes rounding only. Keep h |F|/d below about 1.
+    """
+
+    def __init__(self, dynamics: ESH) -> None:
+        self.dynamics = dynamics
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        d = state.position.shape[-1] * state.position.shape[-2]
+        push = force(self.dynamics.potential, state.position, t) / d
+        along = (state.direction * push).sum((-1, -2), keepdim=True)
+        return {"direction": push - along * state.direction, "log_speed": along[..., 0, 0]}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        return (
+            Map(
+                ("direction", "log_speed"),
+                lambda c, push, u, r: turn(h, push, u, r),
+                lambda c, push, u, r: turn(-h, push, u, r),
+                self.dynamics.potential,
+            ),
+        )
+
+
+def turn(h: float, push: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """The flow of :class:`Turn`, written in even functions of delta so that it is smooth where the force vanishes."""
+    a = push * (h / (push.shape[-1] * push.shape[-2]))
+    square = (a * a).sum((-1, -2), keepdim=True)
+    small = square < 1e-4
+    delta = torch.where(small, 1.0, square).sqrt()
+    # Series where cosh(delta) - 1 would cancel; the first term left out is below 1e-20.
+    sinhc = torch.where(small, 1 + square / 6 * (1 + square / 20 * (1 + square / 42)), torch.sinh(delta) / delta)
+    coshc = torch.where(
+        small, 0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)), (torch.cosh(delta) - 1) / delta**2
+    )
+    along = (u * a).sum((-1, -2), keepdim=True)
+    Z = 1 + coshc * square + sinhc * along
+    turned = u + a * (sinhc + along * coshc)
+    norm = (turned * turned).sum((-1, -2), keepdim=True).sqrt()
+    return turned / norm, r + torch.log(Z)[..., 0, 0]
+
+
+class ESH(Dynamics):
+    """Hamiltonian dynamics with kinetic energy ``d log |v|``: Ver Steeg and Galstyan, arXiv:2111.02434.
+
+    In scaled time s, with unit direction u, log-speed r and d = atoms x dim::
+
+        dq/ds = u        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
+
+    Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted by the speed are
+    canonical at kT = 1: see :func:`canonical_weights`. It needs two dimensions at least (in one, the direction never turns)
+    and a potential that is itself ergodic for it; scale the potential by 1/kT for another temperature.
+
+    Args:
+        potential: energy module, in units of kT.
+    """
+
+    state_type = ESHState
+
+    def __init__(self, potential: nn.Module) -> None:
+        super().__init__(potential)
+        self.terms = {"A": Glide(), "E": Turn(self)}
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> ESHState:
+        """A start at speed 1, moving along ``momentum`` (drawn at random if not given)."""
+        dof = position.shape[-1] * position.shape[-2]
+        if dof < 2:
+            raise ValueError(
+                "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. Use Langevin dynamics or a Nose-Hoover chain there."
+            )
+        if momentum is None:
+            replicas = position[..., 0, 0].numel()
+            momentum = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
+        norm = momentum.pow(2).sum((-1, -2), keepdim=True).sqrt()
+        if not bool((norm.detach() > 0).all()):
+            raise ValueError("ESH.init: a momentum of zero has no direction.")
+        state = ESHState(position, (momentum / norm).to(position), torch.zeros_like(position[..., 0, 0]))
+        self.check(state)
+        return state
+
+    def check(self, state: State) -> None:
+        super().check(state)
+        if state.direction.shape != state.position.shape or state.log_speed.shape != state.position.shape[:-2]:
+            raise ValueError(
+                f"direction must have the shape of position {tuple(state.position.shape)} and log_speed {tuple(state.position.shape[:-2])}."
+            )
+
+    def invariant(self, state: State) -> Energies:
+        """``U + d r``."""
+        d = state.position.shape[-1] * state.position.shape[-2]
+        return self.potential(state.position) + d * state.log_speed
+
+
+def canonical_weights(log_speed: Float[Tensor, "time *batch"]) -> Float[Tensor, "time *batch"]:
+    """Weights that turn averages over equally spaced ESH frames into canonical averages at kT = 1.
+
+    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one over time::
+
+        w = canonical_weights(trajectory.log_speed)
+        mean = (w * observable(trajectory.position)).sum(0)
+    """
+    return torch.softmax(log_speed, dim=0)

@@ -1,0 +1,44 @@
+"""Newton's equations at constant energy."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from adjsim._state import PhaseState, State
+from adjsim._typing import Energies, Number, Positions
+from adjsim.dynamics.base import MassiveDynamics
+from adjsim.dynamics.terms import Kick, Stream
+
+
+class Hamiltonian(MassiveDynamics):
+    """``dq/dt = p/m``, ``dp/dt = F(q)``: microcanonical dynamics (NVE).
+
+    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The invariant is the energy
+    ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a temperature use a thermostat.
+
+    Args:
+        potential: energy module, or a force field (which then has no invariant).
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+    """
+
+    def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
+        super().__init__(potential, mass)
+        self.terms = {"A": Stream(self), "B": Kick(self)}
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> PhaseState:
+        """A start. The momentum must be given: without a temperature there is nothing to draw it from."""
+        if momentum is None:
+            raise ValueError(
+                "Hamiltonian.init needs the momentum: NVE has no temperature to draw it from. "
+                "thermal_momentum(position, kT, generator) draws one."
+            )
+        state = PhaseState(position, momentum.to(position))
+        self.check(state)
+        return state
+
+    def invariant(self, state: State) -> Energies:
+        """The total energy."""
+        return self.kinetic_energy(state) + self.potential(state.position)

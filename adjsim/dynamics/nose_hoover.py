@@ -1,0 +1,171 @@
+"""Constant temperature without noise: the Nose-Hoover chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjsim._params import register
+from adjsim._state import State
+from adjsim._typing import Energies, Number, Positions
+from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim.dynamics.couplings import Function, Move, Scale, Shear
+from adjsim.dynamics.terms import Kick, Stream
+
+
+class ChainState(NamedTuple):
+    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch, length, 1)``."""
+
+    position: Positions
+    momentum: Positions
+    bath_position: Float[Tensor, "*batch length 1"]
+    bath_momentum: Float[Tensor, "*batch length 1"]
+
+
+class Chain(Term):
+    """N: a chain of thermostats, the first driven by the kinetic energy, each next one by the one before.
+
+    ::
+
+        dp/dt    = -p v_1                          v_j = b_j / Q_j
+        dx_j/dt  = v_j
+        db_1/dt  = sum p^2/m - dof kT  - b_1 v_2
+        db_j/dt  = b_{j-1}^2/Q_{j-1} - kT - b_j v_{j+1}        (the last link has no v_{j+1})
+
+    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996):
+    the links from the last to the first over h/2, each as (scale, shear, scale); the particles scaled by exp(-h v_1)
+    and the x_j moved by h v_j; the links again, from the first to the last.
+    """
+
+    def __init__(self, dynamics: NoseHooverChain) -> None:
+        self.dynamics = dynamics
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        c = self.coefficients(0.0, state)
+        b = state.bath_momentum
+        v = b * c["1/Q"]
+        heat = torch.cat([self._heat(j)(c, state.momentum, b) for j in range(self.dynamics.length)], -2)
+        damping = torch.cat([v[..., 1:, :], torch.zeros_like(v[..., :1, :])], -2)
+        return {"momentum": -state.momentum * v[..., :1, :], "bath_position": v, "bath_momentum": heat - b * damping}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        Q, target = self.dynamics.bath(state.position)
+        return {"1/Q": 1 / Q, "target": target, "1/m": 1 / self.dynamics.masses(state.momentum)}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        last = self.dynamics.length - 1
+        inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
+        outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
+        slow = Scale("momentum", Function(lambda c, b: torch.exp(-h * (b * c["1/Q"])[..., :1, :]), ("bath_momentum",)))
+        ride = Shear("bath_position", Function(lambda c, b: h * (b * c["1/Q"]), ("bath_momentum",)))
+        return (*inward, slow, ride, *outward)
+
+    def _link(self, j: int, h: float) -> list[Move]:
+        heat = self._heat(j)
+        shear = Shear(
+            "bath_momentum", Function(lambda c, p, b: h * heat(c, p, b), ("momentum", "bath_momentum")), link=j
+        )
+        if j == self.dynamics.length - 1:
+            return [shear]
+        scale = Scale(
+            "bath_momentum",
+            Function(
+                lambda c, b: torch.exp(-h / 2 * b[..., j + 1 : j + 2, :] * c["1/Q"][j + 1 : j + 2]), ("bath_momentum",)
+            ),
+            link=j,
+        )
+        return [scale, shear, scale]
+
+    def _heat(self, j: int) -> Any:
+        """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
+        if j == 0:
+            return lambda c, p, b: (p * p * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][:1]
+        return lambda c, p, b: b[..., j - 1 : j, :] ** 2 * c["1/Q"][j - 1 : j] - c["target"][j : j + 1]
+
+
+class NoseHooverChain(MassiveDynamics):
+    """Canonical dynamics by a chain of thermostats: Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
+
+    ========= ==================================================== ================
+    symbol    meaning                                              units
+    ========= ==================================================== ================
+    kT        temperature                                          energy
+    tau       relaxation time of the chain                         time
+    dof       degrees of freedom of one system                     1
+    Q_1       dof kT tau^2                                         energy time^2
+    Q_j       kT tau^2, j > 1                                      energy time^2
+    ========= ==================================================== ================
+
+    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other palindromes. One chain for each
+    system of a batch. The invariant is the extended energy
+    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is ergodic even for one
+    harmonic oscillator; length 1 is not. It is deterministic and, in practice, chaotic.
+
+    Args:
+        potential: energy module.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        kT: temperature, energy.
+        tau: relaxation time; a few times the period of the slowest vibration to be thermalised well.
+        length: links of the chain.
+        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms x dim - dim when the total
+            momentum is zero and stays so.
+    """
+
+    state_type = ChainState
+    kT: Tensor
+    tau: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        tau: Number = 1.0,
+        length: int = 3,
+        dof: float | None = None,
+    ) -> None:
+        super().__init__(potential, mass)
+        register(self, "kT", kT, positive=True)
+        register(self, "tau", tau, positive=True)
+        if int(length) != length or length < 1:
+            raise ValueError(f"length must be a whole number of links, at least 1; got {length}.")
+        if dof is not None and not dof > 0:
+            raise ValueError(f"dof must be positive; got {dof}.")
+        self.length, self.dof = int(length), dof
+        self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
+
+    def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """The chain's masses Q and the equilibrium values it drives towards, each ``(length, 1)``."""
+        dof = self.mobile_dof(position) if self.dof is None else self.dof
+        count = torch.ones(self.length, 1, dtype=position.dtype, device=position.device)
+        count[0] = dof
+        kT, tau = self.kT.to(position), self.tau.to(position)
+        return count * (kT * tau**2), count * kT
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> ChainState:
+        """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
+        if momentum is None:
+            momentum = self.thermal_momentum(position, self.kT, generator)
+        bath = position.new_zeros((*position.shape[:-2], self.length, 1))
+        state = ChainState(position, momentum.to(position), bath, bath)
+        self.check(state)
+        return state
+
+    def check(self, state: State) -> None:
+        super().check(state)
+        expected = (*state.position.shape[:-2], self.length, 1)
+        for name in ("bath_position", "bath_momentum"):
+            if getattr(state, name).shape != expected:
+                raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
+
+    def invariant(self, state: State) -> Energies:
+        """The extended energy."""
+        Q, target = self.bath(state.position)
+        bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2))
+        return self.kinetic_energy(state) + self.potential(state.position) + bath

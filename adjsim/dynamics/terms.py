@@ -1,0 +1,50 @@
+"""The terms that massive dynamics share: streaming (A) and kick (B)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State
+from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim.dynamics.couplings import Field, ForceOf, Move, Shear
+from adjsim.potentials.base import force
+
+
+class Stream(Term):
+    """A: ``dq/dt = p/m``. Its flow moves positions along straight lines, ``q' = q + h p/m``, and the time with them."""
+
+    advances_time = True
+
+    def __init__(self, dynamics: MassiveDynamics) -> None:
+        self.dynamics = dynamics
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        return {"position": state.momentum / self.dynamics.masses(state.momentum)}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        return {"h/m": h / self.dynamics.masses(state.momentum)}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        return (Shear("position", Field("momentum"), "h/m"),)
+
+
+class Kick(Term):
+    """B: ``dp/dt = F(q)``, zero on pinned atoms. Its flow is ``p' = p + h F(q)`` at fixed position."""
+
+    def __init__(self, dynamics: MassiveDynamics) -> None:
+        self.dynamics = dynamics
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        push = force(self.dynamics.potential, state.position, t)
+        return {"momentum": self.dynamics.mobile(state.position) * push}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"h": h * self.dynamics.mobile(state.position)}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        return (Shear("momentum", ForceOf(self.dynamics.potential), "h"),)

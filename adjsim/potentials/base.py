@@ -1,0 +1,146 @@
+"""Forces from energies, and their transposed Jacobians.
+
+A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy ``(*batch,)``. Its force is
+``-dU/dq``, by automatic differentiation. Two families know theirs in closed form: :class:`SeparablePotential`, a sum
+over coordinates, and :class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
+:class:`ForceField` is a force that need not come from an energy, and may depend on time.
+
+The adjoint needs one more thing of a force F(q; theta): its vector-Jacobian product. :func:`force_vjp` gives the force and a
+function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._state import in_transform
+from adjsim._typing import Energies, Positions
+
+Pullback = Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]
+
+
+class Potential(nn.Module):
+    """An energy function ``U(q; theta)``; subclasses write ``forward``, and may write the closed forms below it."""
+
+    def forward(self, position: Positions) -> Energies:
+        raise TypeError(f"{type(self).__name__} has no energy: write forward(position) -> (*batch,).")
+
+    def force(self, position: Positions) -> Positions:
+        """``-dU/dq``, differentiable when grad mode is on."""
+        return -derivative(self, position)
+
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
+        """The force, and v -> (v^T dF/dq, [v^T dF/dtheta])."""
+        return _autograd_vjp(self.force, position, parameters)
+
+
+class ForceField(nn.Module):
+    """A force given directly, ``F(t, q)``: a control, a non-conservative drive. It has no energy and no invariant."""
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        raise TypeError(f"{type(self).__name__} has no force: write forward(t, position).")
+
+
+class SeparablePotential(Potential):
+    """``U = sum over atoms and dimensions of u(q)``, with ``slope = u'`` and ``curvature = u''`` elementwise."""
+
+    def element(self, x: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} has no element(x).")
+
+    def slope(self, x: Tensor) -> Tensor:
+        return derivative(self.element, x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return derivative(self.slope, x)
+
+    def forward(self, position: Positions) -> Energies:
+        return self.element(position).sum((-1, -2))
+
+    def force(self, position: Positions) -> Positions:
+        return -self.slope(position)
+
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            value = -self.slope(position)
+
+        def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+            with torch.no_grad():
+                along = -self.curvature(position) * v
+            return along, parameter_gradient(lambda: -(self.slope(position) * v).sum(), parameters)
+
+        return value, pullback
+
+
+def force(potential: nn.Module, position: Positions, t: Any = 0.0) -> Positions:
+    """The force ``-dU/dq`` of a potential at a position.
+
+    Args:
+        potential: an energy module, or a :class:`ForceField`.
+        position: ``(*batch, atoms, dim)``.
+        t: the time, which only a :class:`ForceField` looks at.
+
+    Returns:
+        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
+    """
+    if isinstance(potential, ForceField):
+        return potential(t, position)
+    if isinstance(potential, Potential):
+        return potential.force(position)
+    return -derivative(potential, position)
+
+
+def force_vjp(
+    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0
+) -> tuple[Tensor, Pullback]:
+    """The force, detached, and its vector-Jacobian product with respect to position and ``parameters``.
+
+    The position must not require grad; the product may be asked for once.
+    """
+    if isinstance(potential, Potential):
+        return potential.force_vjp(position, parameters)
+    return _autograd_vjp(lambda q: force(potential, q, t), position, parameters)
+
+
+def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off."""
+    if torch.compiler.is_compiling() or in_transform():
+        return torch.func.grad(lambda y: function(y).sum())(x)
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        zero = torch.zeros_like(x, requires_grad=True)
+        total = function(x + zero).sum()
+        if not total.requires_grad:
+            return torch.zeros_like(x)
+        (slope,) = torch.autograd.grad(total, zero, create_graph=create, allow_unused=True)
+    return torch.zeros_like(x) if slope is None else slope
+
+
+def parameter_gradient(scalar: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a scalar with respect to parameters; None where it does not depend on one."""
+    if not parameters:
+        return []
+    with torch.enable_grad():
+        total = scalar()
+    if not total.requires_grad:
+        return [None] * len(parameters)
+    return list(torch.autograd.grad(total, parameters, allow_unused=True))
+
+
+def _autograd_vjp(
+    function: Callable[[Tensor], Tensor], position: Tensor, parameters: Sequence[Tensor]
+) -> tuple[Tensor, Pullback]:
+    with torch.enable_grad():
+        q = position.detach().requires_grad_()
+        value = function(q)
+
+    def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        if not value.requires_grad:
+            return torch.zeros_like(position), [None] * len(parameters)
+        along, *rest = torch.autograd.grad(value, (q, *parameters), v, allow_unused=True)
+        return torch.zeros_like(position) if along is None else along, rest
+
+    return value.detach(), pullback

@@ -1,0 +1,209 @@
+"""Pair potentials, written as a function of the squared distance.
+
+With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, everything the adjoint asks for follows from u' and u''
+elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q, w_ij = v_i - v_j::
+
+    F_i           = sum_j -2 u'(s_ij) d_ij
+    (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij      (symmetric: its transpose too)
+    v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
+
+so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom with itself, beyond
+the cutoff) get a harmless distance before any division and a zero after, so values and gradients stay finite.
+
+All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside, ``(dim, atoms,
+atoms)``: the long axis is then the last one, which vectorises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from adjsim._params import register
+from adjsim._typing import Energies, Number, Positions
+from adjsim.potentials.base import Potential, Pullback, derivative, parameter_gradient
+
+
+class PairPotential(Potential):
+    """A sum over pairs i<j of ``pair_energy(s)``, s the squared distance.
+
+    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow, or are given.
+
+    Args:
+        cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there. None: no cutoff.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the nearest image.
+
+    Raises:
+        ValueError: a cutoff above half the smallest perpendicular width of the box, where an atom would meet two images.
+    """
+
+    box: Tensor | None
+
+    def __init__(self, *, cutoff: float | None = None, box: Tensor | Sequence[float] | None = None) -> None:
+        super().__init__()
+        if cutoff is not None and not cutoff > 0:
+            raise ValueError(f"cutoff must be positive; got {cutoff}.")
+        self.cutoff = cutoff
+        self.register_buffer("box", None if box is None else _checked_box(box, cutoff))
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        """u(s), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no pair_energy(s).")
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        """du/ds, elementwise."""
+        return derivative(self.pair_energy, s)
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        """d2u/ds2, elementwise."""
+        return derivative(self.pair_slope, s)
+
+    def harmless(self, s: Tensor) -> Tensor:
+        """A squared distance at which the functions above are finite, for pairs that do not count."""
+        return torch.ones((), dtype=s.dtype, device=s.device)
+
+    def forward(self, position: Positions) -> Energies:
+        _, s, counts = self._geometry(position)
+        energy = self.pair_energy(s)
+        if self.cutoff is not None:
+            energy = energy - self.pair_energy(torch.full_like(self.harmless(s), self.cutoff**2))
+        return 0.5 * torch.where(counts, energy, 0.0).sum((-1, -2))
+
+    def force(self, position: Positions) -> Positions:
+        d, s, counts = self._geometry(position)
+        slope = torch.where(counts, self.pair_slope(s), 0.0)
+        return _sum_pairs(-2 * slope, d)
+
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            d, s, counts = self._geometry(position)
+            slope = torch.where(counts, self.pair_slope(s), 0.0)
+            value = _sum_pairs(-2 * slope, d)
+
+        def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+            with torch.no_grad():
+                w = _differences(v)
+                dw = (d * w).sum(-3)
+                bend = torch.where(counts, self.pair_curvature(s), 0.0) * dw
+                along = (bend.unsqueeze(-3) * d).sum(-1).mul_(-4)
+                along = along.sub_((slope.unsqueeze(-3) * w).sum(-1), alpha=2).transpose(-1, -2)
+                dw = torch.where(counts, dw, 0.0)
+            return along, parameter_gradient(lambda: -(dw * self.pair_slope(s)).sum(), parameters)
+
+        return value, pullback
+
+    def _geometry(self, position: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Differences ``(*batch, dim, atoms, atoms)``, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
+        d = _differences(position)
+        if self.box is not None:
+            d = _nearest_image(d, self.box.to(position), exact=self.cutoff is None)
+        s = (d * d).sum(-3)
+        counts = ~torch.eye(position.shape[-2], dtype=torch.bool, device=position.device)
+        if self.cutoff is not None:
+            counts = counts & (s < self.cutoff**2)
+        return d, torch.where(counts, s, self.harmless(s)), counts
+
+
+class LennardJones(PairPotential):
+    """``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
+
+    Args:
+        epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
+        sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
+        cutoff: pairs beyond it are left out and the energy is shifted to zero there; the force jumps by a little, so use
+            2.5 sigma or more where energy conservation matters. None: all pairs.
+        box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair counts once, at its
+            nearest image.
+    """
+
+    epsilon: Tensor
+    sigma: Tensor
+
+    def __init__(
+        self,
+        epsilon: Number = 1.0,
+        sigma: Number = 1.0,
+        *,
+        cutoff: float | None = None,
+        box: Tensor | Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box)
+        register(self, "epsilon", epsilon)
+        register(self, "sigma", sigma, positive=True)
+
+    def _sixth(self, s: Tensor) -> Tensor:
+        ratio = self.sigma.to(s) ** 2 / s
+        return ratio * ratio * ratio
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        x = self._sixth(s)
+        return 4 * self.epsilon.to(s) * x * (x - 1)
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        x = self._sixth(s)
+        return 12 * self.epsilon.to(s) * x * (1 - 2 * x) / s
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        x = self._sixth(s)
+        return 24 * self.epsilon.to(s) * x * (7 * x - 2) / (s * s)
+
+    def harmless(self, s: Tensor) -> Tensor:
+        return self.sigma.detach().to(s) ** 2
+
+
+def _differences(x: Tensor) -> Tensor:
+    columns = x.transpose(-1, -2)
+    return columns.unsqueeze(-1) - columns.unsqueeze(-2)
+
+
+def _sum_pairs(weight: Tensor, d: Tensor) -> Tensor:
+    return (weight.unsqueeze(-3) * d).sum(-1).transpose(-1, -2)
+
+
+def perpendicular_widths(box: Tensor) -> Tensor:
+    """The distances between opposite faces of a cell, ``(dim,)``."""
+    return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
+
+
+def _checked_box(box: Tensor | Sequence[float], cutoff: float | None) -> Tensor:
+    cell = torch.as_tensor(box, dtype=torch.float64)
+    if cell.requires_grad:
+        raise ValueError("box cannot require grad: gradients with respect to the cell are not provided.")
+    if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
+        raise ValueError(f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}.")
+    volume = cell.prod() if cell.ndim == 1 else torch.linalg.det(cell)
+    if not bool(torch.isfinite(cell).all()) or float(volume.abs()) == 0 or (cell.ndim == 1 and float(cell.min()) <= 0):
+        raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
+    width = float(perpendicular_widths(cell).min())
+    if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
+        raise ValueError(
+            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, {width / 2:g}: an atom would meet "
+            "two images of another. Use a smaller cutoff or a larger box."
+        )
+    return cell
+
+
+def _nearest_image(d: Tensor, box: Tensor, *, exact: bool) -> Tensor:
+    """Differences to the nearest image. In a tilted cell rounding finds it only within half the smallest width, which a
+    cutoff guarantees; ``exact`` searches the neighbouring images too."""
+    if box.shape[0] != d.shape[-3]:
+        raise ValueError(f"box has {box.shape[0]} dimensions and position {d.shape[-3]}.")
+    if box.ndim == 1:
+        length = box[:, None, None]
+        return d - length * torch.round(d.detach() / length)
+    rows = d.detach().movedim(-3, -1)
+    shift = -torch.round(rows @ torch.linalg.inv(box)) @ box
+    if exact:
+        near = rows + shift
+        best, extra = (near * near).sum(-1), torch.zeros_like(near)
+        for offset in product((-1.0, 0.0, 1.0), repeat=box.shape[0]):
+            step = torch.tensor(offset, dtype=box.dtype, device=box.device) @ box
+            distance = ((near + step) ** 2).sum(-1)
+            closer = distance < best
+            best = torch.where(closer, distance, best)
+            extra = torch.where(closer.unsqueeze(-1), step, extra)
+        shift = shift + extra
+    return d + shift.movedim(-1, -3)

@@ -1,0 +1,98 @@
+"""simulate(): where dynamics, solver, adjoint and record meet, and where everything is checked before work starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from adjsim._noise import Noise, seed_from
+from adjsim._params import refuse_captured
+from adjsim._state import State, in_transform
+from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
+from adjsim._typing import Times
+from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.dynamics.base import Dynamics
+from adjsim.solvers.base import ContinuousSolver, Problem, SteppingSolver
+
+Solver = SteppingSolver | ContinuousSolver
+
+
+def simulate(
+    dynamics: Dynamics,
+    state: State,
+    ts: Times,
+    *,
+    solver: Solver,
+    adjoint: Adjoint | None = None,
+    record: Record = None,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> Trajectory:
+    """Run the dynamics from a state and return what was saved, connected to autograd.
+
+    Gradients flow from the trajectory to the start and to every parameter of the dynamics that requires grad, in the way the
+    adjoint says. The path does not depend on the save times, on the record or on the adjoint.
+
+    Args:
+        dynamics: the physics.
+        state: the start, from ``dynamics.init``; its dtype and device are those of the run.
+        ts: save times; ``ts[0]`` is the time of the start, whose frame is saved too. With a fixed-step solver each must be a
+            whole number of steps after it, to a thousandth of a step.
+        solver: how the equations are integrated.
+        adjoint: how the gradient is taken; None: :class:`DirectAdjoint`.
+        record: a function of the state whose values are saved instead of whole states, or a :class:`TimeAverage`. It may
+            depend on the parameters of the dynamics.
+        generator: seeds the noise of stochastic dynamics; None: torch's default generator.
+        progress: show a progress bar, on a terminal.
+
+    Raises:
+        ValueError: times off the grid, wrong shapes, NaN or infinite input, a scheme that misses a term, a tensor that
+            requires grad and is not registered.
+        TypeError: a solver and an adjoint that do not go together.
+        FloatingPointError: the run left the finite numbers; the message names the step.
+    """
+    adjoint = DirectAdjoint() if adjoint is None else adjoint
+    _check_pair(solver, adjoint)
+    if in_transform() and not isinstance(adjoint, DirectAdjoint):
+        raise RuntimeError(
+            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, jvp): use DirectAdjoint() there. "
+            "For many replicas, give the state a leading batch axis instead of vmap."
+        )
+    times = check_times(ts)
+    dynamics.check(state)
+    parameters = dynamics.trainable()
+    _check_captured(dynamics, state, times, record)
+    stats: dict[str, Any] = {"energy_evaluations": 0}
+    problem = Problem(dynamics, state, times, solver, record, parameters, progress=progress, stats=stats)
+    adjoint.check(problem)
+    states, saved, final = adjoint.run(problem)
+    return Trajectory(times, states, saved, final, stats)
+
+
+def _check_pair(solver: Any, adjoint: Any) -> None:
+    if not isinstance(solver, Solver):
+        raise TypeError(f"solver must be a solver such as VelocityVerlet(dt) or ODESolver(); got {solver!r}.")
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(f"adjoint must be an adjoint such as ReversibleAdjoint(); got {adjoint!r}.")
+    if not isinstance(solver, adjoint.accepts):
+        fitting = sorted(kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts))
+        raise TypeError(
+            f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: {', '.join(fitting)}."
+        )
+
+
+def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:
+    """Evaluate drift and record once, and refuse tensors that require grad and that no adjoint would see."""
+    if in_transform() or not torch.is_grad_enabled():
+        return
+    probe = type(state)(*(x.detach().requires_grad_() for x in state))
+    for name, rate in zip(probe._fields, dynamics.drift(times[0], probe), strict=True):
+        refuse_captured(rate, dynamics, probe, f"the drift of {name}")
+    if record is not None:
+        function = record.function if isinstance(record, TimeAverage) else record
+        value = function(probe)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
+        refuse_captured(value, dynamics, probe, "the record")

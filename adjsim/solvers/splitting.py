@@ -1,0 +1,70 @@
+"""Splitting: a step is a word over the terms of the dynamics, each letter the flow of that term alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from adjsim._state import State
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.couplings import Coefficients
+from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+
+
+class Splitting(SteppingSolver):
+    """Compose the flows of the terms, in the order of a word: ``Splitting("BAB", dt)``, ``Splitting("NBABN", dt)``.
+
+    A letter that occurs n times takes dt/n each time. A palindrome is symmetric and second order; a word that is none is
+    first order (``trajectory.stats["order"]`` says which). Adjacent flows of one term at the same position share one
+    force evaluation, so that "BAB" costs one force a step. Every scheme whose flows have inverses is reversible.
+
+    Args:
+        scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N (Nose-Hoover chain), E (turn).
+        dt: the step, time.
+
+    Raises:
+        ValueError: a letter the dynamics has no term for, or a term the word does not use.
+    """
+
+    def __init__(self, scheme: str, dt: float) -> None:
+        if not scheme:
+            raise ValueError("scheme is empty; 'BAB' is velocity Verlet.")
+        self.scheme, self.dt = scheme, check_dt(dt)
+
+    @property
+    def order(self) -> int:
+        return 2 if self.scheme == self.scheme[::-1] else 1
+
+    def program(self, dynamics: Dynamics, state: State) -> Program:
+        shares = self._shares(dynamics)
+        moves = {letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()}
+        stages, elapsed, passed = [], 0.0, Counter()
+        clocks = sum(letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time)
+        for letter in self.scheme:
+            stages.append(Stage(letter, moves[letter], elapsed))
+            if dynamics.terms[letter].advances_time:
+                passed[letter] += 1
+                elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
+        return Program(tuple(stages), self.dt, self.order)
+
+    def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
+        return {letter: dynamics.terms[letter].coefficients(h, state) for letter, h in self._shares(dynamics).items()}
+
+    def _shares(self, dynamics: Dynamics) -> dict[str, float]:
+        count, known = Counter(self.scheme), dynamics.terms
+        unknown = [letter for letter in count if letter not in known]
+        missing = [letter for letter in known if letter not in count]
+        if unknown or missing:
+            problem = f"has no term {unknown[0]!r}" if unknown else f"has a term {missing[0]!r} that it leaves out"
+            raise ValueError(
+                f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which {problem}; its terms are {', '.join(known)}."
+            )
+        return {letter: self.dt / n for letter, n in count.items()}
+
+    def __repr__(self) -> str:
+        return f"Splitting({self.scheme!r}, dt={self.dt:g})"
+
+
+def VelocityVerlet(dt: float) -> Splitting:
+    """Kick, stream, kick: ``Splitting("BAB", dt)``, the standard integrator of molecular dynamics. Second order,
+    symplectic, time-reversible."""
+    return Splitting("BAB", dt)
