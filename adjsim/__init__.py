@@ -1,10 +1,81 @@
 """adjsim: gradients through physical simulation. One physics, every gradient."""
 
-# dynamics
 from adjsim._state import PhaseState
-from adjsim._trajectory import TimeAverage, Trajectory
-from adjsim.adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
-from adjsim.dynamics import ESH, Hamiltonian, NoseHooverChain, canonical_weights
-from adjsim.potentials import AsymmetricDoubleWell, DoubleWell, Harmonic, LennardJones, MullerBrown, force
+from adjsim._trajectory import Final, TimeAverage, Trajectory
+from adjsim.adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
+from adjsim.compare import Comparison, compare, plot_horizons
+from adjsim.dynamics import ESH, ChainState, ESHState, Hamiltonian, NoseHooverChain, canonical_weights
+from adjsim.estimators import GradientEstimate, Pathwise, Simulation
+from adjsim.observables import (
+    kinetic_temperature,
+    mean_squared_displacement,
+    mean_with_error,
+    pair_distances,
+    radial_distribution,
+    radius_of_gyration,
+    velocity_autocorrelation,
+)
+from adjsim.potentials import (
+    AsymmetricDoubleWell,
+    DoubleWell,
+    ForceField,
+    Harmonic,
+    LennardJones,
+    LennardJonesMixture,
+    MullerBrown,
+    force,
+)
 from adjsim.simulation import simulate
 from adjsim.solvers import ODESolver, Splitting, VelocityVerlet
+
+# Grouped by layer, as the documentation is.
+__all__ = [  # noqa: RUF022
+    # potentials
+    "AsymmetricDoubleWell",
+    "DoubleWell",
+    "ForceField",
+    "Harmonic",
+    "LennardJones",
+    "LennardJonesMixture",
+    "MullerBrown",
+    "force",
+    # observables
+    "Final",
+    "TimeAverage",
+    "kinetic_temperature",
+    "mean_squared_displacement",
+    "mean_with_error",
+    "pair_distances",
+    "radial_distribution",
+    "radius_of_gyration",
+    "velocity_autocorrelation",
+    # dynamics and their states
+    "ESH",
+    "ChainState",
+    "ESHState",
+    "Hamiltonian",
+    "NoseHooverChain",
+    "PhaseState",
+    "canonical_weights",
+    # solvers
+    "ODESolver",
+    "Splitting",
+    "VelocityVerlet",
+    # adjoints
+    "BacksolveAdjoint",
+    "CheckpointAdjoint",
+    "DirectAdjoint",
+    "ReconstructionError",
+    "ReversibleAdjoint",
+    # simulation
+    "Trajectory",
+    "simulate",
+    # estimators
+    "GradientEstimate",
+    "Pathwise",
+    "Simulation",
+    # comparison
+    "Comparison",
+    "compare",
+    "plot_horizons",
+]

@@ -45,7 +45,14 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if value.requires_grad}
 
 
-def leaves(output: Tensor, registered: Iterable[Tensor]) -> Iterator[Tensor]:
+def point_of_differentiation(x: Tensor) -> Tensor:
+    """A zero to add to x and differentiate by: a leaf that :func:`leaves` knows to be nobody's parameter."""
+    zero = torch.zeros_like(x, requires_grad=True)
+    zero.is_point_of_differentiation = True  # type: ignore[attr-defined]
+    return zero
+
+
+def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
     """The leaf tensors an output's graph ends in, not looking behind registered tensors."""
     stop = {value.grad_fn for value in registered if value.grad_fn is not None}
     seen, queue = set(), [output.grad_fn]
@@ -54,8 +61,9 @@ def leaves(output: Tensor, registered: Iterable[Tensor]) -> Iterator[Tensor]:
         if node is None or node in seen or node in stop:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
+            yield leaf
         queue.extend(parent for parent, _ in node.next_functions)
 
 

@@ -34,6 +34,17 @@ class TimeAverage:
             raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
 
 
+@dataclass(frozen=True)
+class Final:
+    """A function of the state at the end of the run.
+
+    Args:
+        function: of the state, to a tensor whose leading axis is the replicas.
+    """
+
+    function: Callable[[Any], Tensor]
+
+
 Record = Callable[[Any], Tensor] | TimeAverage | None
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor, nn
 
 Positions = Float[Tensor, "*batch atoms dim"]
 Energies = Float[Tensor, "*batch"]
 Number = float | int | Tensor | nn.Parameter
-Times = Sequence[float] | Tensor
+Times = Sequence[float | int] | np.ndarray | Tensor
 
 __all__ = ["Energies", "Number", "Positions", "Times"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from adjsim._noise import Noise, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
@@ -25,9 +24,8 @@ def simulate(
     ts: Times,
     *,
     solver: Solver,
-    adjoint: Adjoint | None = None,
+    adjoint: Adjoint = DirectAdjoint(),
     record: Record = None,
-    generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Trajectory:
     """Run the dynamics from a state and return what was saved, connected to autograd.
@@ -41,10 +39,9 @@ def simulate(
         ts: save times; ``ts[0]`` is the time of the start, whose frame is saved too. With a fixed-step solver each must be a
             whole number of steps after it, to a thousandth of a step.
         solver: how the equations are integrated.
-        adjoint: how the gradient is taken; None: :class:`DirectAdjoint`.
+        adjoint: how the gradient is taken.
         record: a function of the state whose values are saved instead of whole states, or a :class:`TimeAverage`. It may
             depend on the parameters of the dynamics.
-        generator: seeds the noise of stochastic dynamics; None: torch's default generator.
         progress: show a progress bar, on a terminal.
 
     Raises:
@@ -53,7 +50,6 @@ def simulate(
         TypeError: a solver and an adjoint that do not go together.
         FloatingPointError: the run left the finite numbers; the message names the step.
     """
-    adjoint = DirectAdjoint() if adjoint is None else adjoint
     _check_pair(solver, adjoint)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(

@@ -4,6 +4,6 @@ from adjsim.adjoints.backsolve import BacksolveAdjoint
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.adjoints.reversible import ReconstructionError, ReversibleAdjoint
 
-__all__ = ["Adjoint", "BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint", "ReversibleAdjoint"]
+__all__ = ["Adjoint", "BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint", "ReconstructionError", "ReversibleAdjoint"]

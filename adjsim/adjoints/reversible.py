@@ -12,6 +12,10 @@ from adjsim.dynamics.couplings import Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
+class ReconstructionError(RuntimeError):
+    """Reversed steps lost the trajectory they were to retrace."""
+
+
 class ReversibleAdjoint(Adjoint):
     """The exact gradient of the discrete steps in memory that does not grow with their number.
 
@@ -86,7 +90,7 @@ class _Undo(Backtrack):
         stats = self.problem.stats
         stats["reconstruction_error"] = max(stats["reconstruction_error"], error)
         if not error <= self.tol:
-            raise RuntimeError(
+            raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
                 f"was run (tol = {self.tol:g}), and the gradient would be wrong. Pass checkpoint_every= to ReversibleAdjoint, "
                 f"or use CheckpointAdjoint(){'; float64 reaches much further than float32' if state[0].dtype == torch.float32 else ''}."

@@ -106,6 +106,8 @@ class _Plan:
         self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         start, parameters = self.unpack(inputs)
+        # Detached: an output that kept its graph would hold this run, and this run it, for ever.
+        outputs = tuple(x.detach() for x in outputs)
         final = self.kind(*outputs[-self.width :])
         frames = self.kind(*outputs[: self.width]) if self.problem.record is None else None
         last = cotangents[-self.width :]

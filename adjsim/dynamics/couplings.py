@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,7 @@ class At:
     forces: Forces = field(default_factory=Forces)
 
 
+@runtime_checkable
 class Source(Protocol):
     """What a move adds or multiplies by: a value, and a way to pull a cotangent of that value back."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim._params import leaves, point_of_differentiation
 from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 
@@ -111,12 +112,16 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.func.grad(lambda y: function(y).sum())(x)
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        zero = torch.zeros_like(x, requires_grad=True)
+        zero = point_of_differentiation(x)
         total = function(x + zero).sum()
         if not total.requires_grad:
             return torch.zeros_like(x)
         (slope,) = torch.autograd.grad(total, zero, create_graph=create, allow_unused=True)
-    return torch.zeros_like(x) if slope is None else slope
+    if slope is None:
+        return torch.zeros_like(x)
+    # Where nothing but our own leaf asks for a gradient, the result must not claim one.
+    asked = x.requires_grad or next(leaves(slope), None) is not None
+    return slope if asked else slope.detach()
 
 
 def parameter_gradient(scalar: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:

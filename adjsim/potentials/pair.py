@@ -17,11 +17,11 @@ atoms)``: the long axis is then the last one, which vectorises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
 
+from adjsim._box import checked_box, differences, nearest_image
 from adjsim._params import register
 from adjsim._typing import Energies, Number, Positions
 from adjsim.potentials.base import Potential, Pullback, derivative, parameter_gradient
@@ -47,7 +47,7 @@ class PairPotential(Potential):
         if cutoff is not None and not cutoff > 0:
             raise ValueError(f"cutoff must be positive; got {cutoff}.")
         self.cutoff = cutoff
-        self.register_buffer("box", None if box is None else _checked_box(box, cutoff))
+        self.register_buffer("box", None if box is None else checked_box(box, cutoff))
 
     def pair_energy(self, s: Tensor) -> Tensor:
         """u(s), elementwise."""
@@ -85,7 +85,7 @@ class PairPotential(Potential):
 
         def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
             with torch.no_grad():
-                w = _differences(v)
+                w = differences(v)
                 dw = (d * w).sum(-3)
                 bend = torch.where(counts, self.pair_curvature(s), 0.0) * dw
                 along = (bend.unsqueeze(-3) * d).sum(-1).mul_(-4)
@@ -97,9 +97,9 @@ class PairPotential(Potential):
 
     def _geometry(self, position: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Differences ``(*batch, dim, atoms, atoms)``, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
-        d = _differences(position)
+        d = differences(position)
         if self.box is not None:
-            d = _nearest_image(d, self.box.to(position), exact=self.cutoff is None)
+            d = nearest_image(d, self.box.to(position), exact=self.cutoff is None)
         s = (d * d).sum(-3)
         counts = ~torch.eye(position.shape[-2], dtype=torch.bool, device=position.device)
         if self.cutoff is not None:
@@ -134,76 +134,31 @@ class LennardJones(PairPotential):
         register(self, "epsilon", epsilon)
         register(self, "sigma", sigma, positive=True)
 
-    def _sixth(self, s: Tensor) -> Tensor:
-        ratio = self.sigma.to(s) ** 2 / s
-        return ratio * ratio * ratio
+    def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """epsilon and sigma of every pair, to broadcast against the squared distances."""
+        return self.epsilon.to(s), self.sigma.to(s)
 
     def pair_energy(self, s: Tensor) -> Tensor:
-        x = self._sixth(s)
-        return 4 * self.epsilon.to(s) * x * (x - 1)
+        epsilon, x = self._sixth(s)
+        return 4 * epsilon * x * (x - 1)
 
     def pair_slope(self, s: Tensor) -> Tensor:
-        x = self._sixth(s)
-        return 12 * self.epsilon.to(s) * x * (1 - 2 * x) / s
+        epsilon, x = self._sixth(s)
+        return 12 * epsilon * x * (1 - 2 * x) / s
 
     def pair_curvature(self, s: Tensor) -> Tensor:
-        x = self._sixth(s)
-        return 24 * self.epsilon.to(s) * x * (7 * x - 2) / (s * s)
+        epsilon, x = self._sixth(s)
+        return 24 * epsilon * x * (7 * x - 2) / (s * s)
 
     def harmless(self, s: Tensor) -> Tensor:
-        return self.sigma.detach().to(s) ** 2
+        return self.pair_parameters(s.detach())[1].detach() ** 2
 
-
-def _differences(x: Tensor) -> Tensor:
-    columns = x.transpose(-1, -2)
-    return columns.unsqueeze(-1) - columns.unsqueeze(-2)
+    def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """epsilon and (sigma/r)^6."""
+        epsilon, sigma = self.pair_parameters(s)
+        ratio = sigma**2 / s
+        return epsilon, ratio * ratio * ratio
 
 
 def _sum_pairs(weight: Tensor, d: Tensor) -> Tensor:
     return (weight.unsqueeze(-3) * d).sum(-1).transpose(-1, -2)
-
-
-def perpendicular_widths(box: Tensor) -> Tensor:
-    """The distances between opposite faces of a cell, ``(dim,)``."""
-    return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
-
-
-def _checked_box(box: Tensor | Sequence[float], cutoff: float | None) -> Tensor:
-    cell = torch.as_tensor(box, dtype=torch.float64)
-    if cell.requires_grad:
-        raise ValueError("box cannot require grad: gradients with respect to the cell are not provided.")
-    if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
-        raise ValueError(f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}.")
-    volume = cell.prod() if cell.ndim == 1 else torch.linalg.det(cell)
-    if not bool(torch.isfinite(cell).all()) or float(volume.abs()) == 0 or (cell.ndim == 1 and float(cell.min()) <= 0):
-        raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
-    width = float(perpendicular_widths(cell).min())
-    if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
-        raise ValueError(
-            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, {width / 2:g}: an atom would meet "
-            "two images of another. Use a smaller cutoff or a larger box."
-        )
-    return cell
-
-
-def _nearest_image(d: Tensor, box: Tensor, *, exact: bool) -> Tensor:
-    """Differences to the nearest image. In a tilted cell rounding finds it only within half the smallest width, which a
-    cutoff guarantees; ``exact`` searches the neighbouring images too."""
-    if box.shape[0] != d.shape[-3]:
-        raise ValueError(f"box has {box.shape[0]} dimensions and position {d.shape[-3]}.")
-    if box.ndim == 1:
-        length = box[:, None, None]
-        return d - length * torch.round(d.detach() / length)
-    rows = d.detach().movedim(-3, -1)
-    shift = -torch.round(rows @ torch.linalg.inv(box)) @ box
-    if exact:
-        near = rows + shift
-        best, extra = (near * near).sum(-1), torch.zeros_like(near)
-        for offset in product((-1.0, 0.0, 1.0), repeat=box.shape[0]):
-            step = torch.tensor(offset, dtype=box.dtype, device=box.device) @ box
-            distance = ((near + step) ** 2).sum(-1)
-            closer = distance < best
-            best = torch.where(closer, distance, best)
-            extra = torch.where(closer.unsqueeze(-1), step, extra)
-        shift = shift + extra
-    return d + shift.movedim(-1, -3)

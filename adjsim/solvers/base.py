@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import Record
 from adjsim.dynamics.base import Dynamics
@@ -74,7 +73,6 @@ class Problem:
     solver: SteppingSolver | ContinuousSolver
     record: Record
     parameters: dict[str, Tensor]
-    noise: Noise | None = None
     progress: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 

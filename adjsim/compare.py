@@ -1,0 +1,241 @@
+"""One observable, one simulation, several ways to its gradient, side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from adjsim._noise import seed_from
+from adjsim.adjoints.reversible import ReconstructionError
+from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
+
+
+@dataclass
+class Comparison:
+    """Estimates of one gradient by several methods.
+
+    Attributes:
+        estimates: by method name. Path and stationary estimates answer different questions and are shown apart.
+        failures: methods that gave no number, with the reason.
+        reference: the method that the others' gradients are compared with; None: the first of each estimand.
+    """
+
+    estimates: dict[str, GradientEstimate]
+    failures: dict[str, str] = field(default_factory=dict)
+    reference: str | None = None
+
+    def difference(self, name: str) -> float | None:
+        """The largest relative difference, over parameters, of a method's gradient from the reference's of its estimand."""
+        mine = self.estimates[name]
+        peers = [key for key, estimate in self.estimates.items() if estimate.estimand == mine.estimand]
+        reference = self.reference if self.reference in peers else peers[0]
+        if reference == name:
+            return None
+        theirs = self.estimates[reference]
+        ratios = [_relative(mine.grad[key], theirs.grad[key]) for key in theirs.grad]
+        return max(ratios, default=0.0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One plain record for each method, as in the JSON file."""
+        records: list[dict[str, Any]] = []
+        for name, estimate in self.estimates.items():
+            records.append(
+                {
+                    "method": name,
+                    "estimand": estimate.estimand,
+                    "value": _plain(estimate.value),
+                    "value_stderr": _plain(estimate.value_stderr),
+                    "grad": {key: _plain(grad) for key, grad in estimate.grad.items()},
+                    "grad_stderr": {key: _plain(error) for key, error in estimate.grad_stderr.items()},
+                    "relative_difference": self.difference(name),
+                    **{key: _plain(value) for key, value in estimate.diagnostics.items()},
+                }
+            )
+        records += [{"method": name, "failure": reason} for name, reason in self.failures.items()]
+        return records
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The records as JSON text, also written to a file if a path is given."""
+        text = json.dumps(self.rows(), indent=2)
+        if path is not None:
+            write_whole(Path(path), text.encode())
+        return text
+
+    def table(self) -> Table:
+        """A table for a terminal: the methods of each estimand together, failures below."""
+        parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for heading in ("value", *(f"d/d {_short(name, parameters)}" for name in parameters)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for estimand in sorted({estimate.estimand for estimate in self.estimates.values()}):
+            for name, estimate in self.estimates.items():
+                if estimate.estimand == estimand:
+                    table.add_row(name, *self._cells(name, estimate, parameters))
+            table.add_section()
+        return table
+
+    def _cells(self, name: str, estimate: GradientEstimate, parameters: list[str]) -> list[str]:
+        info = estimate.diagnostics
+        difference, error = self.difference(name), info.get("reconstruction_error")
+        return [
+            _number(estimate.value, estimate.value_stderr),
+            *(_number(estimate.grad[key], estimate.grad_stderr[key]) for key in parameters),
+            "reference" if difference is None else f"{difference:.1e}",
+            f"{info['energy_evaluations']}",
+            f"{info['seconds']:.2f}",
+            f"{info['peak_memory'] / 1e6:.1f}",
+            "-" if error is None else f"{error:.1e}",
+        ]
+
+    def __str__(self) -> str:
+        text = StringIO()
+        console = Console(file=text, width=160)
+        console.print(self.table())
+        for name, reason in self.failures.items():
+            console.print(f"{name}: {reason}", highlight=False, soft_wrap=True)
+        return text.getvalue().rstrip()
+
+    def plot(self) -> Figure:
+        """Gradient, time and memory of each method, as bars."""
+        parameters = list(next(iter(self.estimates.values())).grad)
+        names = list(self.estimates)
+        figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
+        panels: list[tuple[str, Callable[[GradientEstimate], float]]] = [
+            *((f"gradient d/d {_short(key, parameters)}", _norm_of(key)) for key in parameters),
+            ("seconds", lambda estimate: estimate.diagnostics["seconds"]),
+            ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6),
+        ]
+        for axis, (title, number) in zip(axes, panels, strict=True):
+            axis.bar(names, [number(self.estimates[name]) for name in names], color="C0")
+            axis.set_title(title)
+            axis.tick_params(axis="x", rotation=45)
+        return figure
+
+
+def compare(
+    simulation: Simulation,
+    observable: Observable,
+    estimators: Mapping[str, Estimator],
+    *,
+    replicas: int,
+    generator: torch.Generator | None = None,
+) -> Comparison:
+    """Estimate one gradient by several estimators on the same starts and the same noise.
+
+    Args:
+        simulation: what is run.
+        observable: what is averaged.
+        estimators: by the name they are to be shown under; the first is the reference.
+        replicas: number of independent runs for each.
+        generator: seeds starts and noise; None: torch's default generator.
+
+    Returns:
+        A :class:`Comparison`, which prints as a table. A method whose run is lost (reversal beyond its tolerance, numbers no
+        longer finite) is listed with the reason.
+    """
+    if not estimators:
+        raise ValueError("compare needs at least one estimator.")
+    seed = seed_from(generator)
+    result = Comparison({}, reference=next(iter(estimators)))
+    for name, estimator in estimators.items():
+        own = torch.Generator().manual_seed(seed)
+        try:
+            result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
+        except (ReconstructionError, FloatingPointError) as lost:
+            result.failures[name] = str(lost)
+    return result
+
+
+def plot_horizons(comparisons: Mapping[float, Comparison], unit: str = "") -> Figure:
+    """Gradient, time and memory of each method against the horizon of the run."""
+    names = list(dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates))
+    any_estimate = next(e for comparison in comparisons.values() for e in comparison.estimates.values())
+    parameters = list(any_estimate.grad)
+    panels: list[tuple[str, Callable[[GradientEstimate], float]]] = [
+        *((f"gradient d/d {_short(key, parameters)}", _norm_of(key)) for key in parameters),
+        ("time / s", lambda estimate: estimate.diagnostics["seconds"]),
+        ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6),
+    ]
+    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    markers = "osD^v<>P"
+    for axis, (title, number) in zip(axes, panels, strict=True):
+        for i, name in enumerate(names):
+            points = [(h, number(c.estimates[name])) for h, c in comparisons.items() if name in c.estimates]
+            size = 11 - 2.2 * (i % 4)
+            axis.plot(*zip(*points, strict=True), marker=markers[i % 8], ms=size, mfc="none", mew=1.4, label=name)
+        axis.set_title(title)
+        axis.set_xlabel(f"horizon / {unit}" if unit else "horizon")
+    axes[-1].set_ylim(bottom=0)
+    axes[-2].set_ylim(bottom=0)
+    axes[0].legend(fontsize="small")
+    return figure
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _norm_of(key: str) -> Callable[[GradientEstimate], float]:
+    def norm(estimate: GradientEstimate) -> float:
+        grad = estimate.grad[key]
+        return float(grad) if grad.numel() == 1 else float(grad.norm())
+
+    return norm
+
+
+def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    scale = float(theirs.norm())
+    difference = float((mine - theirs).norm())
+    return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
+
+
+def _short(name: str, names: list[str]) -> str:
+    """The last part of a qualified name, where that says which one is meant."""
+    last = name.rsplit(".", 1)[-1]
+    return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name
+
+
+def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
+    if value.numel() != 1:
+        return f"|{float(value.norm()):.6g}|"
+    error = float(stderr)
+    return f"{float(value):.8g}" if math.isnan(error) else f"{float(value):.5g} ± {error:.1g}"
+
+
+def _plain(value: Any) -> Any:
+    """A number, list or None that JSON can hold: NaN, which it cannot, becomes None."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,18 @@
+"""What is measured."""
+
+from adjsim.observables.averages import Mean, autocorrelation_time, mean_with_error
+from adjsim.observables.kinetics import mean_squared_displacement, velocity_autocorrelation
+from adjsim.observables.structure import pair_distances, radial_distribution, radius_of_gyration
+from adjsim.observables.thermodynamics import kinetic_temperature
+
+__all__ = [
+    "Mean",
+    "autocorrelation_time",
+    "kinetic_temperature",
+    "mean_squared_displacement",
+    "mean_with_error",
+    "pair_distances",
+    "radial_distribution",
+    "radius_of_gyration",
+    "velocity_autocorrelation",
+]

@@ -1,0 +1,49 @@
+"""Means of correlated time series, with errors that know of the correlation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mean(NamedTuple):
+    """A mean, its standard error, and the number of independent samples it is worth."""
+
+    value: float
+    stderr: float
+    ess: float
+
+
+def autocorrelation_time(series: Tensor, window: float = 5.0) -> float:
+    """The integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series ``(time,)``, in samples.
+
+    The sum is cut at the first lag that is ``window`` times the sum so far (Sokal 1997), where noise takes over.
+    """
+    x = series.detach().double().flatten()
+    x = x - x.mean()
+    n = len(x)
+    spectrum = torch.fft.rfft(x, n=2 * n)
+    rho = torch.fft.irfft(spectrum.abs() ** 2, n=2 * n)[:n]
+    if float(rho[0]) <= 0:
+        return 1.0
+    tau = 2 * torch.cumsum(rho / rho[0], 0) - 1
+    stop = torch.nonzero(torch.arange(n, device=x.device) >= window * tau)
+    return max(1.0, float(tau[int(stop[0]) if len(stop) else n - 1]))
+
+
+def mean_with_error(series: Tensor) -> Mean:
+    """The mean of a correlated series ``(time,)`` or of independent ones ``(time, replicas)``, and its standard error.
+
+    With several replicas the error comes from the spread of their own means; with one, from its autocorrelation time.
+    """
+    x = series.detach().double()
+    if x.ndim == 2 and x.shape[1] > 1:
+        means = x.mean(0)
+        stderr = float(means.std(correction=1)) / means.numel() ** 0.5
+        variance = float(x.var(correction=1))
+        return Mean(float(means.mean()), stderr, variance / stderr**2 if stderr > 0 else float("inf"))
+    x = x.flatten()
+    ess = len(x) / autocorrelation_time(x)
+    return Mean(float(x.mean()), float(x.std(correction=1)) / ess**0.5, ess)

@@ -1,0 +1,134 @@
+"""Systems for the command line: the cluster that ships with the package, and structures read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from xml.etree.ElementTree import ParseError
+
+import ase
+import ase.io
+import numpy as np
+import torch
+from ase import units
+from ase.io.formats import UnknownFileTypeError
+from torch import Tensor
+
+from adjsim._box import perpendicular_widths
+from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
+from adjsim.potentials.pair import LennardJones
+
+
+@dataclass(frozen=True)
+class System:
+    """A Lennard-Jones system: where its atoms are, what they weigh, and the units people speak of it in.
+
+    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the system's own units
+    (kT for the temperature).
+    """
+
+    name: str
+    position: Tensor
+    mass: Tensor
+    potential: LennardJones
+    time: float
+    temperature: float
+    time_name: str
+    temperature_name: str
+
+
+def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
+    """The 13-atom Lennard-Jones cluster at its icosahedral minimum, in reduced units."""
+    _check_pair(epsilon, sigma)
+    atoms = ase.io.read(str(files("adjsim") / "data" / "lj13.xyz"))
+    assert isinstance(atoms, ase.Atoms)
+    scale = 1.0 if sigma is None else sigma
+    potential = LennardJones(
+        trainable_numbers([1.0 if epsilon is None else epsilon]), trainable_numbers([scale]), cutoff=cutoff
+    )
+    position = torch.from_numpy(atoms.get_positions() * scale)
+    return System("13-atom Lennard-Jones cluster", position, torch.ones(()), potential, 1.0, 1.0, "time units", "epsilon/kB")
+
+
+def structure(
+    path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None
+) -> System:
+    """A structure file, in ASE's units: eV, angstrom, amu. Times are spoken of in femtoseconds, temperatures in kelvin.
+
+    The cell is the periodic box where the file has one. In a box the cutoff is 3 sigma, or half the smallest width of the box
+    if that is less.
+    """
+    _check_pair(epsilon, sigma)
+    atoms = _read(path)
+    potential = _potential(path, atoms, epsilon, sigma, cutoff)
+    position = torch.from_numpy(atoms.get_positions())
+    mass = torch.from_numpy(atoms.get_masses())
+    name = f"{atoms.get_chemical_formula()} from {path.name}"
+    return System(name, position, mass, potential, units.fs, units.kB, "fs", "K")
+
+
+def _check_pair(epsilon: float | None, sigma: float | None) -> None:
+    for name, value in (("epsilon", epsilon), ("sigma", sigma)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name} must be positive; got {value:g}.")
+
+
+def _read(path: Path) -> ase.Atoms:
+    if not path.is_file():
+        raise ValueError(f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, pdb, cif).")
+    # What ASE's readers raise at a file that is not what its name says.
+    malformed = (OSError, ValueError, LookupError, AssertionError, StopIteration, RuntimeError, ParseError)
+    try:
+        atoms = ase.io.read(str(path))
+    except (UnknownFileTypeError, *malformed) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"ASE cannot read a structure from '{path}' ({reason}); is it xyz, extxyz, pdb or cif?") from error
+    if not isinstance(atoms, ase.Atoms) or len(atoms) == 0:
+        raise ValueError(f"'{path}' holds no atoms; give a structure with at least two.")
+    if len(atoms) < 2:
+        raise ValueError(f"'{path}' holds one atom; a pair potential needs at least two.")
+    if not np.isfinite(atoms.get_positions()).all():
+        raise ValueError(f"'{path}' has positions that are not finite numbers.")
+    return atoms
+
+
+def _potential(
+    path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: float | None
+) -> LennardJones:
+    symbols = atoms.get_chemical_symbols()
+    species = sorted(set(symbols))
+    if (epsilon is None) != (sigma is None):
+        given, absent = ("--epsilon", "--sigma") if sigma is None else ("--sigma", "--epsilon")
+        raise ValueError(f"{given} was given without {absent}; give both.")
+    if epsilon is None or sigma is None:
+        unknown = [symbol for symbol in species if symbol not in NOBLE_GASES]
+        if unknown:
+            raise ValueError(
+                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: {', '.join(NOBLE_GASES)}); "
+                "give --epsilon in eV and --sigma in angstrom."
+            )
+        epsilons: Sequence[float] = [NOBLE_GASES[symbol].kelvin * units.kB for symbol in species]
+        sigmas: Sequence[float] = [NOBLE_GASES[symbol].angstrom for symbol in species]
+    else:
+        species, symbols, epsilons, sigmas = ["all"], ["all"] * len(symbols), [epsilon], [sigma]
+    box = _box(path, atoms)
+    if box is not None and cutoff is None:
+        cutoff = min(3.0 * max(sigmas), 0.5 * float(perpendicular_widths(box).min()))
+    if len(species) == 1:
+        return LennardJones(trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box)
+    index = torch.tensor([species.index(symbol) for symbol in symbols])
+    return LennardJonesMixture(
+        index, trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box
+    )
+
+
+def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
+    if not atoms.pbc.any():
+        return None
+    if not atoms.pbc.all():
+        raise ValueError(f"'{path}' is periodic along some axes only; make it periodic along all three, or none.")
+    cell = torch.from_numpy(np.array(atoms.cell[:]))
+    off_diagonal = cell - torch.diag(torch.diagonal(cell))
+    return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell

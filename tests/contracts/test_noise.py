@@ -1,0 +1,52 @@
+"""Noise is a function of (seed, step, replica), and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from scipy import stats
+
+from adjsim._noise import ELEMENTS, STEPS, Noise, seed_from
+
+LIKE = torch.zeros((), dtype=torch.float64)
+
+
+def test_a_replica_has_the_same_noise_in_every_batch():
+    dof = 13 * 3
+    for step in (0, 5, STEPS - 1, STEPS, 100):
+        large, small = Noise(3)(step, (50, dof), LIKE), Noise(3)(step, (20, dof), LIKE)
+        assert torch.equal(large[:20], small)
+        assert torch.equal(Noise(3, first=20)(step, (30, dof), LIKE), large[20:])
+
+
+def test_it_does_not_depend_on_the_order_of_asking():
+    noise = Noise(11)
+    forward = [noise(k, (7, 6), LIKE) for k in range(3 * STEPS)]
+    backward = [noise(k, (7, 6), LIKE) for k in reversed(range(3 * STEPS))]
+    assert all(torch.equal(a, b) for a, b in zip(forward, reversed(backward), strict=True))
+    assert torch.equal(Noise(11)(70, (7, 6), LIKE), forward[70])
+
+
+def test_seeds_and_tiles_differ_and_are_normal():
+    wide = Noise(0)(0, (1, 3 * ELEMENTS), LIKE).flatten()
+    assert stats.kstest(wide.numpy(), "norm").pvalue > 1e-3
+    series = torch.cat([Noise(5)(k, (1, 64), LIKE).flatten() for k in range(4 * STEPS)])
+    assert stats.kstest(series.numpy(), "norm").pvalue > 1e-3
+    # Neighbouring tiles, steps and seeds share no numbers.
+    everything = torch.cat([wide, series, Noise(1)(0, (1, 3 * ELEMENTS), LIKE).flatten()])
+    assert len(everything.unique()) == len(everything)
+
+
+def test_float32_sees_the_same_numbers():
+    single = Noise(4)(9, (3, 5), torch.zeros((), dtype=torch.float32))
+    assert single.dtype == torch.float32
+    assert torch.equal(single, Noise(4)(9, (3, 5), LIKE).float())
+
+
+def test_the_seed_comes_from_the_generator():
+    a, b = (torch.Generator().manual_seed(1) for _ in range(2))
+    assert seed_from(a) == seed_from(b)
+    assert seed_from(a) != seed_from(torch.Generator().manual_seed(1))
+    torch.manual_seed(9)
+    first = seed_from(None)
+    torch.manual_seed(9)
+    assert seed_from(None) == first

@@ -1,0 +1,100 @@
+"""Every term of every dynamics keeps the contract."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adjsim
+from tests.problems import DYNAMICS, POTENTIALS, square
+from tests.suites import TermContract, disturbed
+
+ROWS = []
+for name, build in DYNAMICS.items():
+    for potential in ("lennard-jones", "plain-module"):
+        for replicas in ((), (3,)):
+            made = build(POTENTIALS[potential]())
+            position, momentum = square(replicas)
+            start = disturbed(made.init(position, momentum))
+            ROWS += [
+                pytest.param(made, letter, start, id=f"{name}-{letter}-{potential}-{len(replicas)}") for letter in made.terms
+            ]
+
+
+@pytest.mark.parametrize(("dynamics", "letter", "state"), ROWS)
+class TestTerms(TermContract):
+    pass
+
+
+def test_drift_is_the_sum_of_the_terms():
+    """And, for the chain, the equations as printed by Martyna, Klein and Tuckerman."""
+    dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(1.3), mass=2.0, kT=0.7, tau=0.5, length=3)
+    state = disturbed(dynamics.init(*square()))
+    rate = dynamics.drift(0.0, state)
+    q, p, x, b = state
+    Q = 0.7 * 0.5**2 * torch.tensor([8.0, 1.0, 1.0])[:, None]
+    torch.testing.assert_close(rate.position, p / 2)
+    torch.testing.assert_close(rate.momentum, -1.3 * q - p * b[0] / Q[0])
+    torch.testing.assert_close(rate.bath_position, b / Q)
+    first = (p * p / 2).sum() - 8 * 0.7 - b[0] * b[1] / Q[1]
+    second = b[0] ** 2 / Q[0] - 0.7 - b[1] * b[2] / Q[2]
+    third = b[1] ** 2 / Q[1] - 0.7
+    torch.testing.assert_close(rate.bath_momentum, torch.stack([first, second, third]))
+
+
+def test_invariants_are_conserved_by_the_drift():
+    """d(invariant)/dt = grad(invariant) . drift = 0 at a generic state."""
+    for name, build in DYNAMICS.items():
+        dynamics = build(POTENTIALS["lennard-jones"]())
+        state = disturbed(dynamics.init(*square()))
+        leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+        grads = torch.autograd.grad(dynamics.invariant(leaves), leaves, materialize_grads=True, allow_unused=True)
+        rate = dynamics.drift(0.0, state)
+        change = sum((g * r).sum() for g, r in zip(grads, rate, strict=True))
+        size = sum((g * r).abs().sum() for g, r in zip(grads, rate, strict=True))
+        assert abs(float(change)) < 1e-13 * float(size), name
+
+
+def test_esh_turn_is_the_published_one():
+    """The flow against the closed form in delta, at ordinary and at small and large angles."""
+    from adjsim.dynamics.esh import turn
+
+    for size in (1e-9, 1e-3, 0.5, 4.0):
+        u = torch.randn(4, 2)
+        u /= u.norm()
+        g = torch.randn(4, 2) * size
+        r = torch.tensor(0.3)
+        d, h = 8, 0.7
+        e, delta = -g / g.norm(), torch.tensor(h * float(g.norm()) / d)
+        along = (u * e).sum()
+        Z = torch.cosh(delta) + along * torch.sinh(delta)
+        turned = (u + e * (torch.sinh(delta) + along * (torch.cosh(delta) - 1))) / Z
+        found, speed = turn(h, -g, u, r)
+        torch.testing.assert_close(found, turned, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(speed, r + torch.log(Z), rtol=1e-12, atol=1e-14)
+
+
+def test_esh_leaves_a_head_on_direction_alone():
+    push = torch.randn(3, 2)
+    u = push / push.norm()
+    from adjsim.dynamics.esh import turn
+
+    for sign in (1.0, -1.0):
+        turned, _ = turn(0.3, push, sign * u, torch.zeros(()))
+        torch.testing.assert_close(turned, sign * u, rtol=1e-12, atol=1e-12)
+
+
+def test_esh_is_smooth_where_the_force_vanishes():
+    from adjsim.dynamics.esh import turn
+
+    push = torch.zeros(2, 2, requires_grad=True)
+    u = torch.tensor([[0.6, 0.0], [0.0, 0.8]])
+    turned, speed = turn(0.3, push, u, torch.zeros(()))
+    (grad,) = torch.autograd.grad(turned.sum() + speed, push)
+    h = 1e-6
+    for i in range(2):
+        shift = torch.zeros(2, 2)
+        shift[0, i] = h
+        ahead, behind = turn(0.3, shift, u, torch.zeros(())), turn(0.3, -shift, u, torch.zeros(()))
+        slope = (ahead[0].sum() + ahead[1] - behind[0].sum() - behind[1]) / (2 * h)
+        torch.testing.assert_close(grad[0, i], slope, rtol=1e-7, atol=1e-9)

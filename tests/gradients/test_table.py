@@ -1,0 +1,115 @@
+"""Every parameter x every scheme x every adjoint, for losses at the end, at saves, through a record and a time average."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adjsim
+from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
+from tests.problems import Case, cases, square
+
+ROWS = [pytest.param(case, id=str(case)) for case in cases()]
+STEPS = [0, 1, 4, 9, 10, 25]  # saves at uneven distances
+WEIGHTS = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
+LOSSES = ["final", "saves", "record", "average"]
+
+
+def moment(state):
+    """A smooth function of every field of the state."""
+    return sum((torch.sin(1.3 * x) + 0.3 * x**2).sum() for x in state)
+
+
+def loss_of(case: Case, dynamics, position, momentum, kind: str, adjoint) -> torch.Tensor:
+    """One number from a run of 25 steps."""
+    times = torch.tensor(STEPS, dtype=torch.float64) * case.dt
+    solver = adjsim.Splitting(case.scheme, case.dt)
+    record = {"record": moment, "average": TimeAverage(moment, burn_in=5 * case.dt)}.get(kind)
+    start = dynamics.init(position, momentum)
+    run = adjsim.simulate(dynamics, start, times, solver=solver, adjoint=adjoint, record=record)
+    if kind == "final":
+        return moment(run.final)
+    if kind == "saves":
+        frames = [type(run.final)(*(getattr(run, f)[i] for f in run.final._fields)) for i in range(len(STEPS))]
+        return sum(w * moment(frame) for w, frame in zip(WEIGHTS, frames, strict=True))
+    if kind == "record":
+        return (WEIGHTS * run.record).sum() + moment(run.final)
+    return run.record + 0.1 * moment(run.final)
+
+
+def gradients(case: Case, kind: str, adjoint) -> dict[str, torch.Tensor]:
+    """The gradient of the loss by everything there is."""
+    dynamics = case.build()
+    position, momentum = (x.requires_grad_() for x in square())
+    inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+    value = loss_of(case, dynamics, position, momentum, kind, adjoint)
+    found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(inputs.items(), found, strict=True)
+    }
+
+
+def differences(case: Case, kind: str, along: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Central differences of the loss along a direction in each input."""
+    # With h = 1e-4 and Richardson's step at 2e-4, truncation is h^4 and rounding 1e-16 / h: 1e-12 of the loss.
+    h, slopes = 1e-4, {}
+    for name, direction in along.items():
+        values = {}
+        for shift in (-2, -1, 1, 2):
+            dynamics = case.build()
+            position, momentum = square()
+            with torch.no_grad():
+                inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+                inputs[name] += shift * h * direction
+                values[shift] = float(loss_of(case, dynamics, position, momentum, kind, DirectAdjoint()))
+        near, far = (values[1] - values[-1]) / (2 * h), (values[2] - values[-2]) / (4 * h)
+        slopes[name] = (4 * near - far) / 3
+    return slopes
+
+
+def agree(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    # A gradient that is small because its terms cancel keeps their rounding: it is held to 1e-3 of the largest.
+    largest = max(float(value.norm()) for value in theirs.values())
+    for name, value in theirs.items():
+        scale = max(float(value.norm()), 1e-3 * largest)
+        assert float((mine[name] - value).norm()) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("case", ROWS)
+def test_direct_against_central_differences(case, kind):
+    grads = gradients(case, kind, DirectAdjoint())
+    generator = torch.Generator().manual_seed(3)
+    along = {k: torch.randn(g.shape, generator=generator, dtype=g.dtype) for k, g in grads.items()}
+    for name, slope in differences(case, kind, along).items():
+        expected = float((grads[name] * along[name]).sum())
+        # 1e-9 absolute: the rounding of losses of order 10 to 100 divided by h.
+        assert slope == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("case", ROWS)
+def test_constant_memory_adjoints_equal_direct(case, kind):
+    direct = gradients(case, kind, DirectAdjoint())
+    for segments in (None, 1, 3, 25):
+        agree(gradients(case, kind, CheckpointAdjoint(segments)), direct, 1e-12)
+    for every in (None, 7):
+        agree(gradients(case, kind, ReversibleAdjoint(checkpoint_every=every)), direct, 1e-10)
+
+
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()], ids=repr)
+def test_longer_runs_agree_to_their_reach(adjoint):
+    """600 steps of four atoms bound in a chain's bath."""
+    case = Case("chain-3", "NBABN", "lennard-jones")
+    dynamics, (position, momentum) = case.build(), square()
+    run = adjsim.simulate(
+        dynamics, dynamics.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01), adjoint=adjoint
+    )
+    found = torch.autograd.grad(moment(run.final), list(dynamics.parameters()))
+    reference = case.build()
+    run = adjsim.simulate(
+        reference, reference.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01)
+    )
+    expected = torch.autograd.grad(moment(run.final), list(reference.parameters()))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)

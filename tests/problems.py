@@ -1,0 +1,106 @@
+"""Systems to test on: small, smooth, with every parameter trainable; and what their answers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import adjsim
+from adjsim.dynamics import Dynamics
+
+
+def parameter(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+
+class Cage(nn.Module):
+    """A plain module with no closed forms: Morse pairs in a quartic cage. Its force goes through automatic differentiation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth, self.width, self.stiffness = parameter(1.2), parameter(1.1), parameter(0.3)
+
+    def forward(self, position: Tensor) -> Tensor:
+        i, j = torch.triu_indices(position.shape[-2], position.shape[-2], offset=1)
+        r = (position[..., i, :] - position[..., j, :]).norm(dim=-1)
+        pairs = self.depth * (1 - torch.exp(-self.width * (r - 1.1))) ** 2
+        return pairs.sum(-1) + self.stiffness * (position**4).sum((-1, -2))
+
+
+POTENTIALS: dict[str, Callable[[], nn.Module]] = {
+    "harmonic": lambda: adjsim.Harmonic(parameter(1.3), parameter(0.2)),
+    "double-well": lambda: adjsim.DoubleWell(parameter(0.7)),
+    "asymmetric": lambda: adjsim.AsymmetricDoubleWell(parameter(0.7), parameter(-0.3)),
+    "muller-brown": lambda: adjsim.MullerBrown(),
+    "lennard-jones": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.95)),
+    "cutoff": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([3.6, 3.7])),
+    "tilted": lambda: adjsim.LennardJones(
+        parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([[3.6, 0.0], [0.6, 3.6]])
+    ),
+    "mixture": lambda: adjsim.LennardJonesMixture(
+        torch.tensor([0, 1, 0, 1]),
+        nn.Parameter(torch.tensor([1.1, 0.8], dtype=torch.float64)),
+        nn.Parameter(torch.tensor([0.95, 0.9], dtype=torch.float64)),
+    ),
+    "plain-module": Cage,
+}
+
+DYNAMICS: dict[str, Callable[[nn.Module], Dynamics]] = {
+    "hamiltonian": lambda potential: adjsim.Hamiltonian(potential, parameter(1.4)),
+    "hamiltonian-masses": lambda potential: adjsim.Hamiltonian(
+        potential, nn.Parameter(torch.tensor([1.0, 1.5, 0.8, 2.0], dtype=torch.float64))
+    ),
+    "chain-1": lambda potential: adjsim.NoseHooverChain(
+        potential, parameter(1.4), parameter(0.6), parameter(0.5), length=1
+    ),
+    "chain-3": lambda potential: adjsim.NoseHooverChain(potential, parameter(1.4), parameter(0.6), parameter(0.5)),
+    "esh": lambda potential: adjsim.ESH(potential),
+}
+
+SCHEMES = {
+    "hamiltonian": ["BAB", "ABA", "BA", "BABAB"],
+    "hamiltonian-masses": ["BAB"],
+    "chain-1": ["NBABN"],
+    "chain-3": ["NBABN", "BNANB", "ANBNA", "BAN"],
+    "esh": ["EAE", "AEA", "AE"],
+}
+
+
+def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Four atoms in the plane, bound and moving: position and momentum."""
+    generator = torch.Generator().manual_seed(7)
+    corners = torch.tensor([[0.0, 0.0], [1.15, 0.1], [-0.05, 1.2], [1.1, 1.1]], dtype=torch.float64)
+    shift = 0.02 * torch.randn(*replicas, 4, 2, generator=generator, dtype=torch.float64)
+    momentum = 0.4 * torch.randn(*replicas, 4, 2, generator=generator, dtype=torch.float64)
+    return corners + shift, momentum
+
+
+@dataclass
+class Case:
+    """A dynamics, a scheme and a potential: one row of a table test."""
+
+    dynamics: str
+    scheme: str
+    potential: str
+
+    def build(self) -> Dynamics:
+        return DYNAMICS[self.dynamics](POTENTIALS[self.potential]())
+
+    @property
+    def dt(self) -> float:
+        return 0.001 if self.potential == "muller-brown" else 0.01
+
+    def __str__(self) -> str:
+        return f"{self.dynamics}-{self.scheme}-{self.potential}"
+
+
+def cases() -> list[Case]:
+    """Every scheme on the Lennard-Jones system, and every potential under velocity Verlet and the chain."""
+    schemes = [Case(d, s, "lennard-jones") for d, words in SCHEMES.items() for s in words]
+    pairs = itertools.product([("hamiltonian", "BAB"), ("chain-3", "NBABN"), ("esh", "EAE")], POTENTIALS)
+    potentials = [Case(d, s, p) for (d, s), p in pairs if p != "lennard-jones"]
+    return schemes + potentials
