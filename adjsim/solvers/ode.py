@@ -25,7 +25,8 @@ class ODESolver(ContinuousSolver):
     Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is SciPy's LSODA) choose
     their steps from the tolerances and interpolate at save times. Fixed-step methods (euler, midpoint, heun2, heun3, rk4,
     explicit_adams, implicit_adams, fixed_adams) take steps of dt, counted in whole steps from ts[0], and save times must
-    lie on them. Either way the path does not depend on the save times.
+    lie on them. Either way the path does not depend on the save times. Interpolation is of fourth order, coarser than the
+    steps of dopri8 at tight tolerances: prefer dopri5 there. explicit_adams is held to order 4.
 
     For long molecular runs prefer a splitting: it conserves what the physics conserves, costs one force a step, and its
     gradient is exact in constant memory.
@@ -92,6 +93,9 @@ class ODESolver(ContinuousSolver):
     ) -> tuple[Tensor, ...]:
         """torchdiffeq's solution at the times, time leading."""
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
+        if self.method == "explicit_adams":
+            # Its own choice goes up to order 12, whose region of stability is too small to be of use.
+            options["max_order"] = 4
         if self.method not in SCIPY:
             options["norm"] = _state_norm(len(problem.state))
         common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}

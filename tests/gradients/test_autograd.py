@@ -16,8 +16,9 @@ TIMES = torch.linspace(0.0, 0.2, 3)
 
 
 def run(dynamics, adjoint, position=None, momentum=None, **options):
-    q, p = square()
-    start = dynamics.init(q if position is None else position, p if momentum is None else momentum)
+    if position is None:
+        position, momentum = square()
+    start = dynamics.init(position, momentum)
     return adjsim.simulate(dynamics, start, TIMES, solver=VelocityVerlet(0.01), adjoint=adjoint, **options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torchdiffeq._impl.odeint import SOLVERS
@@ -10,15 +12,23 @@ import adjsim
 from adjsim import BacksolveAdjoint, DirectAdjoint, ODESolver, TimeAverage
 from adjsim.solvers.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
 from tests.gradients.test_table import agree, moment
-from tests.problems import DYNAMICS, POTENTIALS, square
+from tests.problems import DYNAMICS, POTENTIALS, parameter, square
 
 TIMES = [0.0, 0.05, 0.2, 0.25, 0.5]
 
 
-def solver_for(method: str, tolerance: float = 1e-10) -> ODESolver:
+# What each adaptive method reaches in reasonable time: an order of 2 needs 1e5 steps a unit of time for 1e-10.
+TOLERANCE = {"dopri8": 1e-10, "dopri5": 1e-10, "scipy_solver": 1e-9, "bosh3": 1e-7, "fehlberg2": 3e-6, "adaptive_heun": 3e-6}
+
+
+# Steps at which each method of fixed step is stable and good to about a per cent on bound Lennard-Jones atoms.
+DT = {"euler": 0.0005, **dict.fromkeys(MULTISTEP, 0.002)}
+
+
+def solver_for(method: str) -> ODESolver:
     if method in ONE_STEP + MULTISTEP:
-        return ODESolver(method, dt=0.01)
-    return ODESolver(method, rtol=tolerance, atol=tolerance)
+        return ODESolver(method, dt=DT.get(method, 0.005))
+    return ODESolver(method, rtol=TOLERANCE[method], atol=TOLERANCE[method])
 
 
 def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
@@ -54,14 +64,20 @@ def test_every_method_of_torchdiffeq_is_there():
 @pytest.mark.parametrize("method", ADAPTIVE + ONE_STEP + MULTISTEP)
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
-    h = 1e-5
+    # Steps of fixed size are smooth functions of the inputs (implicit_adams to its corrector's tolerance, 1e-7). Adaptive
+    # methods choose their steps anew for each shift, which moves the loss by as much as it is wrong, over h.
+    fixed = method in ONE_STEP + MULTISTEP
+    coarse = {"bosh3": (2e-3, 1e-4), "fehlberg2": (5e-3, 3e-3), "adaptive_heun": (5e-3, 3e-3)}
+    h, rel = coarse.get(method, (1e-4 if fixed else 3e-4, 1e-4 if method in ("implicit_adams", "fixed_adams") else 1e-6))
+    tight = ODESolver("dopri5", rtol=1e-12, atol=1e-12)
+    none = ("mass", 0.0)
+    wrong = abs(gradients(method, DirectAdjoint(), shift=none) - gradients(method, DirectAdjoint(), solver=tight, shift=none))
+    floor = 1e-7 if fixed else 1e-5 + 4 * wrong / h
     for name, grad in grads.items():
         direction = torch.randn_like(grad)
-        ahead, behind = (gradients(method, DirectAdjoint(), shift=(name, s * h * direction)) for s in (1, -1))
-        # Adaptive methods choose their steps anew for each shift, which moves the loss by their tolerance, 1e-10, over h;
-        # implicit_adams iterates its corrector only to rtol.
-        rel = 1e-6 if method in ONE_STEP + ("explicit_adams",) else 2e-5
-        assert (ahead - behind) / (2 * h) == pytest.approx(float((grad * direction).sum()), rel=rel, abs=1e-7), name
+        loss = {k: gradients(method, DirectAdjoint(), shift=(name, k * h * direction)) for k in (-2, -1, 1, 2)}
+        slope = (4 * (loss[1] - loss[-1]) / (2 * h) - (loss[2] - loss[-2]) / (4 * h)) / 3
+        assert slope == pytest.approx(float((grad * direction).sum()), rel=rel, abs=floor), name
 
 
 @pytest.mark.parametrize("kind", ["final", "saves", "record", "average"])
@@ -78,9 +94,9 @@ def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics
 
 @pytest.mark.parametrize("method", [*ADAPTIVE, *ONE_STEP, *MULTISTEP, *SCIPY])
 def test_continuous_adjoint_of_every_method(method):
-    """Its own tolerance or order away from the exact flow's gradient: dt = 0.01 leaves a first-order method 5 % off."""
+    """Away from the exact flow's gradient by the method's own error at its step or tolerance."""
     exact = gradients("dopri8", DirectAdjoint(), solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
-    agree(gradients(method, BacksolveAdjoint(), solver=solver_for(method, 1e-8)), exact, 0.1 if method == "euler" else 5e-3)
+    agree(gradients(method, BacksolveAdjoint(), solver=solver_for(method)), exact, 0.1 if method == "euler" else 1e-2)
 
 
 def test_backward_tolerances_are_their_own():
@@ -101,7 +117,7 @@ def test_time_average_is_the_integral():
     """A harmonic oscillator from q = 1 at rest: the mean of q^2 over [b, T] in closed form."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic())
     start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
-    for solver in (ODESolver("dopri8", rtol=1e-10, atol=1e-10), ODESolver("rk4", dt=0.01)):
+    for solver in (ODESolver("dopri5", rtol=1e-10, atol=1e-10), ODESolver("rk4", dt=0.01)):
         for burn_in in (0.0, 1.0):
             run = adjsim.simulate(
                 dynamics, start, [0.0, 2.0, 3.0], solver=solver, record=TimeAverage(lambda s: s.position**2, burn_in)
@@ -110,28 +126,30 @@ def test_time_average_is_the_integral():
             torch.testing.assert_close(run.record.squeeze(), exact, rtol=1e-8, atol=0)
 
 
-def test_dissipation_loses_the_backward_solution_and_saving_keeps_it():
-    """x' = -x: integrated backward it grows as e^t; setting it again at save times bounds that."""
+def test_contraction_loses_the_backward_solution_and_saving_keeps_it():
+    """A stiff contraction onto q = p/2: solved backward it runs away as e^{30 t}, which saving bounds."""
 
-    class Relax(adjsim.ForceField):
-        def __init__(self):
-            super().__init__()
-            self.rate = torch.nn.Parameter(torch.tensor(1.0))
+    class Contraction(adjsim.ESH):
+        """q' = -30 (q - tanh(a u)), on a state whose direction stands still."""
 
-        def forward(self, t, position):
-            return -self.rate * position**3 - 0.5 * position
+        def drift(self, t, state):
+            a = self.potential.k
+            pull = -30 * (state.position - torch.tanh(a * state.direction))
+            return state._replace(
+                position=pull, direction=torch.zeros_like(pull), log_speed=torch.zeros_like(state.log_speed)
+            )
 
     def gradient(times, adjoint):
-        force = Relax()
-        dynamics = adjsim.Hamiltonian(force)
-        # Momentum relaxes and nothing moves: an infinitely slow position makes the force a constant of motion.
-        run = adjsim.simulate(
-            dynamics, dynamics.init(torch.ones(1, 1), torch.zeros(1, 1)), times, solver=ODESolver(rtol=1e-8, atol=1e-8), adjoint=adjoint
-        )
-        return torch.autograd.grad(run.final.position.sum(), force.rate)[0]
+        dynamics = Contraction(adjsim.Harmonic(parameter(0.8)))
+        start = dynamics.init(torch.ones(1, 2), torch.tensor([[0.6, 0.8]]))
+        solver = ODESolver("dopri5", rtol=1e-8, atol=1e-8)
+        run = adjsim.simulate(dynamics, start, times, solver=solver, adjoint=adjoint)
+        return float(torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0])
 
-    direct = gradient([0.0, 3.0], DirectAdjoint())
-    torch.testing.assert_close(gradient([0.0, 1.0, 2.0, 3.0], BacksolveAdjoint()), direct, rtol=1e-5, atol=0)
+    exact = sum(2 * math.tanh(0.8 * u) * u / math.cosh(0.8 * u) ** 2 for u in (0.6, 0.8))
+    assert gradient([0.0, 2.0], DirectAdjoint()) == pytest.approx(exact, rel=1e-5)
+    saved = [i / 10 for i in range(21)]
+    assert gradient(saved, BacksolveAdjoint()) == pytest.approx(exact, rel=1e-5)
 
 
 def test_vector_field_counts_its_work():
