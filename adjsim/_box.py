@@ -39,8 +39,11 @@ def checked_box(box: Tensor | Sequence[float], cutoff: float | None) -> Tensor:
 
 
 def nearest_image(d: Tensor, box: Tensor, *, exact: bool = True) -> Tensor:
-    """Differences ``(*batch, dim, ...)``, coordinates third from the end, to the nearest image. In a tilted cell rounding finds it only within half the smallest width, which a
-    cutoff guarantees; ``exact`` searches the neighbouring images too."""
+    """Differences ``(*batch, dim, ...)``, coordinates third from the end, to the nearest image.
+
+    In a tilted cell rounding finds it only within half the smallest width, which a cutoff guarantees; ``exact`` searches the
+    neighbouring images too.
+    """
     if box.shape[0] != d.shape[-3]:
         raise ValueError(f"box has {box.shape[0]} dimensions and position {d.shape[-3]}.")
     if box.ndim == 1:

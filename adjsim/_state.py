@@ -41,7 +41,7 @@ def stack(states: list[S]) -> S:
 
 def in_transform() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is tracing us; torch has no public word for it."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_finite(state: State) -> bool:
@@ -59,21 +59,24 @@ def check_state(state: State, kind: type) -> None:
     """Refuse a start that could only fail later: the wrong kind, shape, dtype, device, or numbers that are not finite."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: make the start with dynamics.init(position, ...)."
+            f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: "
+            "make the start with dynamics.init(position, ...)."
         )
     position = state.position
     if not isinstance(position, Tensor) or not position.is_floating_point():
         raise ValueError("position must be a floating-point tensor of shape (*batch, atoms, dim).")
     if position.ndim < 2:
         raise ValueError(
-            f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). One particle in one dimension is (1, 1)."
+            f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). "
+            "One particle in one dimension is (1, 1)."
         )
     if position.numel() == 0:
         raise ValueError(f"position has shape {tuple(position.shape)}: there is nothing to simulate.")
     for name, value in zip(state._fields, state, strict=True):
         if value.dtype != position.dtype or value.device != position.device:
             raise ValueError(
-                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on {position.device}: give all fields one dtype and device."
+                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on {position.device}: "
+                "give all fields one dtype and device."
             )
         if not in_transform() and not bool(torch.isfinite(value.detach()).all()):
             raise ValueError(f"{name} has NaN or infinite entries at the start.")

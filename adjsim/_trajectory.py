@@ -61,9 +61,7 @@ class Trajectory:
             adjoints that do not reconstruct).
     """
 
-    def __init__(
-        self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]
-    ) -> None:
+    def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
         self._states = states
 
@@ -71,9 +69,7 @@ class Trajectory:
         if name.startswith("_") or name not in self.final._fields:
             raise AttributeError(f"a trajectory of {type(self.final).__name__} has no '{name}'.")
         if self._states is None:
-            raise AttributeError(
-                f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its last value."
-            )
+            raise AttributeError(f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its last value.")
         return getattr(self._states, name)
 
     def __repr__(self) -> str:
@@ -88,9 +84,7 @@ def check_times(ts: Any) -> Tensor:
     """Save times as a float64 tensor, increasing and at least two."""
     times = torch.as_tensor(ts, dtype=torch.float64, device="cpu").detach()
     if times.ndim != 1 or len(times) < 2:
-        raise ValueError(
-            f"ts must list the initial time and at least one save time; got shape {tuple(times.shape)}."
-        )
+        raise ValueError(f"ts must list the initial time and at least one save time; got shape {tuple(times.shape)}.")
     if not bool(torch.isfinite(times).all()) or not bool((times[1:] > times[:-1]).all()):
         raise ValueError("ts must be finite and increase.")
     return times

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor, nn

@@ -65,14 +65,12 @@ def compare_command(
     dynamics: Annotated[
         str, typer.Option(help="hamiltonian (constant energy) or nose-hoover (constant temperature).")
     ] = "hamiltonian",
-    scheme: Annotated[
-        str | None, typer.Option(help="Splitting scheme.", show_default="BAB, or NBABN for nose-hoover")
-    ] = None,
+    scheme: Annotated[str | None, typer.Option(help="Splitting scheme.", show_default="BAB, or NBABN for nose-hoover")] = None,
     dt: Annotated[float | None, typer.Option(help="Time step.", show_default="0.005, or 4 fs for a structure")] = None,
     horizon: Annotated[
         list[str] | None,
         typer.Option(
-            help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure its axis.",
+            help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
             show_default="1,2,4,8, or 200,400,800 fs for a structure",
         ),
     ] = None,
@@ -80,9 +78,7 @@ def compare_command(
         float | None,
         typer.Option(help="Temperature of the start.", show_default="0.1 epsilon/kB, or 85 K for a structure"),
     ] = None,
-    tau: Annotated[
-        float | None, typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt")
-    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt")] = None,
     adjoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,7 +137,7 @@ class _Work:
         return self.model.init(position, momentum - mass * drift)
 
     def energy_per_atom(self, state: State) -> torch.Tensor:
-        return self.model.potential(state.position) / state.position.shape[-2]
+        return self.system.potential(state.position) / state.position.shape[-2]
 
     def check(self) -> None:
         """Whatever would be refused later is refused now."""
@@ -178,9 +174,7 @@ class _Work:
         simulation = Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
         estimator = Pathwise(self.adjoints[name])
         generator = torch.Generator().manual_seed(self.seed)
-        return compare(
-            simulation, Final(self.energy_per_atom), {name: estimator}, replicas=self.replicas, generator=generator
-        )
+        return compare(simulation, Final(self.energy_per_atom), {name: estimator}, replicas=self.replicas, generator=generator)
 
 
 def _model(system: System, dynamics: str, temperature: float, tau: float) -> MassiveDynamics:

@@ -52,9 +52,7 @@ def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: fl
     return System("13-atom Lennard-Jones cluster", position, torch.ones(()), potential, 1.0, 1.0, "time units", "epsilon/kB")
 
 
-def structure(
-    path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None
-) -> System:
+def structure(path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
     """A structure file, in ASE's units: eV, angstrom, amu. Times are spoken of in femtoseconds, temperatures in kelvin.
 
     The cell is the periodic box where the file has one. In a box the cutoff is 3 sigma, or half the smallest width of the box
@@ -94,9 +92,7 @@ def _read(path: Path) -> ase.Atoms:
     return atoms
 
 
-def _potential(
-    path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: float | None
-) -> LennardJones:
+def _potential(path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: float | None) -> LennardJones:
     symbols = atoms.get_chemical_symbols()
     species = sorted(set(symbols))
     if (epsilon is None) != (sigma is None):
@@ -119,9 +115,7 @@ def _potential(
     if len(species) == 1:
         return LennardJones(trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box)
     index = torch.tensor([species.index(symbol) for symbol in symbols])
-    return LennardJonesMixture(
-        index, trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box
-    )
+    return LennardJonesMixture(index, trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box)
 
 
 def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
@@ -129,6 +123,6 @@ def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
         return None
     if not atoms.pbc.all():
         raise ValueError(f"'{path}' is periodic along some axes only; make it periodic along all three, or none.")
-    cell = torch.from_numpy(np.array(atoms.cell[:]))
+    cell = torch.from_numpy(np.array(atoms.cell))
     off_diagonal = cell - torch.diag(torch.diagonal(cell))
     return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell

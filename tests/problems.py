@@ -54,9 +54,7 @@ DYNAMICS: dict[str, Callable[[nn.Module], Dynamics]] = {
     "hamiltonian-masses": lambda potential: adjsim.Hamiltonian(
         potential, nn.Parameter(torch.tensor([1.0, 1.5, 0.8, 2.0], dtype=torch.float64))
     ),
-    "chain-1": lambda potential: adjsim.NoseHooverChain(
-        potential, parameter(1.4), parameter(0.6), parameter(0.5), length=1
-    ),
+    "chain-1": lambda potential: adjsim.NoseHooverChain(potential, parameter(1.4), parameter(0.6), parameter(0.5), length=1),
     "chain-3": lambda potential: adjsim.NoseHooverChain(potential, parameter(1.4), parameter(0.6), parameter(0.5)),
     "esh": lambda potential: adjsim.ESH(potential),
 }

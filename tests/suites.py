@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from adjsim._state import State
-from adjsim.dynamics.couplings import At, Forces, Gradients, Map, Scale, Shear
 from adjsim.dynamics.base import Dynamics, Term
+from adjsim.dynamics.couplings import At, Forces, Gradients, Map, Scale, Shear
 from adjsim.potentials.base import derivative, force, force_vjp
 
 

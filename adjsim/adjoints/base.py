@@ -24,6 +24,7 @@ class Adjoint(ABC):
 
     def check(self, problem: Problem) -> None:
         """Refuse, before any work, a problem this adjoint cannot take."""
+        return
 
     def __repr__(self) -> str:
         settings: dict[str, Any] = vars(self)

@@ -22,11 +22,10 @@ class DirectAdjoint(Adjoint):
             return problem.solver.solve(problem, None)
         march = March(problem)
         recorder = Recorder(problem.record, march)
-        state: State = problem.state
-        recorder.visit(0, state)
-        for step, state in march.forward(state, 0, march.last):
+        start: State = problem.state
+        state = start
+        recorder.visit(0, start)
+        for step, state in march.forward(start, 0, march.last):
             recorder.visit(step, state)
         states, record = recorder.result()
         return states, record, state
-
-

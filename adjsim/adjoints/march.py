@@ -62,12 +62,12 @@ class March:
 
     @torch.no_grad()
     def _name_the_step(self, state: State, start: int, stop: int) -> None:
-        for k in range(start, stop):
+        k = start
+        while all_finite(state) and k < stop:
             state = self.program.step(self.time(k), state, self.coefficients, None)
-            if not all_finite(state):
-                break
+            k += 1
         raise FloatingPointError(
-            f"the simulation left the finite numbers in step {k + 1} (t = {self.time(k + 1):g}). Use a smaller dt "
+            f"the simulation left the finite numbers in step {k} (t = {self.time(k):g}). Use a smaller dt "
             f"(it is {self.solver.dt:g}), or start from a configuration with smaller forces."
         )
 

@@ -90,9 +90,10 @@ class _Undo(Backtrack):
         stats = self.problem.stats
         stats["reconstruction_error"] = max(stats["reconstruction_error"], error)
         if not error <= self.tol:
+            single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
                 f"was run (tol = {self.tol:g}), and the gradient would be wrong. Pass checkpoint_every= to ReversibleAdjoint, "
-                f"or use CheckpointAdjoint(){'; float64 reaches much further than float32' if state[0].dtype == torch.float32 else ''}."
+                f"or use CheckpointAdjoint(){single}."
             )
         return known

@@ -90,16 +90,17 @@ class _Plan:
         return state, list(inputs[middle:])
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        state, _ = self.unpack(inputs)
-        self.recorder.visit(0, state)
-        self.backtrack.keep(self.march, 0, state)
-        for step, state in self.march.forward(state, 0, self.march.last):
+        start, _ = self.unpack(inputs)
+        state = start
+        self.recorder.visit(0, start)
+        self.backtrack.keep(self.march, 0, start)
+        for step, state in self.march.forward(start, 0, self.march.last):
             self.recorder.visit(step, state)
             self.backtrack.keep(self.march, step, state)
         states, record = self.recorder.result()
         self.recorder.states.clear()
         self.recorder.values.clear()
-        first = tuple(states) if states is not None else (record,)
+        first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
         return (*first, *(x.clone() if any(x is y for y in inputs) else x for x in state))
 
     def backward(

@@ -53,9 +53,16 @@ class Dynamics(nn.Module):
         super().__init__()
         if not isinstance(potential, nn.Module):
             raise TypeError(
-                f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. Wrap a function in one."
+                f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. "
+                "Wrap a function in one."
             )
         self.potential = potential
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> State:
+        """A start at this position; what is not given is drawn from the generator."""
+        raise TypeError(f"{type(self).__name__} does not say how it starts.")
 
     def drift(self, t: Any, state: State) -> State:
         """dy/dt without its noise: a state of rates, one for each field."""
@@ -135,7 +142,8 @@ class MassiveDynamics(Dynamics):
             raise ValueError(f"mass has {self.mass.numel()} entries and the state {atoms} atoms.")
         if state.momentum.shape != state.position.shape:
             raise ValueError(
-                f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; they must be equal."
+                f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; "
+                "they must be equal."
             )
 
     def thermal_momentum(self, position: Positions, kT: Tensor, generator: torch.Generator | None) -> Positions:
@@ -149,5 +157,3 @@ class MassiveDynamics(Dynamics):
         mass = self.masses(position)
         mobile = torch.isfinite(mass.detach())
         return torch.where(mobile, torch.where(mobile, mass, 1.0) * kT.to(position), 0.0).sqrt() * xi
-
-

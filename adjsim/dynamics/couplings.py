@@ -307,7 +307,7 @@ class Map:
 
     def retreat(self, after: State, at: At, grads: Gradients, before: State | None) -> State:
         pending = [grads.force(self.potential, at.t, after.position)] if self.potential is not None else []
-        push = tuple(force.value for force in pending)
+        push = tuple(entry.value for entry in pending)
         if before is None:
             before = self._invert(after, at, push)
         fields = [x.detach().requires_grad_() for x in (*push, *self._fields(before))]
@@ -320,8 +320,8 @@ class Map:
             torch.zeros_like(x) if g is None else g
             for x, g in zip(inputs, torch.autograd.grad(out, inputs, cotangents, allow_unused=True), strict=True)
         ]
-        for force in pending:
-            force.pull(found.pop(0))
+        for entry in pending:
+            entry.pull(found.pop(0))
         for name in self.fields:
             grads.state[name] = found.pop(0)
         for name, grad in zip(wanted, found, strict=True):

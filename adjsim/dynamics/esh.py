@@ -81,9 +81,7 @@ def turn(h: float, push: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     delta = torch.where(small, 1.0, square).sqrt()
     # Series where cosh(delta) - 1 would cancel; the first term left out is below 1e-20.
     sinhc = torch.where(small, 1 + square / 6 * (1 + square / 20 * (1 + square / 42)), torch.sinh(delta) / delta)
-    coshc = torch.where(
-        small, 0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)), (torch.cosh(delta) - 1) / delta**2
-    )
+    coshc = torch.where(small, 0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)), (torch.cosh(delta) - 1) / delta**2)
     along = (u * a).sum((-1, -2), keepdim=True)
     Z = 1 + coshc * square + sinhc * along
     turned = u + a * (sinhc + along * coshc)
@@ -119,7 +117,8 @@ class ESH(Dynamics):
         dof = position.shape[-1] * position.shape[-2]
         if dof < 2:
             raise ValueError(
-                "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. Use Langevin dynamics or a Nose-Hoover chain there."
+                "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. "
+                "Use a Nose-Hoover chain there."
             )
         if momentum is None:
             replicas = position[..., 0, 0].numel()
@@ -135,7 +134,8 @@ class ESH(Dynamics):
         super().check(state)
         if state.direction.shape != state.position.shape or state.log_speed.shape != state.position.shape[:-2]:
             raise ValueError(
-                f"direction must have the shape of position {tuple(state.position.shape)} and log_speed {tuple(state.position.shape[:-2])}."
+                f"direction must have the shape of position {tuple(state.position.shape)} "
+                f"and log_speed {tuple(state.position.shape[:-2])}."
             )
 
     def invariant(self, state: State) -> Energies:

@@ -66,16 +66,12 @@ class Chain(Term):
 
     def _link(self, j: int, h: float) -> list[Move]:
         heat = self._heat(j)
-        shear = Shear(
-            "bath_momentum", Function(lambda c, p, b: h * heat(c, p, b), ("momentum", "bath_momentum")), link=j
-        )
+        shear = Shear("bath_momentum", Function(lambda c, p, b: h * heat(c, p, b), ("momentum", "bath_momentum")), link=j)
         if j == self.dynamics.length - 1:
             return [shear]
         scale = Scale(
             "bath_momentum",
-            Function(
-                lambda c, b: torch.exp(-h / 2 * b[..., j + 1 : j + 2, :] * c["1/Q"][j + 1 : j + 2]), ("bath_momentum",)
-            ),
+            Function(lambda c, b: torch.exp(-h / 2 * b[..., j + 1 : j + 2, :] * c["1/Q"][j + 1 : j + 2]), ("bath_momentum",)),
             link=j,
         )
         return [scale, shear, scale]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -137,7 +138,7 @@ def chunk_slices(replicas: int, chunks: int) -> list[slice]:
         raise ValueError(f"replicas and chunks must be at least 1; got {replicas} and {chunks}.")
     chunks = min(chunks, replicas)
     edges = [replicas * i // chunks for i in range(chunks + 1)]
-    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:

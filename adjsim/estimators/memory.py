@@ -1,8 +1,8 @@
 """How much memory a piece of work takes at its peak.
 
-On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see tensors; so the resident set of
-the process is sampled every millisecond, from a baseline taken after freed memory has been given back. It is good to about a
-megabyte; for figures to rely on, measure in a fresh process.
+On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see tensors; so the resident
+set of the process is sampled every millisecond, from a baseline taken after freed memory has been given back. It is good
+to about a megabyte; for figures to rely on, measure in a fresh process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._base
             return

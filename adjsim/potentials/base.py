@@ -94,9 +94,7 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0) -> Positions:
     return -derivative(potential, position)
 
 
-def force_vjp(
-    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0
-) -> tuple[Tensor, Pullback]:
+def force_vjp(potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0) -> tuple[Tensor, Pullback]:
     """The force, detached, and its vector-Jacobian product with respect to position and ``parameters``.
 
     The position must not require grad; the product may be asked for once.
@@ -146,6 +144,6 @@ def _autograd_vjp(
         if not value.requires_grad:
             return torch.zeros_like(position), [None] * len(parameters)
         along, *rest = torch.autograd.grad(value, (q, *parameters), v, allow_unused=True)
-        return torch.zeros_like(position) if along is None else along, rest
+        return torch.zeros_like(position) if along is None else along, list[Tensor | None](rest)
 
     return value.detach(), pullback

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,9 +38,7 @@ class ODESolver(ContinuousSolver):
         dt: the step of fixed-step methods, time; they need it, adaptive ones refuse it.
     """
 
-    def __init__(
-        self, method: str = "dopri5", *, rtol: float = 1e-7, atol: float = 1e-9, dt: float | None = None
-    ) -> None:
+    def __init__(self, method: str = "dopri5", *, rtol: float = 1e-7, atol: float = 1e-9, dt: float | None = None) -> None:
         known = ADAPTIVE + SCIPY + ONE_STEP + MULTISTEP
         if method not in known:
             raise ValueError(f"unknown ODE method {method!r}; torchdiffeq has {', '.join(known)}.")
@@ -55,9 +54,7 @@ class ODESolver(ContinuousSolver):
 
     def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
         if backsolve is None and self.method in SCIPY and torch.is_grad_enabled() and _asks_gradient(problem):
-            raise TypeError(
-                "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or another method."
-            )
+            raise TypeError("scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or another method.")
         average = problem.record if isinstance(problem.record, TimeAverage) else None
         times, saves = self._times(problem, average)
         field = _VectorField(problem, average, self.dt if self.fixed_step else None)
@@ -69,7 +66,7 @@ class ODESolver(ContinuousSolver):
         kind = type(problem.state)
         count = len(problem.state)
         states = [kind(*(x[i] for x in frames[:count])) for i in saves]
-        problem.stats["steps"] = int(round(float(times[-1]))) if self.fixed_step else None
+        problem.stats["steps"] = round(float(times[-1])) if self.fixed_step else None
         if average is not None:
             quadrature, first = frames[-1], len(times) - 1
             if average.burn_in > 0:
@@ -79,8 +76,9 @@ class ODESolver(ContinuousSolver):
                 total = quadrature[-1]
             span = float(problem.times[-1] - problem.times[0]) - average.burn_in
             return None, total / span, states[-1]
-        if problem.record is not None:
-            return None, torch.stack([problem.record(state) for state in states]), states[-1]
+        record = problem.record
+        if record is not None and not isinstance(record, TimeAverage):
+            return None, torch.stack([record(state) for state in states]), states[-1]
         return stack(states), None, states[-1]
 
     def _integrate(
@@ -102,25 +100,28 @@ class ODESolver(ContinuousSolver):
         times = times.to(start[0].device)
         try:
             if backsolve is not None:
-                return odeint_adjoint(
-                    field,
-                    start,
-                    times,
-                    options=options,
-                    adjoint_params=tuple(problem.parameters.values()),
-                    adjoint_rtol=backsolve["rtol"],
-                    adjoint_atol=backsolve["atol"],
-                    **common,
+                return cast(
+                    "tuple[Tensor, ...]",
+                    odeint_adjoint(
+                        field,
+                        start,
+                        times,
+                        options=options,
+                        adjoint_params=tuple(problem.parameters.values()),
+                        adjoint_rtol=backsolve["rtol"],
+                        adjoint_atol=backsolve["atol"],
+                        **common,
+                    ),
                 )
             if self.method in ONE_STEP:
                 # torchdiffeq writes frames into one tensor, whose backward is quadratic in their number. One-step methods
                 # remember nothing, so solving from save to save gives the same path.
                 frames = [start]
-                for pair in zip(times[:-1], times[1:], strict=True):
+                for pair in pairwise(times):
                     ends = odeint(field, frames[-1], torch.stack(pair), options=options, **common)
                     frames.append(tuple(x[1] for x in ends))
                 return tuple(torch.stack(field_frames) for field_frames in zip(*frames, strict=True))
-            return odeint(field, start, times, options=options, **common)
+            return cast("tuple[Tensor, ...]", odeint(field, start, times, options=options, **common))
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} gave up ({failure}): the solution leaves the finite numbers or is stiff. "

@@ -56,7 +56,8 @@ class Splitting(SteppingSolver):
         if unknown or missing:
             problem = f"has no term {unknown[0]!r}" if unknown else f"has a term {missing[0]!r} that it leaves out"
             raise ValueError(
-                f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which {problem}; its terms are {', '.join(known)}."
+                f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which {problem}; "
+                f"its terms are {', '.join(known)}."
             )
         return {letter: self.dt / n for letter, n in count.items()}
 

@@ -31,7 +31,7 @@ def test_drift_is_the_sum_of_the_terms():
     dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(1.3), mass=2.0, kT=0.7, tau=0.5, length=3)
     state = disturbed(dynamics.init(*square()))
     rate = dynamics.drift(0.0, state)
-    q, p, x, b = state
+    q, p, _, b = state
     Q = 0.7 * 0.5**2 * torch.tensor([8.0, 1.0, 1.0])[:, None]
     torch.testing.assert_close(rate.position, p / 2)
     torch.testing.assert_close(rate.momentum, -1.3 * q - p * b[0] / Q[0])

@@ -58,7 +58,9 @@ def test_a_network_output_is_differentiated_through(adjoint):
     (grad,) = torch.autograd.grad(loss, weight)
     h, values = 1e-5, []
     for shift in (h, -h):
-        moved = adjsim.Hamiltonian(adjsim.Harmonic(k=torch.exp(weight.detach() + shift) * torch.tensor([[1.0], [2.0], [3.0], [4.0]])))
+        moved = adjsim.Hamiltonian(
+            adjsim.Harmonic(k=torch.exp(weight.detach() + shift) * torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+        )
         values.append(float(run(moved, adjoint).final.position.square().sum()))
     assert float(grad) == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-7)
 

@@ -86,7 +86,9 @@ def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics
     exact = gradients("dopri8", DirectAdjoint(), kind, dynamics, solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
     errors = []
     for tolerance in (1e-4, 1e-6, 1e-9):
-        found = gradients("dopri5", BacksolveAdjoint(), kind, dynamics, solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance))
+        found = gradients(
+            "dopri5", BacksolveAdjoint(), kind, dynamics, solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance)
+        )
         errors.append(max(float((found[k] - exact[k]).norm() / exact[k].norm()) for k in exact))
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-6
@@ -135,9 +137,7 @@ def test_contraction_loses_the_backward_solution_and_saving_keeps_it():
         def drift(self, t, state):
             a = self.potential.k
             pull = -30 * (state.position - torch.tanh(a * state.direction))
-            return state._replace(
-                position=pull, direction=torch.zeros_like(pull), log_speed=torch.zeros_like(state.log_speed)
-            )
+            return state._replace(position=pull, direction=torch.zeros_like(pull), log_speed=torch.zeros_like(state.log_speed))
 
     def gradient(times, adjoint):
         dynamics = Contraction(adjsim.Harmonic(parameter(0.8)))

@@ -44,9 +44,7 @@ def gradients(case: Case, kind: str, adjoint) -> dict[str, torch.Tensor]:
     inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
     value = loss_of(case, dynamics, position, momentum, kind, adjoint)
     found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(inputs.items(), found, strict=True)
-    }
+    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(inputs.items(), found, strict=True)}
 
 
 def differences(case: Case, kind: str, along: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -107,9 +105,7 @@ def test_longer_runs_agree_to_their_reach(adjoint):
     )
     found = torch.autograd.grad(moment(run.final), list(dynamics.parameters()))
     reference = case.build()
-    run = adjsim.simulate(
-        reference, reference.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01)
-    )
+    run = adjsim.simulate(reference, reference.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01))
     expected = torch.autograd.grad(moment(run.final), list(reference.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)

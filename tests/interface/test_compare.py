@@ -1,0 +1,248 @@
+"""Estimates, comparisons, and the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import ase
+import ase.io
+import pytest
+import torch
+
+import adjsim
+from adjsim import CheckpointAdjoint, DirectAdjoint, Final, Pathwise, ReversibleAdjoint, Simulation, TimeAverage, compare
+from adjsim.estimators.base import chunk_slices, mean_and_stderr
+from adjsim.systems import structure
+from tests.problems import parameter, square
+
+
+def simulation():
+    dynamics = adjsim.NoseHooverChain(adjsim.LennardJones(parameter(1.1), parameter(0.95)), kT=parameter(0.3))
+
+    def initial(replicas, generator):
+        position = square()[0].expand(replicas, 4, 2)
+        return dynamics.init(position, generator=generator)
+
+    return Simulation(dynamics, initial, [0.0, 0.1, 0.2], solver=adjsim.Splitting("NBABN", 0.01))
+
+
+def energy(state):
+    return (state.position**2).sum((-1, -2))
+
+
+@pytest.mark.parametrize(
+    "observable",
+    [Final(energy), TimeAverage(energy, 0.05), lambda run: (run.position**2).sum((-1, -2)).mean(0)],
+    ids=["final", "average", "trajectory"],
+)
+def test_pathwise_is_the_mean_of_the_replicas(observable):
+    problem = simulation()
+    estimate = Pathwise(ReversibleAdjoint())(
+        problem, observable, replicas=7, chunks=3, generator=torch.Generator().manual_seed(2)
+    )
+    starts = problem.starts(7, torch.Generator().manual_seed(2))
+    record = observable if isinstance(observable, TimeAverage) else None
+    run = adjsim.simulate(problem.dynamics, starts, problem.ts, solver=problem.solver, record=record)
+    values = run.record if record else observable.function(run.final) if isinstance(observable, Final) else observable(run)
+    parameters = dict(problem.dynamics.named_parameters())
+    expected = torch.autograd.grad(values.mean(), list(parameters.values()), retain_graph=True)
+    torch.testing.assert_close(estimate.value, values.mean().detach(), rtol=1e-12, atol=0)
+    assert list(estimate.grad) == list(parameters)
+    for mine, theirs in zip(estimate.grad.values(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert estimate.estimand == "path"
+    assert estimate.diagnostics["energy_evaluations"] > 0
+    assert estimate.diagnostics["reconstruction_error"] < 1e-10
+
+
+def test_chunks_only_group_the_replicas():
+    problem = simulation()
+    found = [
+        Pathwise()(problem, Final(energy), replicas=6, chunks=c, generator=torch.Generator().manual_seed(2)) for c in (1, 4, 6)
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(other.value, found[0].value, rtol=1e-12, atol=0)
+    assert math.isnan(float(found[0].value_stderr))
+    assert float(found[2].value_stderr) > 0
+
+
+def test_chunks_are_as_even_as_possible():
+    sizes = [s.stop - s.start for s in chunk_slices(10, 4)]
+    assert sum(sizes) == 10
+    assert max(sizes) - min(sizes) == 1
+    assert len(chunk_slices(3, 16)) == 3
+    with pytest.raises(ValueError, match="at least 1"):
+        chunk_slices(0, 4)
+
+
+def test_standard_error_of_uneven_chunks_is_unbiased():
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, 3, 2, 2]
+    squares, errors = [], []
+    for _ in range(4000):
+        x = torch.randn(10, generator=generator)
+        mean, stderr = mean_and_stderr([part.mean() for part in x.split(sizes)], sizes)
+        torch.testing.assert_close(mean, x.mean())
+        squares.append(float(mean) ** 2)
+        errors.append(float(stderr) ** 2)
+    # Both estimate 1/10; 4,000 repetitions of 3 degrees of freedom leave 1.3 and 2.3 %.
+    assert sum(errors) / 4000 == pytest.approx(0.1, rel=0.06)
+    assert sum(squares) / 4000 == pytest.approx(0.1, rel=0.1)
+
+
+def test_observables_with_several_entries():
+    problem = simulation()
+    both = Final(lambda s: torch.stack([energy(s), 2 * energy(s)], -1))
+    estimate = Pathwise()(problem, both, replicas=3, generator=torch.Generator().manual_seed(2))
+    assert estimate.value.shape == (2,)
+    for grad in estimate.grad.values():
+        torch.testing.assert_close(grad[1], 2 * grad[0])
+    with pytest.raises(ValueError, match="scalar observable"):
+        estimate.accumulate(problem.dynamics)
+
+
+def test_accumulate_does_what_backward_does():
+    problem = simulation()
+    estimate = Pathwise()(problem, Final(energy), replicas=2, generator=torch.Generator().manual_seed(2))
+    estimate.accumulate(problem.dynamics)
+    estimate.accumulate(problem.dynamics)
+    for name, p in problem.dynamics.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * estimate.grad[name])
+    with pytest.raises(ValueError, match="is no parameter of Harmonic"):
+        estimate.accumulate(adjsim.Harmonic())
+
+
+def test_starts_are_held_fixed():
+    """kT enters the drawn momenta, and the starts are called without gradients."""
+    assert not simulation().starts(2, None).momentum.requires_grad
+    wrong = Simulation(
+        simulation().dynamics, lambda n, g: simulation().starts(n + 1, g), [0.0, 0.1], solver=simulation().solver
+    )
+    with pytest.raises(ValueError, match="the leading axis must be the 2 replicas"):
+        Pathwise()(wrong, Final(energy), replicas=2)
+
+
+def test_comparison_table_and_json(tmp_path):
+    methods = {
+        "direct": Pathwise(DirectAdjoint()),
+        "checkpoint": Pathwise(CheckpointAdjoint()),
+        "reversible": Pathwise(ReversibleAdjoint()),
+    }
+    result = compare(simulation(), Final(energy), methods, replicas=4, generator=torch.Generator().manual_seed(1))
+    text = str(result)
+    for word in (*methods, "d/d epsilon", "d/d sigma", "d/d kT", "reference", "energy", "seconds"):
+        assert word in text
+    assert result.difference("direct") is None
+    assert result.difference("checkpoint") < 1e-12
+    assert result.difference("reversible") < 1e-10
+    rows = json.loads(result.to_json(tmp_path / "a.json"))
+    assert rows == json.loads((tmp_path / "a.json").read_text())
+    assert [row["method"] for row in rows] == list(methods)
+    assert rows[0]["value"] == pytest.approx(float(result.estimates["direct"].value))
+    assert len(result.plot().axes) == 5
+
+
+def test_a_lost_method_is_listed_with_its_reason():
+    methods = {"direct": Pathwise(), "reversible": Pathwise(ReversibleAdjoint(tol=1e-30))}
+    result = compare(simulation(), Final(energy), methods, replicas=2, generator=torch.Generator().manual_seed(1))
+    assert list(result.estimates) == ["direct"]
+    assert "checkpoint_every" in result.failures["reversible"]
+    assert "reversible: reversing the steps lost" in str(result)
+    assert json.loads(result.to_json())[1] == {"method": "reversible", "failure": result.failures["reversible"]}
+
+
+def command(*arguments, cwd):
+    return subprocess.run([sys.executable, "-m", "adjsim", "compare", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_command_line_on_the_default(tmp_path):
+    done = command("--horizon", "0.1,0.2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "adjsim-compare/compare.png" in done.stdout
+    assert (tmp_path / "adjsim-compare" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    document = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())
+    assert [h["horizon"] for h in document["horizons"]] == [0.1, 0.2]
+    methods = {row["method"]: row for row in document["horizons"][1]["methods"]}
+    assert set(methods) == {"direct", "checkpoint", "reversible", "backsolve"}
+    assert methods["reversible"]["relative_difference"] < 1e-10
+    assert methods["backsolve"]["relative_difference"] < 0.05
+    assert "compar" not in done.stderr  # no progress bar into a pipe
+    for name, row in methods.items():
+        assert f"{row['value']:.8g}" in done.stdout, name
+
+
+def test_command_line_on_a_structure(tmp_path):
+    atoms = ase.Atoms(
+        "Ar4Kr", positions=[[0, 0, 0], [3.8, 0, 0], [0, 3.8, 0], [0, 0, 3.8], [3.8, 3.8, 3.8]], cell=[14, 14, 14], pbc=True
+    )
+    for name in ("a.xyz", "a.cif", "a.pdb"):
+        ase.io.write(tmp_path / name, atoms)
+    system = structure(tmp_path / "a.xyz")
+    assert system.potential.box.tolist() == [14, 14, 14]
+    assert system.potential.cutoff == 7.0
+    for name in ("a.xyz", "a.cif", "a.pdb"):
+        done = command(
+            "--structure", name, "--horizon", "40", "--adjoint", "direct,reversible", "--dynamics", "nose-hoover", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Ar4Kr" in done.stdout
+
+
+def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
+    ase.io.write(tmp_path / "w.xyz", ase.Atoms("W2", positions=[[0, 0, 0], [3, 0, 0]]), format="xyz")
+    assert structure(tmp_path / "w.xyz", epsilon=0.1, sigma=2.5).potential.box is None
+    tilted = ase.Atoms("Xe2", positions=[[0, 0, 0], [4.4, 0, 0]], cell=[[20, 0, 0], [6, 19, 0], [0, 0, 22]], pbc=True)
+    ase.io.write(tmp_path / "x.extxyz", tilted)
+    assert structure(tmp_path / "x.extxyz").potential.box.shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--structure", "missing.xyz"], "structure file 'missing.xyz' does not exist"),
+        (["--structure", "empty.xyz"], "holds no atoms"),
+        (["--structure", "garbage.xyz"], "ASE cannot read a structure from 'garbage.xyz'"),
+        (
+            ["--structure", "iron.xyz"],
+            "no Lennard-Jones parameters for Fe in 'iron.xyz' (shipped: Ne, Ar, Kr, Xe); give --epsilon",
+        ),
+        (["--structure", "iron.xyz", "--epsilon", "1"], "--epsilon was given without --sigma"),
+        (["--structure", "slab.extxyz"], "periodic along some axes only"),
+        (["--adjoint", "magic"], "unknown adjoint 'magic'; choose from direct, checkpoint, reversible, backsolve"),
+        (["--horizon", "0.0125"], "horizon 0.0125 is not a multiple of dt = 0.005; the nearest are 0.01 and 0.015"),
+        (["--horizon", "soon"], "horizon 'soon' is not a number"),
+        (["--horizon", "-1"], "horizon -1 is not a positive time"),
+        (["--dynamics", "brownian"], "unknown dynamics 'brownian'"),
+        (["--scheme", "BOB"], "has no term 'O'"),
+        (["--dt", "0"], "dt must be a positive time"),
+        (["--epsilon", "-1"], "--epsilon must be positive"),
+        (["--replicas", "0"], "replicas must be at least 1"),
+        (["--temperature", "-3"], "temperature must not be negative"),
+        (["--cutoff", "-1"], "cutoff must be positive"),
+        (["--output", "iron.xyz"], "output 'iron.xyz' is a file"),
+    ],
+)
+def test_command_line_refuses_in_one_line(tmp_path, arguments, says):
+    (tmp_path / "empty.xyz").write_text("0\n\n")
+    (tmp_path / "garbage.xyz").write_text("not a structure\nat all\n")
+    ase.io.write(tmp_path / "iron.xyz", ase.Atoms("Fe2", positions=[[0, 0, 0], [2.5, 0, 0]]))
+    ase.io.write(tmp_path / "slab.extxyz", ase.Atoms("Ar2", positions=[[0, 0, 0], [3.8, 0, 0]], cell=[9, 9, 9], pbc=[1, 1, 0]))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_version_of_the_readme_data():
+    """The liquid argon that ships with the examples is what its file says: 108 atoms at the density of the measurement."""
+    atoms = ase.io.read(Path(__file__).parents[2] / "examples" / "data" / "argon.xyz")
+    assert len(atoms) == 108
+    assert 108 / atoms.get_volume() == pytest.approx(0.02125, rel=1e-6)

@@ -1,0 +1,45 @@
+"""Every step is a pure function of tensors: it compiles whole, forward and inverse, with no break in its graph."""
+
+from __future__ import annotations
+
+import jaxtyping
+import pytest
+import torch
+
+from adjsim import Splitting
+from tests.problems import DYNAMICS, POTENTIALS, square
+
+ROWS = [
+    ("hamiltonian", "BAB", "lennard-jones"),
+    ("hamiltonian", "BAB", "cutoff"),
+    ("hamiltonian", "ABA", "plain-module"),
+    ("hamiltonian-masses", "BAB", "double-well"),
+    ("hamiltonian", "BAB", "muller-brown"),
+    ("chain-3", "NBABN", "lennard-jones"),
+    ("chain-1", "NBABN", "harmonic"),
+    ("esh", "EAE", "lennard-jones"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    """The type checks of the tests cannot be traced by the compiler."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(("name", "scheme", "potential"), ROWS)
+@pytest.mark.parametrize("direction", ["step", "inverse"])
+def test_a_step_compiles_whole(name, scheme, potential, direction):
+    torch._dynamo.reset()
+    dynamics = DYNAMICS[name](POTENTIALS[potential]())
+    state = dynamics.init(*square())
+    solver = Splitting(scheme, 0.001)
+    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    function = getattr(program, direction)
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        time = torch.tensor(0.0)
+        for a, b in zip(compiled(time, state, coefficients, None), function(time, state, coefficients, None), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)

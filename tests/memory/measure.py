@@ -1,0 +1,58 @@
+"""Run in a fresh process: print the growth of the resident set over one forward and backward, in bytes.
+
+Arguments: adjoint, number of steps, problem ("cluster" or "batch").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+import adjsim
+from adjsim.systems import cluster
+
+
+def resident(which: str) -> int:
+    """VmRSS, what is resident now, or VmHWM, the most since the last reset; in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
+
+
+def main(adjoint_name: str, steps: int, problem: str) -> None:
+    torch.set_num_threads(1)
+    adjoint = {
+        "direct": adjsim.DirectAdjoint(),
+        "checkpoint": adjsim.CheckpointAdjoint(),
+        "reversible": adjsim.ReversibleAdjoint(),
+        "backsolve": adjsim.BacksolveAdjoint(),
+    }[adjoint_name]
+    if problem == "cluster":
+        system = cluster()
+        dynamics = adjsim.Hamiltonian(system.potential)
+        momentum = dynamics.thermal_momentum(system.position, torch.tensor(0.05), torch.Generator().manual_seed(0))
+        start, dt = dynamics.init(system.position, momentum), 0.002
+    else:
+        dynamics = adjsim.Hamiltonian(adjsim.Harmonic(torch.nn.Parameter(torch.tensor(1.0))))
+        zeros = torch.zeros(512, 13, 3, dtype=torch.float64)
+        start, dt = dynamics.init(zeros + 1, zeros), 0.01
+    solver = adjsim.ODESolver("rk4", dt=dt) if adjoint_name == "backsolve" else adjsim.VelocityVerlet(dt)
+
+    def work(count: int) -> None:
+        run = adjsim.simulate(dynamics, start, [0.0, count * dt], solver=solver, adjoint=adjoint)
+        run.final.position.square().sum().backward()
+
+    work(20)  # kernels and allocators are in place before the baseline
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = resident("VmRSS")
+    work(steps)
+    print(resident("VmHWM") - before)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

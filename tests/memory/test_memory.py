@@ -1,0 +1,99 @@
+"""Peak memory of forward and backward, as resident-set growth in a fresh process; and time against steps."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import adjsim
+from tests.problems import parameter, square
+
+SCRIPT = Path(__file__).with_name("measure.py")
+MB = 1e6
+
+
+def growth(adjoint: str, steps: int, problem: str) -> int:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), adjoint, str(steps), problem], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_reversible_is_flat_in_the_number_of_steps():
+    assert growth("reversible", 10_000, "cluster") - growth("reversible", 1_000, "cluster") < 8 * MB
+
+
+def test_checkpoint_grows_as_the_root():
+    """Sixteen times the steps, four times the memory; linear growth would be sixteen. Each state here is 0.3 MB."""
+    ratio = growth("checkpoint", 6_400, "batch") / growth("checkpoint", 400, "batch")
+    assert 2.5 < ratio < 6
+
+
+def test_direct_grows_with_the_steps():
+    """The measurement sees what there is to see."""
+    short, long = growth("direct", 200, "batch"), growth("direct", 800, "batch")
+    assert 3 < long / short < 6
+    assert long > 20 * max(growth("reversible", 800, "batch"), MB)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint(), adjsim.BacksolveAdjoint()],
+    ids=repr,
+)
+def test_backward_time_is_linear_in_the_steps(adjoint):
+    """Four times the steps, less than five times the processor time, with every 20th step saved."""
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    start = dynamics.init(*square())
+    backsolve = isinstance(adjoint, adjsim.BacksolveAdjoint)
+    solver = adjsim.ODESolver("rk4", dt=0.01) if backsolve else adjsim.VelocityVerlet(0.01)
+
+    def seconds(steps: int) -> float:
+        times = torch.arange(0, steps + 1, 20) * 0.01
+        run = adjsim.simulate(dynamics, start, times, solver=solver, adjoint=adjoint)
+        loss = run.position.square().sum()
+        gc.collect()
+        begun = time.process_time()
+        loss.backward()
+        return time.process_time() - begun
+
+    seconds(200)
+    short = min(seconds(1000) for _ in range(3))
+    assert min(seconds(4000) for _ in range(2)) / short < 5
+
+
+@pytest.mark.parametrize("adjoint", [adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint()], ids=repr)
+def test_a_finished_run_is_freed(adjoint):
+    """No cycle through the graph keeps a run alive after its last use."""
+    dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0)))
+    run = adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), adjoint=adjoint)
+    run.final.position.sum().backward()
+    watch = weakref.ref(run.final.position)
+    del run
+    assert watch() is None
+
+
+def test_many_saves_stay_linear_under_direct():
+    """Saving every step must not make the backward quadratic."""
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    start = dynamics.init(*(x.repeat(50, 1) for x in square()))
+
+    def seconds(steps: int, solver) -> float:
+        run = adjsim.simulate(dynamics, start, torch.arange(steps + 1) * 0.01, solver=solver)
+        loss = run.position.square().sum()
+        begun = time.process_time()
+        loss.backward()
+        return time.process_time() - begun
+
+    for solver in (adjsim.VelocityVerlet(0.01), adjsim.ODESolver("rk4", dt=0.01)):
+        seconds(50, solver)
+        short = min(seconds(250, solver) for _ in range(3))
+        # Eight times the steps: 8 if linear, 64 if quadratic.
+        assert min(seconds(2000, solver) for _ in range(2)) / short < 16
