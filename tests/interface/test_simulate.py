@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -319,3 +322,12 @@ def test_work_is_counted_through_the_backward():
         run.record[-1].square().sum().backward()
         # The last force moves no position that the loss sees, and needs no product.
         assert expected[type(adjoint).__name__] - 2 <= run.stats["energy_evaluations"] <= expected[type(adjoint).__name__]
+
+
+def test_the_example_of_the_readme_runs():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert float(names["sigma"].grad) != 0
+    assert names["run"].stats["reconstruction_error"] < 1e-9

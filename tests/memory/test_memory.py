@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import subprocess
 import sys
 import time
@@ -65,8 +66,8 @@ def test_backward_time_is_linear_in_the_steps(adjoint):
         return time.process_time() - begun
 
     seconds(200)
-    short = min(seconds(1000) for _ in range(3))
-    assert min(seconds(4000) for _ in range(2)) / short < 5
+    # Pairs measured next to each other, so that the speed of the machine at the time cancels.
+    assert statistics.median(seconds(4000) / seconds(1000) for _ in range(3)) < 5
 
 
 @pytest.mark.parametrize("adjoint", [adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint()], ids=repr)
