@@ -4,7 +4,19 @@ from adjsim._state import PhaseState
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
 from adjsim.compare import Comparison, compare, plot_horizons
-from adjsim.dynamics import ESH, ChainState, ESHState, Hamiltonian, NoseHooverChain, canonical_weights
+from adjsim.dynamics import (
+    ESH,
+    ChainState,
+    ESHState,
+    GeneralizedLangevin,
+    Hamiltonian,
+    Langevin,
+    MemoryState,
+    NoseHooverChain,
+    OverdampedLangevin,
+    PositionState,
+    canonical_weights,
+)
 from adjsim.estimators import GradientEstimate, Pathwise, Simulation
 from adjsim.observables import (
     kinetic_temperature,
@@ -26,7 +38,16 @@ from adjsim.potentials import (
     force,
 )
 from adjsim.simulation import simulate
-from adjsim.solvers import ODESolver, Splitting, VelocityVerlet
+from adjsim.solvers import (
+    BAOAB,
+    EulerMaruyama,
+    InstabilityError,
+    LeimkuhlerMatthews,
+    ODESolver,
+    SDESolver,
+    Splitting,
+    VelocityVerlet,
+)
 
 # Grouped by layer, as the documentation is.
 __all__ = [  # noqa: RUF022
@@ -53,12 +74,22 @@ __all__ = [  # noqa: RUF022
     "ESH",
     "ChainState",
     "ESHState",
+    "GeneralizedLangevin",
     "Hamiltonian",
+    "Langevin",
+    "MemoryState",
     "NoseHooverChain",
+    "OverdampedLangevin",
     "PhaseState",
+    "PositionState",
     "canonical_weights",
     # solvers
+    "BAOAB",
+    "EulerMaruyama",
+    "InstabilityError",
+    "LeimkuhlerMatthews",
     "ODESolver",
+    "SDESolver",
     "Splitting",
     "VelocityVerlet",
     # adjoints

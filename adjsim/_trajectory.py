@@ -53,12 +53,14 @@ class Trajectory:
 
     Attributes:
         times: ``(frames,)``, the save times, float64.
-        position, momentum, ...: every field of the state, time leading. Absent when ``record=`` was given.
+        position: ``(frames, *batch, atoms, dim)``; and so for every field of the state, under its name. Absent when ``record=``
+            was given.
         record: what ``record=`` asked for: ``(frames, ...)`` of a function, ``(...)`` of a :class:`TimeAverage`; else None.
         final: the state at the last time.
         stats: a dict: ``steps``, ``order`` (of a splitting), ``energy_evaluations`` (passes over the energy: a force is one, a
             product with its Jacobian one; backward adds its own), ``reconstruction_error`` (None before backward, and for
-            adjoints that do not reconstruct).
+            adjoints that do not reconstruct),
+            ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of stochastic dynamics).
     """
 
     def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:

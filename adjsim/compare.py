@@ -21,6 +21,7 @@ from rich.table import Table
 from adjsim._noise import seed_from
 from adjsim.adjoints.reversible import ReconstructionError
 from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
+from adjsim.solvers.sde import InstabilityError
 
 
 @dataclass
@@ -158,7 +159,7 @@ def compare(
         own = torch.Generator().manual_seed(seed)
         try:
             result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
-        except (ReconstructionError, FloatingPointError) as lost:
+        except (ReconstructionError, InstabilityError, FloatingPointError) as lost:
             result.failures[name] = str(lost)
     return result
 

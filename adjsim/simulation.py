@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from adjsim._noise import Noise, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
@@ -13,7 +14,8 @@ from adjsim._typing import Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import ContinuousSolver, Problem, SteppingSolver
+from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.continuous import ContinuousSolver
 
 Solver = SteppingSolver | ContinuousSolver
 
@@ -26,6 +28,7 @@ def simulate(
     solver: Solver,
     adjoint: Adjoint = DirectAdjoint(),
     record: Record = None,
+    generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Trajectory:
     """Run the dynamics from a state and return what was saved, connected to autograd.
@@ -42,6 +45,9 @@ def simulate(
         adjoint: how the gradient is taken.
         record: a function of the state whose values are saved instead of whole states, or a :class:`TimeAverage`. It may
             depend on the parameters of the dynamics.
+        generator: seeds the noise of stochastic dynamics; None: torch's default generator. The noise is a function of the seed,
+            the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample sees the
+            same noise; give the state a batch axis instead.)
         progress: show a progress bar, on a terminal.
 
     Raises:
@@ -50,6 +56,21 @@ def simulate(
         TypeError: a solver and an adjoint that do not go together.
         FloatingPointError: the run left the finite numbers; the message names the step.
     """
+    noise = Noise(seed_from(generator)) if dynamics.stochastic else None
+    return run(dynamics, state, ts, solver, adjoint, record, noise, progress)
+
+
+def run(
+    dynamics: Dynamics,
+    state: State,
+    ts: Times,
+    solver: Solver,
+    adjoint: Adjoint,
+    record: Record,
+    noise: Noise | None,
+    progress: bool = False,
+) -> Trajectory:
+    """:func:`simulate` on noise that is given: a part of a larger batch is run on its part of the noise."""
     _check_pair(solver, adjoint)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(
@@ -61,7 +82,9 @@ def simulate(
     parameters = dynamics.trainable()
     _check_captured(dynamics, state, times, record)
     stats: dict[str, Any] = {"energy_evaluations": 0}
-    problem = Problem(dynamics, state, times, solver, record, parameters, progress=progress, stats=stats)
+    if noise is not None:
+        stats["seed"] = noise.seed
+    problem = Problem(dynamics, state, times, solver, record, parameters, noise, progress, stats)
     adjoint.check(problem)
     states, saved, final = adjoint.run(problem)
     return Trajectory(times, states, saved, final, stats)

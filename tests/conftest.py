@@ -13,13 +13,18 @@ CHECKED = [
     "adjsim.compare",
     "adjsim.dynamics.base",
     "adjsim.dynamics.esh",
+    "adjsim.dynamics.gle",
     "adjsim.dynamics.hamiltonian",
+    "adjsim.dynamics.langevin",
     "adjsim.dynamics.nose_hoover",
+    "adjsim.dynamics.overdamped",
     "adjsim.estimators",
     "adjsim.observables",
     "adjsim.potentials",
     "adjsim.simulation",
+    "adjsim.solvers.euler_maruyama",
     "adjsim.solvers.ode",
+    "adjsim.solvers.sde",
     "adjsim.solvers.splitting",
 ]
 install_import_hook(CHECKED, "beartype.beartype")

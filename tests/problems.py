@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
+from adjsim._state import State
 from adjsim.dynamics import Dynamics
+from adjsim.solvers.base import SteppingSolver
 
 
 def parameter(value: float) -> nn.Parameter:
@@ -68,6 +70,35 @@ SCHEMES = {
 }
 
 
+def vector(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+STOCHASTIC: dict[str, Callable[[nn.Module], Dynamics]] = {
+    "langevin": lambda potential: adjsim.Langevin(potential, parameter(1.4), parameter(0.6), parameter(0.8)),
+    "langevin-atoms": lambda potential: adjsim.Langevin(
+        potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), vector(0.5, 2.0, 1.0, 3.0)
+    ),
+    "generalised-1": lambda potential: adjsim.GeneralizedLangevin(
+        potential, parameter(1.4), parameter(0.6), vector(1.5), vector(2.0)
+    ),
+    "generalised-2": lambda potential: adjsim.GeneralizedLangevin(
+        potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), vector(1.0, 4.0), vector(1.0, 8.0)
+    ),
+    "overdamped": lambda potential: adjsim.OverdampedLangevin(potential, parameter(0.6), parameter(3.0)),
+}
+
+STOCHASTIC_SCHEMES = {
+    "langevin": ["BAOAB", "OBABO", "ABOBA", "OABAO", "BAO"],
+    "langevin-atoms": ["BAOAB"],
+    "generalised-1": ["BAGAB"],
+    "generalised-2": ["GBABG", "BAGAB", "AGBGA"],
+    "overdamped": ["EulerMaruyama", "LeimkuhlerMatthews"],
+}
+
+UNDERDAMPED = [(d, s) for d, words in STOCHASTIC_SCHEMES.items() for s in words if d != "overdamped"]
+
+
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     """Four atoms in the plane, bound and moving: position and momentum."""
     generator = torch.Generator().manual_seed(7)
@@ -79,26 +110,52 @@ def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Case:
-    """A dynamics, a scheme and a potential: one row of a table test."""
+    """A dynamics, a scheme (a word, or the name of a solver) and a potential: one row of a table test."""
 
     dynamics: str
     scheme: str
     potential: str
 
     def build(self) -> Dynamics:
-        return DYNAMICS[self.dynamics](POTENTIALS[self.potential]())
+        return {**DYNAMICS, **STOCHASTIC}[self.dynamics](POTENTIALS[self.potential]())
+
+    def start(self, dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
+        return start(dynamics, position, momentum)
 
     @property
     def dt(self) -> float:
         return 0.001 if self.potential == "muller-brown" else 0.01
 
+    @property
+    def solver(self) -> SteppingSolver:
+        named = {"EulerMaruyama": adjsim.EulerMaruyama, "LeimkuhlerMatthews": adjsim.LeimkuhlerMatthews}
+        return named[self.scheme](self.dt) if self.scheme in named else adjsim.Splitting(self.scheme, self.dt)
+
+    @property
+    def invertible(self) -> bool:
+        return self.dynamics != "overdamped"
+
     def __str__(self) -> str:
         return f"{self.dynamics}-{self.scheme}-{self.potential}"
 
 
+def start(dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
+    """A start whose bath variables, if any, are always the same draw."""
+    if isinstance(dynamics, adjsim.OverdampedLangevin):
+        return dynamics.init(position)
+    return dynamics.init(position, momentum, torch.Generator().manual_seed(5))
+
+
 def cases() -> list[Case]:
-    """Every scheme on the Lennard-Jones system, and every potential under velocity Verlet and the chain."""
-    schemes = [Case(d, s, "lennard-jones") for d, words in SCHEMES.items() for s in words]
-    pairs = itertools.product([("hamiltonian", "BAB"), ("chain-3", "NBABN"), ("esh", "EAE")], POTENTIALS)
-    potentials = [Case(d, s, p) for (d, s), p in pairs if p != "lennard-jones"]
+    """Every scheme on the Lennard-Jones system, and every potential under one scheme of each kind."""
+    every = {**SCHEMES, **STOCHASTIC_SCHEMES}
+    schemes = [Case(d, s, "lennard-jones") for d, words in every.items() for s in words]
+    kinds = [
+        ("hamiltonian", "BAB"),
+        ("chain-3", "NBABN"),
+        ("esh", "EAE"),
+        ("langevin", "BAOAB"),
+        ("overdamped", "EulerMaruyama"),
+    ]
+    potentials = [Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"]
     return schemes + potentials

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics, Term
-from adjsim.dynamics.couplings import At, Forces, Gradients, Map, Scale, Shear
+from adjsim.dynamics.couplings import Map, Scale, Shear
+from adjsim.dynamics.sources import At, Forces, Gradients
 from adjsim.potentials.base import derivative, force, force_vjp
 
 
@@ -16,21 +18,31 @@ def disturbed(state: State, seed: int = 0) -> State:
     """A generic state near this one: nothing zero, nothing symmetric; directions stay of unit length."""
     generator = torch.Generator().manual_seed(seed)
     shifts = (0.05 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in state)
-    state = type(state)(*(x + shift for x, shift in zip(state, shifts, strict=True)))
+    state = type(state)(*(x.detach() + shift for x, shift in zip(state, shifts, strict=True)))
     if "direction" in state._fields:
         state = state._replace(direction=state.direction / state.direction.norm(dim=(-1, -2), keepdim=True))
     return state
 
 
-def flow(term: Term, letter: str, state: State, h: float) -> State:
-    at = At(0.0, letter, term.coefficients(h, state), None)
+def drawn(term: Term, state: State, seed: int | None = 1) -> Tensor | None:
+    """Noise for one flow of the term: standard normal, or zero for no seed."""
+    if term.draws == 0:
+        return None
+    shape = (term.draws, *state.position.shape)
+    if seed is None:
+        return torch.zeros(shape, dtype=state.position.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=state.position.dtype)
+
+
+def flow(term: Term, letter: str, state: State, h: float, noise: Tensor | None) -> State:
+    at = At(0.0, letter, term.coefficients(h, state), noise)
     for move in term.moves(h, state):
         state = move.flow(state, replace(at, forces=Forces()))
     return state
 
 
-def unflow(term: Term, letter: str, state: State, h: float) -> State:
-    at = At(0.0, letter, term.coefficients(h, state), None)
+def unflow(term: Term, letter: str, state: State, h: float, noise: Tensor | None) -> State:
+    at = At(0.0, letter, term.coefficients(h, state), noise)
     for move in reversed(term.moves(h, state)):
         state = move.inverse(state, replace(at, forces=Forces()))
     return state
@@ -83,23 +95,43 @@ class TermContract:
 
     def test_flow_starts_along_the_drift(self, dynamics: Dynamics, letter, state):
         term, h = dynamics.terms[letter], 1e-5
-        ahead, behind = flow(term, letter, state, h), flow(term, letter, state, -h)
+        still = drawn(term, state, None)
+        once, twice = flow(term, letter, state, h, still), flow(term, letter, state, 2 * h, still)
         drift = term.drift(0.0, state)
         for name in state._fields:
-            rate = (getattr(ahead, name) - getattr(behind, name)) / (2 * h)
+            # One-sided, since noise has no flow backward in time. Truncation h^2 times a third derivative, rounding 1e-16 / h.
+            rate = (4 * getattr(once, name) - getattr(twice, name) - 3 * getattr(state, name)) / (2 * h)
             expected = drift.get(name, torch.zeros_like(rate))
-            # Central difference: h^2 times the third derivative, and rounding 1e-16 / h.
             torch.testing.assert_close(rate, expected.expand_as(rate), rtol=1e-6, atol=1e-8)
+
+    def test_noise_of_the_flow_is_the_diffusion(self, dynamics: Dynamics, letter, state):
+        """Over a short time each field gets variance diffusion^2 h, to first order in h."""
+        term, h = dynamics.terms[letter], 1e-6
+        still = drawn(term, state, None)
+        variance = {name: torch.zeros_like(getattr(state, name)) for name in state._fields}
+        if still is not None:
+            without = flow(term, letter, state, h, still)
+            for i in range(term.draws):
+                one = still.clone()
+                one[i] = 1.0
+                with_one = flow(term, letter, state, h, one)
+                for name in state._fields:
+                    variance[name] = variance[name] + (getattr(with_one, name) - getattr(without, name)) ** 2 / h
+        amplitude = term.diffusion(0.0, state)
+        for name, found in variance.items():
+            expected = amplitude.get(name, torch.zeros_like(found)).expand_as(found) ** 2
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
     def test_inverse_undoes_the_flow(self, dynamics: Dynamics, letter, state):
         term = dynamics.terms[letter]
-        back = unflow(term, letter, flow(term, letter, state, 0.1), 0.1)
+        noise = drawn(term, state)
+        back = unflow(term, letter, flow(term, letter, state, 0.1, noise), 0.1, noise)
         for found, true in zip(back, state, strict=True):
             torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 
     def test_couplings_do_not_read_what_they_write(self, dynamics: Dynamics, letter, state):
         term = dynamics.terms[letter]
-        at = At(0.0, letter, term.coefficients(0.1, state), None)
+        at = At(0.0, letter, term.coefficients(0.1, state), drawn(term, state))
         for move in term.moves(0.1, state):
             if isinstance(move, Map):
                 continue
@@ -107,7 +139,7 @@ class TermContract:
             if move.link is None:
                 other += 0.3
             else:
-                other[..., move.link, :] += 0.3
+                other.select(-3, move.link).add_(0.3)
             value = move.source.value(state, replace(at, forces=Forces()))
             again = move.source.value(state._replace(**{move.field: other}), replace(at, forces=Forces()))
             assert torch.equal(value, again)
@@ -121,13 +153,14 @@ class TermContract:
         for move in term.moves(0.1, state):
             assert isinstance(move, Shear | Scale | Map)
             before = type(state)(*(x.clone().requires_grad_() for x in state))
-            after = move.flow(before, At(0.0, letter, leaves, None))
+            noise = drawn(term, state)
+            after = move.flow(before, At(0.0, letter, leaves, noise))
             cotangents = [torch.randn_like(x) for x in after]
             inputs = [*before, *(c for c in leaves.values() if c.requires_grad), *parameters]
             expected = torch.autograd.grad(list(after), inputs, cotangents, allow_unused=True)
             grads = Gradients(dict(zip(state._fields, cotangents, strict=True)), parameters)
             plain = type(state)(*(x.detach() for x in after))
-            found = move.retreat(plain, At(0.0, letter, leaves, None), grads, None)
+            found = move.retreat(plain, At(0.0, letter, leaves, noise), grads, None)
             grads.settle()
             mine = [grads.state[name] for name in state._fields]
             mine += [grads.coefficient_grads.get((letter, k)) for k, c in leaves.items() if c.requires_grad]

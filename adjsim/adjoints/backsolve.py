@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from adjsim.adjoints.base import Adjoint, Result
-from adjsim.solvers.base import ContinuousSolver, Problem
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints.base import Adjoint, Result, refuse_graph
+from adjsim.solvers.base import Problem
+from adjsim.solvers.continuous import ContinuousSolver
 
 
 class BacksolveAdjoint(Adjoint):
-    """Solve the adjoint equation backward in time (optimise, then discretise), through torchdiffeq.
+    """Solve the adjoint equation backward in time (optimise, then discretise), through torchdiffeq or torchsde.
 
     With ``dy/dt = f(t, y; theta)`` and ``a = dL/dy``, going back from the last save time::
 
@@ -19,8 +25,12 @@ class BacksolveAdjoint(Adjoint):
     chaotic (after T of about 10 to 15 decay or Lyapunov times): save more often there, or use a splitting with
     :class:`ReversibleAdjoint`.
 
+    For an SDE the noise of the forward run is drawn again; friction loses the gradient as exp(friction t) between save times
+    (with the midpoint rule at dt = 1/64, about 10 % of it at friction t = 10 and all of it at 15), so that runs beyond
+    friction t = 5 are refused.
+
     Args:
-        rtol, atol: tolerances of the backward solve; None: the solver's own.
+        rtol, atol: tolerances of the backward solve of an ODE; None: the solver's own.
     """
 
     accepts = (ContinuousSolver,)
@@ -31,6 +41,27 @@ class BacksolveAdjoint(Adjoint):
                 raise ValueError(f"{name} must be positive; got {value}.")
         self.rtol, self.atol = rtol, atol
 
+    def check(self, problem: Problem) -> None:
+        problem.solver.check(problem, self._options())
+
     def run(self, problem: Problem) -> Result:
-        assert isinstance(problem.solver, ContinuousSolver)
-        return problem.solver.solve(problem, {"rtol": self.rtol, "atol": self.atol})
+        states, record, final = problem.solver.solve(problem, self._options())
+        kind = type(final)
+        guarded = None if states is None else kind(*(_Once.apply(x) for x in states))
+        return guarded, None if record is None else _Once.apply(record), kind(*(_Once.apply(x) for x in final))
+
+    def _options(self) -> dict[str, Any]:
+        return {"rtol": self.rtol, "atol": self.atol}
+
+
+class _Once(torch.autograd.Function):
+    """The identity, which cannot be differentiated twice: the libraries' adjoints would return a gradient that is cut off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        refuse_graph()
+        return cotangents[0]

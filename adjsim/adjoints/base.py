@@ -5,12 +5,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from adjsim._state import State
-from adjsim.solvers.base import ContinuousSolver, Problem, SteppingSolver
+from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.continuous import ContinuousSolver
 
 Result = tuple[State | None, Tensor | None, State]
+
+
+def refuse_graph() -> None:
+    """Called in a backward that has no graph of its own: refuse to be part of one."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this gradient was swept backward in constant memory and has no graph of its own, so it cannot be "
+            "differentiated again (create_graph=True, double backward, torch.func). Use DirectAdjoint() for that."
+        )
 
 
 class Adjoint(ABC):

@@ -8,7 +8,7 @@ from adjsim._state import State, detached
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.march import March
 from adjsim.adjoints.sweep import Backtrack, run_swept
-from adjsim.dynamics.couplings import Gradients
+from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.march import March, Recorder
-from adjsim.solvers.base import ContinuousSolver, Problem
+from adjsim.solvers.base import Problem
+from adjsim.solvers.continuous import ContinuousSolver
 
 
 class DirectAdjoint(Adjoint):
@@ -16,6 +17,10 @@ class DirectAdjoint(Adjoint):
     and the reference that the others are checked against. For more than some hundred steps use
     :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
     """
+
+    def check(self, problem: Problem) -> None:
+        if isinstance(problem.solver, ContinuousSolver):
+            problem.solver.check(problem, None)
 
     def run(self, problem: Problem) -> Result:
         if isinstance(problem.solver, ContinuousSolver):

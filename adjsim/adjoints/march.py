@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from adjsim._progress import shown
 from adjsim._state import State, all_finite, detached, in_transform, stack
 from adjsim._trajectory import Record, TimeAverage, first_averaged_step, grid
-from adjsim.dynamics.couplings import Coefficients, Forces, Gradients
+from adjsim.dynamics.sources import Coefficients, Forces, Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 FINITE_EVERY = 64
@@ -29,10 +30,25 @@ class March:
             coefficients = self.solver.coefficients(problem.dynamics, problem.state)
         self.coefficients = coefficients
         problem.stats.update(steps=self.last, order=self.program.order)
+        *self._batch, atoms, dim = problem.state.position.shape
+        self._replicas, self._dof = math.prod(self._batch), atoms * dim
 
     def time(self, step: int) -> float:
         """The time at which step number ``step`` begins, the same number however it was reached."""
         return float(self.problem.times[0]) + step * self.solver.dt
+
+    def noise(self, step: int) -> Tensor | None:
+        """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
+        draws, position = self.program.draws, self.problem.state.position
+        if draws == 0:
+            return None
+        assert self.problem.noise is not None
+        size = (self._replicas, draws * self._dof)
+        seen = [
+            self.problem.noise(k, size, position).reshape(*self._batch, draws, *position.shape[-2:]).movedim(-3, 0)
+            for k in range(step, step + self.program.sees)
+        ]
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
 
     def forward(self, state: State, start: int, stop: int, what: str = "forward") -> Iterator[tuple[int, State]]:
         """(k, state after k steps) for k from start + 1 to stop.
@@ -43,7 +59,7 @@ class March:
         forces = Forces(self.problem.stats)
         good, good_step = detached(state), start
         for k in shown(range(start, stop), what, stop - start, self.problem.progress):
-            state = self.program.step(self.time(k), state, self.coefficients, None, forces)
+            state = self.program.step(self.time(k), state, self.coefficients, self.noise(k), forces)
             if (k + 1) % FINITE_EVERY == 0 or k + 1 == stop:
                 if not in_transform() and not all_finite(state):
                     self._name_the_step(good, good_step, k + 1)
@@ -54,9 +70,10 @@ class March:
         """Every state before every move of steps start to stop - 1, in order."""
         forces, states = Forces(self.problem.stats), []
         for k in range(start, stop):
+            noise = self.noise(k)
             for stage, move in self.program.moves():
                 states.append(state)
-                state = move.flow(state, self.program.at(self.time(k), stage, self.coefficients, None, forces))
+                state = move.flow(state, self.program.at(self.time(k), stage, self.coefficients, noise, forces))
                 forces.moved(move.writes)
         return states
 
@@ -64,7 +81,7 @@ class March:
     def _name_the_step(self, state: State, start: int, stop: int) -> None:
         k = start
         while all_finite(state) and k < stop:
-            state = self.program.step(self.time(k), state, self.coefficients, None)
+            state = self.program.step(self.time(k), state, self.coefficients, self.noise(k))
             k += 1
         raise FloatingPointError(
             f"the simulation left the finite numbers in step {k} (t = {self.time(k):g}). Use a smaller dt "

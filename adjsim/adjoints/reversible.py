@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from adjsim._state import State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.march import March
 from adjsim.adjoints.sweep import Backtrack, run_swept
-from adjsim.dynamics.couplings import Gradients
+from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
@@ -21,13 +23,16 @@ class ReversibleAdjoint(Adjoint):
 
     Each step is undone by its inverse flow on the way back, and its vector-Jacobian product is taken at the state so
     found. Rounding makes the states found differ from those that were run; in a chaotic system the difference grows as
-    exp(lambda t). It is measured wherever the true state is known (the start, frames that save whole states,
-    checkpoints), where the sweep also goes on from the true state, and is in ``trajectory.stats["reconstruction_error"]``
-    after backward: the largest difference in a field divided by the field's largest entry.
+    exp(lambda t), and under friction as exp(friction t). It is measured wherever the true state is known (the start, frames
+    that save whole states, checkpoints), where the sweep also goes on from the true state, and is in
+    ``trajectory.stats["reconstruction_error"]`` after backward: the largest difference in a field divided by the field's
+    largest entry.
 
     Args:
         checkpoint_every: store the state every so many steps, which bounds the error by what grows in so many; None: store
-            none.
+            none where there is no friction, and with friction as many as keep the error it makes well under ``tol``
+            (``trajectory.stats["checkpoint_every"]`` says how many; in float32, where rounding alone comes near the default
+            ``tol``, give a larger one).
         tol: the error above which backward raises instead of returning a wrong gradient.
     """
 
@@ -51,8 +56,26 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem) -> Result:
-        problem.stats["reconstruction_error"] = None
-        return run_swept(problem, _Undo(problem, self.checkpoint_every, self.tol))
+        every = self.checkpoint_every
+        if every is None:
+            every = _spacing(problem, self.tol)
+        problem.stats.update(reconstruction_error=None, checkpoint_every=every)
+        return run_swept(problem, _Undo(problem, every, self.tol))
+
+
+def _spacing(problem: Problem, tol: float) -> int | None:
+    """Steps between checkpoints under friction, or None without.
+
+    Over n steps rounding adds up to about eps sqrt(n), and friction makes the first of it exp(friction dt n) times larger. Of
+    the digits between eps and tol a third is spent on friction; the others are left to the chaos of the potential.
+    """
+    rate = problem.dynamics.damping(problem.state)
+    if rate == 0:
+        return None
+    digits = tol / torch.finfo(problem.state[0].dtype).eps
+    by_friction = math.log(max(digits, 1.0)) / 3 / (rate * problem.solver.dt)
+    by_rounding = (digits / 4) ** 2
+    return max(1, int(min(by_friction, by_rounding)))
 
 
 class _Undo(Backtrack):

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from adjsim._progress import shown
 from adjsim._state import State
-from adjsim.adjoints.base import Result
+from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.march import March, Recorder
-from adjsim.dynamics.couplings import Forces, Gradients
+from adjsim.dynamics.sources import Forces, Gradients
 from adjsim.solvers.base import Problem
 
 
@@ -123,11 +123,11 @@ class _Plan:
         steps = range(march.last, 0, -1)
         for step in shown(steps, "backward", march.last, self.problem.progress):
             self.recorder.pull(step, state, saved, grads)
-            before = self.backtrack.moves_before(step)
+            before, noise = self.backtrack.moves_before(step), march.noise(step - 1)
             for i in range(len(moves) - 1, -1, -1):
                 stage, move = moves[i]
                 grads.moving(move.writes)
-                at = march.program.at(march.time(step - 1), stage, march.coefficients, None, forces)
+                at = march.program.at(march.time(step - 1), stage, march.coefficients, noise, forces)
                 state = move.retreat(state, at, grads, None if before is None else before[i])
             state = self.backtrack.arrive(step - 1, state, grads)
         grads.settle()
@@ -153,11 +153,7 @@ class _Swept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "this gradient was swept backward in constant memory and has no graph of its own, so it cannot be "
-                "differentiated again (create_graph=True, double backward, torch.func). Use DirectAdjoint() for that."
-            )
+        refuse_graph()
         saved = ctx.saved_tensors
         inputs, outputs = saved[: ctx.count], saved[ctx.count :]
         found = ctx.plan.backward(inputs, outputs, cotangents)

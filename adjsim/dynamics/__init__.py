@@ -2,24 +2,36 @@
 
 from adjsim._state import PhaseState
 from adjsim.dynamics.base import Dynamics, MassiveDynamics, Term
-from adjsim.dynamics.couplings import Field, ForceOf, Function, Map, Scale, Shear
+from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
+from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
 from adjsim.dynamics.hamiltonian import Hamiltonian
+from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
+from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
+from adjsim.dynamics.sources import Coefficient, Combination, Field, ForceOf, Function, Random
 
 __all__ = [
     "ESH",
     "ChainState",
+    "Coefficient",
+    "Combination",
     "Dynamics",
     "ESHState",
     "Field",
     "ForceOf",
     "Function",
+    "GeneralizedLangevin",
     "Hamiltonian",
+    "Langevin",
     "Map",
     "MassiveDynamics",
+    "MemoryState",
     "NoseHooverChain",
+    "OverdampedLangevin",
     "PhaseState",
+    "PositionState",
+    "Random",
     "Scale",
     "Shear",
     "Term",

@@ -25,13 +25,19 @@ class Term:
     """One summand of the physics.
 
     ``advances_time`` marks the term whose flow carries the time along with it (dt/dt = 1): the streaming of positions.
+    ``draws`` is how many fields of standard normal numbers, each of the shape of position, its flow takes in.
     """
 
     advances_time = False
+    draws = 0
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         """The rates of change it contributes, by field."""
         raise TypeError(f"{type(self).__name__} has no drift.")
+
+    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """The amplitude of its white noise, by field; it must not depend on the state. None for a term without noise."""
+        return {}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         """What its flow over a time h needs of the parameters, computed once a run; differentiable."""
@@ -58,9 +64,7 @@ class Dynamics(nn.Module):
             )
         self.potential = potential
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> State:
+    def init(self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None) -> State:
         """A start at this position; what is not given is drawn from the generator."""
         raise TypeError(f"{type(self).__name__} does not say how it starts.")
 
@@ -74,8 +78,21 @@ class Dynamics(nn.Module):
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
-        """The amplitude of the noise in each field: zero for deterministic dynamics."""
-        return self.state_type(*(torch.zeros_like(value) for value in state))
+        """The amplitude of the white noise in each field, zero where there is none: dy = drift dt + diffusion dW."""
+        amplitude = {name: torch.zeros_like(value) for name, value in state._asdict().items()}
+        for term in self.terms.values():
+            for name, value in term.diffusion(t, state).items():
+                amplitude[name] = value.expand_as(amplitude[name])
+        return self.state_type(**amplitude)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether there is noise in it."""
+        return any(term.draws > 0 for term in self.terms.values())
+
+    def damping(self, state: State) -> float:
+        """The fastest rate (1/time) at which its friction makes momenta forget: that at which reversed steps lose them."""
+        return 0.0
 
     def invariant(self, state: State) -> Energies:
         """What the exact dynamics conserves, ``(*batch,)``."""
@@ -114,14 +131,11 @@ class MassiveDynamics(Dynamics):
     def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
         super().__init__(potential)
         register(self, "mass", mass, positive=True)
-        shape = tuple(self.mass.shape)
-        if self.mass.ndim > 2 or (self.mass.ndim == 2 and shape[1] != 1):
-            raise ValueError(f"mass has shape {shape}; it must be a scalar, (atoms,) or (atoms, 1).")
+        check_per_atom("mass", self.mass)
 
     def masses(self, like: Tensor) -> Tensor:
         """The masses in the dtype of a field, a scalar or ``(atoms, 1)``: per atom also where atoms equals dim."""
-        mass = self.mass.to(like)
-        return mass.reshape(-1, 1) if mass.ndim and mass.numel() > 1 else mass.reshape(())
+        return per_atom(self.mass, like)
 
     def mobile(self, like: Tensor) -> Tensor:
         """1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
@@ -137,9 +151,7 @@ class MassiveDynamics(Dynamics):
 
     def check(self, state: State) -> None:
         super().check(state)
-        atoms = state.position.shape[-2]
-        if self.mass.numel() not in (1, atoms):
-            raise ValueError(f"mass has {self.mass.numel()} entries and the state {atoms} atoms.")
+        check_entries("mass", self.mass, state)
         if state.momentum.shape != state.position.shape:
             raise ValueError(
                 f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; "
@@ -154,6 +166,28 @@ class MassiveDynamics(Dynamics):
         dof = position.shape[-1] * position.shape[-2]
         replicas = position[..., 0, 0].numel()
         xi = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
-        mass = self.masses(position)
+        return self.thermal_scale(position, kT) * xi
+
+    def thermal_scale(self, like: Tensor, kT: Tensor) -> Tensor:
+        """sqrt(m kT), the thermal momentum: a scalar or ``(atoms, 1)``, zero on pinned atoms."""
+        mass = self.masses(like)
         mobile = torch.isfinite(mass.detach())
-        return torch.where(mobile, torch.where(mobile, mass, 1.0) * kT.to(position), 0.0).sqrt() * xi
+        thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
+        return torch.where(mobile, thermal, 0.0)
+
+
+def per_atom(value: Tensor, like: Tensor) -> Tensor:
+    """A physical number in the dtype of a field, as a scalar or ``(atoms, 1)``."""
+    value = value.to(like)
+    return value.reshape(-1, 1) if value.ndim and value.numel() > 1 else value.reshape(())
+
+
+def check_per_atom(name: str, value: Tensor) -> None:
+    if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1).")
+
+
+def check_entries(name: str, value: Tensor, state: State) -> None:
+    atoms = state.position.shape[-2]
+    if value.numel() not in (1, atoms):
+        raise ValueError(f"{name} has {value.numel()} entries and the state {atoms} atoms.")

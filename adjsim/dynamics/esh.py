@@ -13,7 +13,8 @@ from adjsim._noise import Noise, seed_from
 from adjsim._state import State
 from adjsim._typing import Energies, Positions
 from adjsim.dynamics.base import Dynamics, Term
-from adjsim.dynamics.couplings import Field, Map, Move, Shear
+from adjsim.dynamics.couplings import Map, Move, Shear
+from adjsim.dynamics.sources import Field
 from adjsim.potentials.base import force
 
 
@@ -43,14 +44,14 @@ class Glide(Term):
 class Turn(Term):
     """E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x dim.
 
-    Solved exactly: with e = F/|F| and delta = h |F|/d::
+    Solved exactly: with ``e = F/|F|`` and ``delta = h |F|/d``::
 
         Z  = cosh delta + (u.e) sinh delta
         u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
         r' = r + log Z
 
     and back with -h. A direction exactly along the force is an equilibrium of this flow and is left alone. The direction is
-    normalised again after each turn, which removes rounding only. Keep h |F|/d below about 1.
+    normalised again after each turn, which removes rounding only. Keep ``h |F|/d`` below about 1.
     """
 
     def __init__(self, dynamics: ESH) -> None:

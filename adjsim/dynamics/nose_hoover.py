@@ -13,17 +13,18 @@ from adjsim._params import register
 from adjsim._state import State
 from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.base import MassiveDynamics, Term
-from adjsim.dynamics.couplings import Function, Move, Scale, Shear
+from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.sources import Function
 from adjsim.dynamics.terms import Kick, Stream
 
 
 class ChainState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch, length, 1)``."""
+    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch, length, 1, 1)``."""
 
     position: Positions
     momentum: Positions
-    bath_position: Float[Tensor, "*batch length 1"]
-    bath_momentum: Float[Tensor, "*batch length 1"]
+    bath_position: Float[Tensor, "*batch length 1 1"]
+    bath_momentum: Float[Tensor, "*batch length 1 1"]
 
 
 class Chain(Term):
@@ -48,9 +49,9 @@ class Chain(Term):
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
-        heat = torch.cat([self._heat(j)(c, state.momentum, b) for j in range(self.dynamics.length)], -2)
-        damping = torch.cat([v[..., 1:, :], torch.zeros_like(v[..., :1, :])], -2)
-        return {"momentum": -state.momentum * v[..., :1, :], "bath_position": v, "bath_momentum": heat - b * damping}
+        heat = torch.stack([self._heat(j)(c, state.momentum, b) for j in range(self.dynamics.length)], -3)
+        damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
+        return {"momentum": -state.momentum * v[..., 0, :, :], "bath_position": v, "bath_momentum": heat - b * damping}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         Q, target = self.dynamics.bath(state.position)
@@ -60,7 +61,7 @@ class Chain(Term):
         last = self.dynamics.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
-        slow = Scale("momentum", Function(lambda c, b: torch.exp(-h * (b * c["1/Q"])[..., :1, :]), ("bath_momentum",)))
+        slow = Scale("momentum", Function(lambda c, b: torch.exp(-h * (b * c["1/Q"])[..., 0, :, :]), ("bath_momentum",)))
         ride = Shear("bath_position", Function(lambda c, b: h * (b * c["1/Q"]), ("bath_momentum",)))
         return (*inward, slow, ride, *outward)
 
@@ -71,7 +72,7 @@ class Chain(Term):
             return [shear]
         scale = Scale(
             "bath_momentum",
-            Function(lambda c, b: torch.exp(-h / 2 * b[..., j + 1 : j + 2, :] * c["1/Q"][j + 1 : j + 2]), ("bath_momentum",)),
+            Function(lambda c, b: torch.exp(-h / 2 * b[..., j + 1, :, :] * c["1/Q"][j + 1]), ("bath_momentum",)),
             link=j,
         )
         return [scale, shear, scale]
@@ -79,8 +80,8 @@ class Chain(Term):
     def _heat(self, j: int) -> Any:
         """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
         if j == 0:
-            return lambda c, p, b: (p * p * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][:1]
-        return lambda c, p, b: b[..., j - 1 : j, :] ** 2 * c["1/Q"][j - 1 : j] - c["target"][j : j + 1]
+            return lambda c, p, b: (p * p * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
+        return lambda c, p, b: b[..., j - 1, :, :] ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
 class NoseHooverChain(MassiveDynamics):
@@ -135,9 +136,9 @@ class NoseHooverChain(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain's masses Q and the equilibrium values it drives towards, each ``(length, 1)``."""
+        """The chain's masses Q and the equilibrium values it drives towards, each ``(length, 1, 1)``."""
         dof = self.mobile_dof(position) if self.dof is None else self.dof
-        count = torch.ones(self.length, 1, dtype=position.dtype, device=position.device)
+        count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
         count[0] = dof
         kT, tau = self.kT.to(position), self.tau.to(position)
         return count * (kT * tau**2), count * kT
@@ -148,14 +149,14 @@ class NoseHooverChain(MassiveDynamics):
         """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
         if momentum is None:
             momentum = self.thermal_momentum(position, self.kT, generator)
-        bath = position.new_zeros((*position.shape[:-2], self.length, 1))
+        bath = position.new_zeros((*position.shape[:-2], self.length, 1, 1))
         state = ChainState(position, momentum.to(position), bath, bath)
         self.check(state)
         return state
 
     def check(self, state: State) -> None:
         super().check(state)
-        expected = (*state.position.shape[:-2], self.length, 1)
+        expected = (*state.position.shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:
                 raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
@@ -163,5 +164,5 @@ class NoseHooverChain(MassiveDynamics):
     def invariant(self, state: State) -> Energies:
         """The extended energy."""
         Q, target = self.bath(state.position)
-        bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2))
+        bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))
         return self.kinetic_energy(state) + self.potential(state.position) + bath

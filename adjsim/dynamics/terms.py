@@ -10,7 +10,8 @@ from torch import Tensor
 
 from adjsim._state import State
 from adjsim.dynamics.base import MassiveDynamics, Term
-from adjsim.dynamics.couplings import Field, ForceOf, Move, Shear
+from adjsim.dynamics.couplings import Move, Shear
+from adjsim.dynamics.sources import Field, ForceOf
 from adjsim.potentials.base import force
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from adjsim._noise import Noise, seed_from
 from adjsim._state import State, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints.base import Adjoint
@@ -21,7 +22,7 @@ from adjsim.estimators.base import (
     mean_and_stderr,
 )
 from adjsim.estimators.memory import PeakMemory
-from adjsim.simulation import simulate
+from adjsim.simulation import run
 
 
 class Pathwise(Estimator):
@@ -50,13 +51,15 @@ class Pathwise(Estimator):
         generator: torch.Generator | None = None,
     ) -> GradientEstimate:
         starts = simulation.starts(replicas, generator)
+        seed = seed_from(generator) if simulation.dynamics.stochastic else None
         parameters = simulation.dynamics.trainable()
         values, grads, sizes = [], [], []
         stats: dict[str, float | None] = {"energy_evaluations": 0, "reconstruction_error": None}
-        begun = time.perf_counter()
         with PeakMemory(starts.position.device) as memory:
+            begun = time.perf_counter()
             for part in chunk_slices(replicas, chunks):
-                value, grad, trajectory = self._chunk(simulation, observable, select(starts, part), parameters)
+                noise = None if seed is None else Noise(seed, part.start)
+                value, grad, trajectory = self._chunk(simulation, observable, select(starts, part), parameters, noise)
                 values.append(value)
                 grads.append(grad)
                 sizes.append(part.stop - part.start)
@@ -65,7 +68,7 @@ class Pathwise(Estimator):
                 if error is not None:
                     stats["reconstruction_error"] = max(stats["reconstruction_error"] or 0.0, error)
                 del trajectory
-        seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
         value, value_stderr = mean_and_stderr(values, sizes)
         pairs = {name: mean_and_stderr([g[name] for g in grads], sizes) for name in parameters}
         return GradientEstimate(
@@ -78,17 +81,16 @@ class Pathwise(Estimator):
         )
 
     def _chunk(
-        self, simulation: Simulation, observable: Observable, state: State, parameters: dict[str, Tensor]
+        self,
+        simulation: Simulation,
+        observable: Observable,
+        state: State,
+        parameters: dict[str, Tensor],
+        noise: Noise | None,
     ) -> tuple[Tensor, dict[str, Tensor], Trajectory]:
         with torch.enable_grad():
-            trajectory = simulate(
-                simulation.dynamics,
-                state,
-                simulation.ts,
-                solver=simulation.solver,
-                adjoint=self.adjoint,
-                record=observable if isinstance(observable, TimeAverage) else None,
-            )
+            record = observable if isinstance(observable, TimeAverage) else None
+            trajectory = run(simulation.dynamics, state, simulation.ts, simulation.solver, self.adjoint, record, noise)
             values = _observe(observable, trajectory)
             count = state.position.shape[0]
             if values.shape[:1] != (count,):

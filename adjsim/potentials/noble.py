@@ -19,14 +19,14 @@ class NobleGas(NamedTuple):
     angstrom: float
 
 
-# Fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse, J. Phys. Chem. B 105, 12126 (2001). Helium is left out: at the
-# temperatures where it is liquid it is not classical.
 NOBLE_GASES = {
     "Ne": NobleGas(33.921, 2.8010),
     "Ar": NobleGas(116.79, 3.3952),
     "Kr": NobleGas(162.58, 3.6274),
     "Xe": NobleGas(227.55, 3.9011),
 }
+"""Lennard-Jones numbers by symbol, fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse, J. Phys. Chem. B 105, 12126
+(2001). Helium is left out: at the temperatures where it is liquid it is not classical."""
 
 
 class LennardJonesMixture(LennardJones):
@@ -36,7 +36,8 @@ class LennardJonesMixture(LennardJones):
 
     Args:
         species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma.
-        epsilon, sigma: ``(species,)``, energy and length.
+        epsilon: ``(species,)``, energy.
+        sigma: ``(species,)``, length.
         cutoff, box: as for :class:`LennardJones`.
     """
 

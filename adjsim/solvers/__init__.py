@@ -1,6 +1,17 @@
 """How the dynamics is integrated."""
 
+from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
 from adjsim.solvers.ode import ODESolver
-from adjsim.solvers.splitting import Splitting, VelocityVerlet
+from adjsim.solvers.sde import InstabilityError, SDESolver
+from adjsim.solvers.splitting import BAOAB, Splitting, VelocityVerlet
 
-__all__ = ["ODESolver", "Splitting", "VelocityVerlet"]
+__all__ = [
+    "BAOAB",
+    "EulerMaruyama",
+    "InstabilityError",
+    "LeimkuhlerMatthews",
+    "ODESolver",
+    "SDESolver",
+    "Splitting",
+    "VelocityVerlet",
+]

@@ -1,8 +1,4 @@
-"""The two kinds of solver.
-
-A :class:`SteppingSolver` takes steps of its own fixed size, each a list of moves; the adjoints walk them forward and back.
-A :class:`ContinuousSolver` hands the summed drift (and diffusion) to a library and owns both ways of differentiating it.
-"""
+"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward and back."""
 
 from __future__ import annotations
 
@@ -13,34 +9,52 @@ from typing import Any
 
 from torch import Tensor
 
+from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import Record
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.couplings import At, Coefficients, Forces, Move
+from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.sources import At, Coefficients, Forces
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One letter's turn in a step: its moves, and the share of dt that has passed when it begins."""
+    """One letter's turn in a step.
+
+    ``elapsed`` is the share of dt that has passed when it begins; its draws are ``noise[first_draw : first_draw + draws]``.
+    """
 
     letter: str
     moves: Sequence[Move]
     elapsed: float
+    first_draw: int = 0
+    draws: int = 0
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy."""
+    """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
+
+    A step draws ``draws`` fields of noise and sees those of ``sees`` steps, its own and the next ones, one after the other
+    along the leading axis.
+    """
 
     stages: Sequence[Stage]
     dt: float
     order: int
+    draws: int = 0
+    sees: int = 1
 
     def moves(self) -> list[tuple[Stage, Move]]:
         return [(stage, move) for stage in self.stages for move in stage.moves]
 
     def step(
-        self, t: Any, state: State, coefficients: dict[str, Coefficients], noise: Any, forces: Forces | None = None
+        self,
+        t: Any,
+        state: State,
+        coefficients: dict[str, Coefficients],
+        noise: Tensor | None,
+        forces: Forces | None = None,
     ) -> State:
         """The state a step later: a pure function of its tensors. ``forces`` carries the last force between steps."""
         forces = Forces() if forces is None else forces
@@ -50,7 +64,12 @@ class Program:
         return state
 
     def inverse(
-        self, t: Any, state: State, coefficients: dict[str, Coefficients], noise: Any, forces: Forces | None = None
+        self,
+        t: Any,
+        state: State,
+        coefficients: dict[str, Coefficients],
+        noise: Tensor | None,
+        forces: Forces | None = None,
     ) -> State:
         """The state a step earlier; t is the time at which the step began."""
         forces = Forces() if forces is None else forces
@@ -59,8 +78,12 @@ class Program:
             state = move.inverse(state, self.at(t, stage, coefficients, noise, forces))
         return state
 
-    def at(self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Any, forces: Forces) -> At:
-        return At(t + stage.elapsed * self.dt, stage.letter, coefficients[stage.letter], noise, forces)
+    def at(self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Tensor | None, forces: Forces) -> At:
+        drawn = None
+        if stage.draws:
+            assert noise is not None
+            drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
+        return At(t + stage.elapsed * self.dt, stage.letter, coefficients[stage.letter], drawn, forces)
 
 
 @dataclass
@@ -70,9 +93,10 @@ class Problem:
     dynamics: Dynamics
     state: State
     times: Tensor
-    solver: SteppingSolver | ContinuousSolver
+    solver: Any
     record: Record
     parameters: dict[str, Tensor]
+    noise: Noise | None = None
     progress: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -89,14 +113,6 @@ class SteppingSolver(ABC):
     @abstractmethod
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
         """Each letter's coefficients, differentiable in the parameters."""
-
-
-class ContinuousSolver(ABC):
-    """Another library's solver for the summed drift and diffusion."""
-
-    @abstractmethod
-    def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
-        """Frames, record and final state; ``backsolve`` holds the options of the continuous adjoint, None for none."""
 
 
 def check_dt(dt: float) -> float:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint, odeint_adjoint
 
-from adjsim._state import State, stack
-from adjsim._trajectory import TimeAverage, grid
-from adjsim.solvers.base import ContinuousSolver, Problem, check_dt
+from adjsim.solvers.base import Problem, check_dt
+from adjsim.solvers.continuous import ContinuousSolver, VectorField, asks_gradient
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
 ONE_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4")
@@ -52,44 +51,18 @@ class ODESolver(ContinuousSolver):
         self.method, self.rtol, self.atol = method, rtol, atol
         self.dt = None if dt is None else check_dt(dt)
 
-    def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
-        if backsolve is None and self.method in SCIPY and torch.is_grad_enabled() and _asks_gradient(problem):
+    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+        if problem.dynamics.stochastic:
+            raise TypeError(
+                f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use SDESolver(dt=...) or a splitting."
+            )
+        if backsolve is None and self.method in SCIPY and asks_gradient(problem):
             raise TypeError("scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or another method.")
-        average = problem.record if isinstance(problem.record, TimeAverage) else None
-        times, saves = self._times(problem, average)
-        field = _VectorField(problem, average, self.dt if self.fixed_step else None)
-        start = tuple(problem.state)
-        if average is not None:
-            start = (*start, torch.zeros_like(average.function(problem.state)))
-        frames = self._integrate(field, start, times, problem, backsolve)
-        _check_finite(frames, problem, saves)
-        kind = type(problem.state)
-        count = len(problem.state)
-        states = [kind(*(x[i] for x in frames[:count])) for i in saves]
-        problem.stats["steps"] = round(float(times[-1])) if self.fixed_step else None
-        if average is not None:
-            quadrature, first = frames[-1], len(times) - 1
-            if average.burn_in > 0:
-                first = int((times - times[0] - self._in_units(average.burn_in)).abs().argmin())
-                total = quadrature[-1] - quadrature[first]
-            else:
-                total = quadrature[-1]
-            span = float(problem.times[-1] - problem.times[0]) - average.burn_in
-            return None, total / span, states[-1]
-        record = problem.record
-        if record is not None and not isinstance(record, TimeAverage):
-            return None, torch.stack([record(state) for state in states]), states[-1]
-        return stack(states), None, states[-1]
 
-    def _integrate(
-        self,
-        field: _VectorField,
-        start: tuple[Tensor, ...],
-        times: Tensor,
-        problem: Problem,
-        backsolve: dict[str, Any] | None,
+    def integrate(
+        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
     ) -> tuple[Tensor, ...]:
-        """torchdiffeq's solution at the times, time leading."""
+        problem = field.problem
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
             # Its own choice goes up to order 12, whose region of stability is too small to be of use.
@@ -128,76 +101,18 @@ class ODESolver(ContinuousSolver):
                 "Loosen the tolerances, shorten the run, or use a splitting."
             ) from failure
 
-    def _in_units(self, time: float) -> float:
-        return time / self.dt if self.dt is not None else time
-
-    def _times(self, problem: Problem, average: TimeAverage | None) -> tuple[Tensor, list[int]]:
-        """The times to solve for, in steps from the start where the step is fixed, and which of them are save times."""
-        times = problem.times
-        if self.dt is not None:
-            times = torch.tensor(grid(times, self.dt), dtype=torch.float64)
-        saves = list(range(len(times)))
-        if average is not None and average.burn_in > 0:
-            begin = float(times[0]) + self._in_units(average.burn_in)
-            if begin >= float(times[-1]):
-                raise ValueError(f"burn_in = {average.burn_in:g} leaves nothing of the run to average.")
-            if self.dt is not None:
-                if abs(begin - round(begin)) > 1e-3:
-                    raise ValueError(f"burn_in = {average.burn_in:g} is not a whole number of steps of dt = {self.dt:g}.")
-                begin = float(round(begin))
-            all_times = sorted({*times.tolist(), begin})
-            saves = [all_times.index(t) for t in times.tolist()]
-            times = torch.tensor(all_times, dtype=torch.float64)
-        return times, saves
-
     def __repr__(self) -> str:
         settings = f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
         return f"ODESolver({self.method!r}, {settings})"
 
 
-class _VectorField(torch.nn.Module):
-    """The drift as torchdiffeq wants it, on tuples, in units of the step if that is fixed. Counts passes over the energy."""
-
-    def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None) -> None:
-        super().__init__()
-        self._problem, self._average, self._unit = [problem], average, unit
-
-    def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        problem = self._problem[0]
-        count = len(problem.state)
-        state = type(problem.state)(*fields[:count])
-        time = t if self._unit is None else problem.times[0] + t * self._unit
-        rates: tuple[Tensor, ...] = tuple(problem.dynamics.drift(time, state))
-        if self._average is not None:
-            rates = (*rates, self._average.function(state))
-        problem.stats["energy_evaluations"] += 1
-        tracked = next((rate for rate in rates if rate.requires_grad), None)
-        if tracked is not None:
-            # The product with the Jacobian is one more pass, made when the cotangent arrives.
-            tracked.register_hook(lambda _: _count(problem.stats))
-        return rates if self._unit is None else tuple(rate * self._unit for rate in rates)
-
-
-def _count(stats: dict[str, Any]) -> None:
-    stats["energy_evaluations"] += 1
-
-
 def _state_norm(count: int) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """The largest root mean square over the fields of the state: a quadrature carried along does not steer the steps."""
+    """The largest root mean square over the fields of the state: a quadrature carried along does not steer the steps.
+
+    Detached: steps are chosen by the solver, and are not what is differentiated.
+    """
 
     def norm(fields: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([x.abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
+        return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
 
     return norm
-
-
-def _asks_gradient(problem: Problem) -> bool:
-    return bool(problem.parameters) or any(x.requires_grad for x in problem.state)
-
-
-def _check_finite(frames: tuple[Tensor, ...], problem: Problem, saves: list[int]) -> None:
-    for i, save in enumerate(saves):
-        if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
-            raise FloatingPointError(
-                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or tighten the tolerances."
-            )

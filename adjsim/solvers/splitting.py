@@ -6,7 +6,7 @@ from collections import Counter
 
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.couplings import Coefficients
+from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
@@ -37,14 +37,16 @@ class Splitting(SteppingSolver):
     def program(self, dynamics: Dynamics, state: State) -> Program:
         shares = self._shares(dynamics)
         moves = {letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()}
-        stages, elapsed, passed = [], 0.0, Counter()
+        stages, elapsed, passed, draws = [], 0.0, Counter(), 0
         clocks = sum(letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time)
         for letter in self.scheme:
-            stages.append(Stage(letter, moves[letter], elapsed))
+            count = dynamics.terms[letter].draws
+            stages.append(Stage(letter, moves[letter], elapsed, draws, count))
+            draws += count
             if dynamics.terms[letter].advances_time:
                 passed[letter] += 1
                 elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
-        return Program(tuple(stages), self.dt, self.order)
+        return Program(tuple(stages), self.dt, self.order, draws)
 
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
         return {letter: dynamics.terms[letter].coefficients(h, state) for letter, h in self._shares(dynamics).items()}
@@ -63,6 +65,13 @@ class Splitting(SteppingSolver):
 
     def __repr__(self) -> str:
         return f"Splitting({self.scheme!r}, dt={self.dt:g})"
+
+
+def BAOAB(dt: float) -> Splitting:
+    """Kick, stream, Ornstein-Uhlenbeck, stream, kick: ``Splitting("BAOAB", dt)`` (Leimkuhler and Matthews 2013), the integrator
+    of :class:`~adjsim.Langevin` to begin with: one force a step, and configurational averages that are exact for harmonic
+    forces and fourth order at large friction."""
+    return Splitting("BAOAB", dt)
 
 
 def VelocityVerlet(dt: float) -> Splitting:

@@ -6,16 +6,19 @@ import pytest
 import torch
 
 import adjsim
-from tests.problems import DYNAMICS, POTENTIALS, square
+from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, square
+from tests.problems import start as start_of
 from tests.suites import TermContract, disturbed
 
 ROWS = []
-for name, build in DYNAMICS.items():
+for name, build in {**DYNAMICS, **STOCHASTIC}.items():
+    if name == "overdamped":
+        continue  # its term has no flow
     for potential in ("lennard-jones", "plain-module"):
         for replicas in ((), (3,)):
             made = build(POTENTIALS[potential]())
             position, momentum = square(replicas)
-            start = disturbed(made.init(position, momentum))
+            start = disturbed(start_of(made, position, momentum))
             ROWS += [
                 pytest.param(made, letter, start, id=f"{name}-{letter}-{potential}-{len(replicas)}") for letter in made.terms
             ]
@@ -32,7 +35,7 @@ def test_drift_is_the_sum_of_the_terms():
     state = disturbed(dynamics.init(*square()))
     rate = dynamics.drift(0.0, state)
     q, p, _, b = state
-    Q = 0.7 * 0.5**2 * torch.tensor([8.0, 1.0, 1.0])[:, None]
+    Q = 0.7 * 0.5**2 * torch.tensor([8.0, 1.0, 1.0])[:, None, None]
     torch.testing.assert_close(rate.position, p / 2)
     torch.testing.assert_close(rate.momentum, -1.3 * q - p * b[0] / Q[0])
     torch.testing.assert_close(rate.bath_position, b / Q)

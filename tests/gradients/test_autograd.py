@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -234,3 +236,52 @@ def test_reversal_beyond_its_tolerance_raises():
     kept = adjsim.simulate(dynamics, start, [0.0, 25.0], adjoint=ReversibleAdjoint(checkpoint_every=500), **options)
     kept.final.position.sum().backward()
     assert 0 < kept.stats["reconstruction_error"] < 1e-6
+
+
+def test_the_continuous_adjoint_refuses_to_be_differentiated_twice():
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
+    start = dynamics.init(*square())
+    record = lambda state: state.position.square().sum()  # noqa: E731
+    for options in ({}, {"record": record}):
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.2], solver=adjsim.ODESolver(), adjoint=adjsim.BacksolveAdjoint(), **options
+        )
+        loss = run.record.sum() if options else run.final.position.square().sum()
+        with pytest.raises(RuntimeError, match=r"Use DirectAdjoint\(\)"):
+            torch.autograd.grad(loss, dynamics.potential.k, create_graph=True)
+
+
+def test_second_derivative_through_an_adaptive_solver_from_rest():
+    """A field that starts at zero leaks no NaN from the choice of steps. d^2/dk^2 cos(sqrt(k) t) in closed form."""
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
+    start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
+    run = adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.ODESolver("dopri5", rtol=1e-9, atol=1e-9))
+    k = dynamics.potential.k
+    (first,) = torch.autograd.grad(run.final.position.sum(), k, create_graph=True)
+    (second,) = torch.autograd.grad(first, k)
+    w = float(k) ** 0.5
+    exact = (math.sin(w) / w - math.cos(w)) / (4 * w**2)
+    assert float(second) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_factor_that_needs_no_gradient():
+    """A friction-like scale by a number, and one that names a field it ignores."""
+
+    class Drag(adjsim.dynamics.Term):
+        def drift(self, t, state):
+            return {"momentum": -0.3 * state.momentum}
+
+        def moves(self, h, state):
+            plain = adjsim.dynamics.Function(lambda c: torch.tensor(math.exp(-0.15 * h)), ())
+            blind = adjsim.dynamics.Function(lambda c, q: torch.tensor(math.exp(-0.15 * h)), ("position",))
+            return (adjsim.dynamics.Scale("momentum", plain), adjsim.dynamics.Scale("momentum", blind))
+
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
+    dynamics.terms["D"] = Drag()
+    start = dynamics.init(*square())
+    grads = []
+    for adjoint in ALL:
+        run = adjsim.simulate(dynamics, start, [0.0, 0.2], solver=adjsim.Splitting("DBABD", 0.01), adjoint=adjoint)
+        grads.append(torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0])
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-11, atol=0)

@@ -10,7 +10,7 @@ import torch
 
 import adjsim
 from adjsim import ODESolver, Splitting
-from adjsim.dynamics.couplings import Forces
+from adjsim.dynamics.sources import Forces
 from tests.problems import DYNAMICS, POTENTIALS, SCHEMES, square
 
 WORDS = [(d, s) for d, words in SCHEMES.items() for s in words]

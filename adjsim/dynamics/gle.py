@@ -1,0 +1,210 @@
+"""Generalised Langevin dynamics: friction with a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjsim._noise import Noise, seed_from
+from adjsim._params import register
+from adjsim._state import State
+from adjsim._typing import Number, Positions
+from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
+from adjsim.dynamics.terms import Kick, Stream
+
+
+class MemoryState(NamedTuple):
+    """Position and momentum ``(*batch, atoms, dim)``; memory ``(*batch, rates, atoms, dim)``, in units of momentum."""
+
+    position: Positions
+    momentum: Positions
+    memory: Float[Tensor, "*batch rates atoms dim"]
+
+
+class Bath(Term):
+    """G: momentum and memory together, y = (p, z_1, ..., z_n), a linear SDE::
+
+        dp   = -sum c_i z_i dt
+        dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i         c_i = sqrt(strength_i), r_i = rate_i
+
+    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in distribution::
+
+        y' = E y + sqrt(m kT) L xi,    E = exp(-M h),    L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
+
+    E is factored into unit lower, diagonal and unit upper, each applied as shears and scales, so the flow is made of coupling
+    steps. The pivots start at one and must stay positive, which bounds h.
+    """
+
+    def __init__(self, dynamics: GeneralizedLangevin) -> None:
+        self.dynamics = dynamics
+        self.draws = 1 + len(dynamics.rates)
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        c, r = self.dynamics.couplings(state.momentum)
+        pull = -(c * state.memory).sum(-3)
+        return {"momentum": pull, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
+
+    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        _, r = self.dynamics.couplings(state.momentum)
+        return {"memory": torch.sqrt(2 * r) * self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        propagator, covariance = self.dynamics.bath_flow(h)
+        lower, pivots, upper = _triangles(propagator)
+        if not bool((pivots.detach() > 0).all()):
+            raise ValueError(
+                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs h < {self._reach(h):.3g}: "
+                "use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
+            )
+        scatter = torch.linalg.cholesky(covariance)
+        like = state.momentum
+        found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
+        for i in range(self.draws):
+            found[f"noise {i}"] = scatter[i, : i + 1]
+            if i > 0:
+                found[f"lower {i}"] = lower[i, :i]
+            if i < self.draws - 1:
+                found[f"upper {i}"] = upper[i, i + 1 :]
+        thermal = self.dynamics.thermal_scale(like, self.dynamics.kT)
+        return {"thermal": thermal, **{name: value.to(like) for name, value in found.items()}}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        last = self.draws - 1
+        fields: list[Source] = [Field("momentum"), *(Field("memory", i) for i in range(last))]
+        upper = [self._add(i, Combination(f"upper {i}", tuple(fields[i + 1 :]))) for i in range(last)]
+        scales = [Scale("momentum", Coefficient("p scale")), Scale("memory", Coefficient("z scale"))]
+        lower = [self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)]
+        noise = [
+            self._add(i, Combination(f"noise {i}", tuple(Random(j) for j in range(i + 1))), "thermal")
+            for i in range(self.draws)
+        ]
+        return (*upper, *scales, *lower, *noise)
+
+    @staticmethod
+    def _add(i: int, source: Source, coefficient: str | None = None) -> Shear:
+        if i == 0:
+            return Shear("momentum", source, coefficient)
+        return Shear("memory", source, coefficient, link=i - 1)
+
+    def _reach(self, h: float) -> float:
+        """The largest step below h whose pivots are positive, by bisection from one that is short enough."""
+        low, high = 0.0, h
+        for _ in range(40):
+            middle = (low + high) / 2
+            with torch.no_grad():
+                _, pivots, _ = _triangles(self.dynamics.bath_flow(middle)[0])
+            low, high = (middle, high) if bool((pivots > 0).all()) else (low, middle)
+        return low
+
+
+def _triangles(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit lower, diagonal and unit upper factors, by elimination without exchange of rows."""
+    size = len(matrix)
+    lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    for j in range(size - 1):
+        factors = torch.cat([matrix.new_zeros(j + 1), matrix[j + 1 :, j] / matrix[j, j]])
+        matrix = matrix - torch.outer(factors, matrix[j])
+        lower = lower + torch.outer(factors, torch.eye(size, dtype=matrix.dtype, device=matrix.device)[j])
+    pivots = matrix.diagonal()
+    return lower, pivots, matrix / pivots.unsqueeze(-1)
+
+
+class GeneralizedLangevin(MassiveDynamics):
+    """Langevin dynamics whose friction remembers, with the noise that the fluctuation-dissipation theorem asks for::
+
+        dq = p/m dt
+        dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise,     K(t) = sum_i strengths_i exp(-rates_i t)
+
+    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the memoryless limit. The memory is
+    carried by one extra variable for each exponential (:class:`Bath`); see Ceriotti, Bussi and Parrinello, J. Chem. Theory
+    Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G (bath, solved exactly). Schemes: "BAGAB" (positions exact for
+    harmonic forces), "GBABG", and any other word.
+
+    Args:
+        potential: energy module, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        kT: temperature, energy.
+        rates: decay of each exponential, 1/time; numbers or a 1-D tensor.
+        strengths: its weight at t = 0, 1/time^2; as many.
+    """
+
+    state_type = MemoryState
+    kT: Tensor
+    rates: Tensor
+    strengths: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        rates: Tensor | Sequence[float] = (1.0,),
+        strengths: Tensor | Sequence[float] = (1.0,),
+    ) -> None:
+        super().__init__(potential, mass)
+        register(self, "kT", kT, positive=True)
+        for name, value in (("rates", rates), ("strengths", strengths)):
+            if not isinstance(value, Tensor):
+                value = torch.tensor(list(value), dtype=torch.float64)
+            if value.ndim != 1 or value.numel() == 0:
+                raise ValueError(f"{name} must list at least one number; got shape {tuple(value.shape)}.")
+            register(self, name, value, positive=True)
+        if self.rates.shape != self.strengths.shape:
+            raise ValueError(f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as many of each.")
+        self.terms = {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
+
+    def couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """sqrt(strengths) and rates, ``(rates, 1, 1)``."""
+        return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(-1, 1, 1)
+
+    def bath_matrix(self) -> Tensor:
+        """M, ``(1 + rates, 1 + rates)``, float64, in dy = -M y dt + noise."""
+        c, r = self.strengths.double().sqrt(), self.rates.double()
+        top = torch.cat([c.new_zeros(1), c])
+        below = torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)
+        return torch.cat([top.unsqueeze(0), below])
+
+    def bath_flow(self, h: float) -> tuple[Tensor, Tensor]:
+        """E = exp(-M h) and 1 - E E^T, float64.
+
+        The covariance comes from Van Loan's block exponential and not from the difference, which would leave none of the digits
+        of its smallest entry, of order h^3.
+        """
+        M, r = self.bath_matrix(), self.rates.double()
+        source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
+        block = torch.cat([torch.cat([-M, source], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
+        exponential = torch.linalg.matrix_exp(block * h)
+        n = len(M)
+        propagator = exponential[:n, :n]
+        covariance = exponential[:n, n:] @ propagator.T
+        return propagator, 0.5 * (covariance + covariance.T)
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> MemoryState:
+        """A start with the memory at equilibrium, sqrt(m kT) xi; momenta not given are drawn alike."""
+        atoms, dim = position.shape[-2:]
+        count, replicas = len(self.rates), position[..., 0, 0].numel()
+        if momentum is None:
+            momentum = self.thermal_momentum(position, self.kT, generator)
+        xi = Noise(seed_from(generator))(0, (replicas, count * atoms * dim), position)
+        xi = xi.reshape(*position.shape[:-2], count, atoms, dim)
+        state = MemoryState(position, momentum.to(position), self.thermal_scale(position, self.kT) * xi)
+        self.check(state)
+        return state
+
+    def check(self, state: State) -> None:
+        super().check(state)
+        *batch, atoms, dim = state.position.shape
+        expected = (*batch, len(self.rates), atoms, dim)
+        if tuple(state.memory.shape) != expected:
+            raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
+
+    def damping(self, state: State) -> float:
+        return float(torch.linalg.eigvals(self.bath_matrix().detach()).real.max())

@@ -1,0 +1,102 @@
+"""Overdamped Langevin dynamics: positions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._params import register
+from adjsim._state import State
+from adjsim._typing import Number, Positions
+from adjsim.dynamics.base import Dynamics, Term, check_entries, check_per_atom, per_atom
+from adjsim.potentials.base import force, force_vjp
+
+POWER_ITERATIONS = 30
+
+
+class PositionState(NamedTuple):
+    """Position ``(*batch, atoms, dim)``."""
+
+    position: Positions
+
+
+class Diffuse(Term):
+    """D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``. It has no flow in closed form."""
+
+    draws = 1
+    advances_time = True
+
+    def __init__(self, dynamics: OverdampedLangevin) -> None:
+        self.dynamics = dynamics
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        push = force(self.dynamics.potential, state.position, t)
+        return {"position": push / self.dynamics.frictions(state.position)}
+
+    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        return {"position": torch.sqrt(2 * self.dynamics.kT.to(state.position) / self.dynamics.frictions(state.position))}
+
+
+class OverdampedLangevin(Dynamics):
+    """Brownian dynamics, the limit of large friction::
+
+        dq = F(q)/friction dt + sqrt(2 kT/friction) dW
+
+    It samples exp(-U/kT). ``friction`` is a force per velocity here (energy time / length^2), mass times the rate of
+    :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`, :class:`~adjsim.LeimkuhlerMatthews` (whose averages are
+    second order), :class:`~adjsim.SDESolver`. Where dynamics matters (rates, velocities), use Langevin.
+
+    Args:
+        potential: energy module, or a force field.
+        kT: temperature, energy.
+        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction pins its atom.
+    """
+
+    state_type = PositionState
+    kT: Tensor
+    friction: Tensor
+
+    def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
+        super().__init__(potential)
+        register(self, "kT", kT, positive=True)
+        register(self, "friction", friction, positive=True)
+        check_per_atom("friction", self.friction)
+        self.terms = {"D": Diffuse(self)}
+
+    def frictions(self, like: Tensor) -> Tensor:
+        """The friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
+        return per_atom(self.friction, like)
+
+    def init(
+        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
+    ) -> PositionState:
+        """A start. There is no momentum."""
+        if momentum is not None:
+            raise ValueError("OverdampedLangevin has no momentum; use Langevin where momenta matter.")
+        state = PositionState(position)
+        self.check(state)
+        return state
+
+    def check(self, state: State) -> None:
+        super().check(state)
+        check_entries("friction", self.friction, state)
+
+    def damping(self, state: State) -> float:
+        """The largest curvature of the potential at the state divided by the friction: how fast two paths on the same noise
+        meet. By power iteration on the Hessian, so it holds near the state only."""
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(state.position)
+        friction = self.frictions(state.position.detach()).detach().sqrt()
+        _, pullback = force_vjp(self.potential, state.position.detach(), [])
+        rate = 0.0
+        for _ in range(POWER_ITERATIONS):
+            v = v / v.norm()
+            pulled = -pullback(v / friction)[0].detach() / friction
+            rate = float((v * pulled).sum())
+            if not float(pulled.norm()) > 0:
+                return 0.0
+            v = pulled
+        return max(rate, 0.0)

@@ -1,0 +1,125 @@
+"""Solvers of another library, which take the summed drift (and diffusion) and own both ways of differentiating it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State, stack
+from adjsim._trajectory import TimeAverage, grid
+from adjsim.solvers.base import Problem
+
+
+class ContinuousSolver(ABC):
+    """Solves for the states at given times. ``dt`` is the step, None where the solver chooses its own.
+
+    A time average is the integral of its function, solved as one more component of the equation.
+    """
+
+    dt: float | None
+
+    @abstractmethod
+    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+        """Refuse, before any work, what cannot be solved or differentiated this way."""
+
+    @abstractmethod
+    def integrate(
+        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
+    ) -> tuple[Tensor, ...]:
+        """The solution at the times, time leading; ``backsolve`` has the options of the continuous adjoint, None for none."""
+
+    def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
+        """Frames, record and final state."""
+        record = problem.record
+        average = record if isinstance(record, TimeAverage) else None
+        times, saves = self.times(problem)
+        field = VectorField(problem, average, self.dt)
+        start = tuple(problem.state)
+        if average is not None:
+            start = (*start, torch.zeros_like(average.function(problem.state)))
+        frames = self.integrate(field, start, times, backsolve)
+        _check_finite(frames, problem, saves)
+        kind, count = type(problem.state), len(problem.state)
+        states = [kind(*(x[i] for x in frames[:count])) for i in saves]
+        problem.stats["steps"] = None if self.dt is None else round(float(times[-1]))
+        if average is not None:
+            quadrature = frames[-1]
+            first = int((times - times[0] - self._in_units(average.burn_in)).abs().argmin())
+            span = float(problem.times[-1] - problem.times[0]) - average.burn_in
+            return None, (quadrature[-1] - quadrature[first]) / span, states[-1]
+        if record is not None and not isinstance(record, TimeAverage):
+            return None, torch.stack([record(state) for state in states]), states[-1]
+        return stack(states), None, states[-1]
+
+    def times(self, problem: Problem) -> tuple[Tensor, list[int]]:
+        """The times to solve for, in steps from the start where the step is fixed, and which of them are save times."""
+        times, record = problem.times, problem.record
+        if self.dt is not None:
+            times = torch.tensor(grid(times, self.dt), dtype=torch.float64)
+        saves = list(range(len(times)))
+        if isinstance(record, TimeAverage) and record.burn_in > 0:
+            begin = float(times[0]) + self._in_units(record.burn_in)
+            if begin >= float(times[-1]):
+                raise ValueError(f"burn_in = {record.burn_in:g} leaves nothing of the run to average.")
+            if self.dt is not None:
+                if abs(begin - round(begin)) > 1e-3:
+                    raise ValueError(f"burn_in = {record.burn_in:g} is not a whole number of steps of dt = {self.dt:g}.")
+                begin = float(round(begin))
+            all_times = sorted({*times.tolist(), begin})
+            saves = [all_times.index(t) for t in times.tolist()]
+            times = torch.tensor(all_times, dtype=torch.float64)
+        return times, saves
+
+    def _in_units(self, time: float) -> float:
+        return time / self.dt if self.dt is not None else time
+
+
+class VectorField(torch.nn.Module):
+    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the energy."""
+
+    def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None) -> None:
+        super().__init__()
+        # In a list, so that the module does not register what it only looks at.
+        self._problem, self.average, self.unit = [problem], average, unit
+
+    @property
+    def problem(self) -> Problem:
+        return self._problem[0]
+
+    def state(self, fields: tuple[Tensor, ...]) -> State:
+        return type(self.problem.state)(*fields[: len(self.problem.state)])
+
+    def time(self, t: Tensor) -> Any:
+        return t if self.unit is None else self.problem.times[0] + t * self.unit
+
+    def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        state, stats = self.state(fields), self.problem.stats
+        rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
+        if self.average is not None:
+            rates = (*rates, self.average.function(state))
+        stats["energy_evaluations"] += 1
+        tracked = next((rate for rate in rates if rate.requires_grad), None)
+        if tracked is not None:
+            # The product with the Jacobian is one more pass, made when the cotangent arrives.
+            tracked.register_hook(lambda _: _count(stats))
+        return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
+
+
+def asks_gradient(problem: Problem) -> bool:
+    """Whether anyone will differentiate this run."""
+    return torch.is_grad_enabled() and (bool(problem.parameters) or any(x.requires_grad for x in problem.state))
+
+
+def _count(stats: dict[str, Any]) -> None:
+    stats["energy_evaluations"] += 1
+
+
+def _check_finite(frames: tuple[Tensor, ...], problem: Problem, saves: list[int]) -> None:
+    for i, save in enumerate(saves):
+        if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
+            raise FloatingPointError(
+                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or tighten the tolerances."
+            )

@@ -1,0 +1,73 @@
+"""Steps for the overdamped equation, whose drift cannot be undone in closed form."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from adjsim._state import State
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.couplings import Map, Shear
+from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.dynamics.sources import Coefficients, Combination, Random, Source
+from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+
+
+class EulerMaruyama(SteppingSolver):
+    """The simplest step of overdamped Langevin dynamics::
+
+        q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
+
+    First order in averages (<x^2> of a harmonic well of stiffness k is too large by 1/(1 - k dt/(2 friction))) and, the noise
+    being additive, in the path. :class:`LeimkuhlerMatthews` costs the same and is better. A step has no inverse, so gradients
+    come from DirectAdjoint or CheckpointAdjoint.
+
+    Args:
+        dt: the step, time.
+    """
+
+    order: ClassVar[int] = 1
+    weights: ClassVar[tuple[float, ...]] = (1.0,)
+
+    def __init__(self, dt: float) -> None:
+        self.dt = check_dt(dt)
+
+    def program(self, dynamics: Dynamics, state: State) -> Program:
+        if not isinstance(dynamics, OverdampedLangevin):
+            raise TypeError(
+                f"{type(self).__name__} is for OverdampedLangevin; "
+                f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
+            )
+        drift = Map(("position",), lambda c, push, q: (q + c["mobility"] * push,), None, dynamics.potential)
+        draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
+        noise = Shear("position", Combination("weights", draws), "noise")
+        stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
+        return Program((stage,), self.dt, self.order, draws=1, sees=len(draws))
+
+    def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
+        assert isinstance(dynamics, OverdampedLangevin)
+        friction = dynamics.frictions(state.position)
+        noise = torch.sqrt(2 * dynamics.kT.to(state.position) * self.dt / friction)
+        weights = torch.tensor(self.weights).to(state.position)
+        return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(dt={self.dt:g})"
+
+
+class LeimkuhlerMatthews(EulerMaruyama):
+    """Euler-Maruyama with the noise of two steps averaged::
+
+        q_{k+1} = q_k + dt F(q_k)/friction + sqrt(2 kT dt/friction) (xi_k + xi_{k+1})/2
+
+    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large friction (Leimkuhler and
+    Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470, 20140120 (2014)). The path from a given start is
+    first order, as with Euler-Maruyama.
+
+    Args:
+        dt: the step, time.
+    """
+
+    order: ClassVar[int] = 2
+    weights: ClassVar[tuple[float, ...]] = (0.5, 0.5)

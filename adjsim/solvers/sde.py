@@ -1,0 +1,180 @@
+"""SDE solvers, by torchsde: the summed drift and diffusion of all terms as one stochastic differential equation.
+
+Time is counted in steps and the noise of step k is that of every other solver (:class:`adjsim._noise.Noise`), so that nothing
+about it is stored, and forward and backward see the same numbers to the last bit at any dt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchsde import BaseBrownian, sdeint, sdeint_adjoint
+
+from adjsim._noise import Noise
+from adjsim.solvers.base import Problem, check_dt
+from adjsim.solvers.continuous import ContinuousSolver, VectorField
+
+STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
+ITO = ("euler", "milstein", "srk")
+BACKSOLVE_LIMIT = 5.0
+REVERSIBLE_HEUN_LIMIT = 2.0
+
+
+class InstabilityError(ValueError):
+    """A run that would lose its gradient, or itself, to friction; raised before it starts."""
+
+
+class SDESolver(ContinuousSolver):
+    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde, whole states in, whole states out.
+
+    The noise does not depend on the state, so that Ito and Stratonovich mean the same, and it is diagonal, so that no matrix is
+    made. Methods: midpoint, heun, euler_heun, reversible_heun; euler, milstein, srk. (log_ode is for noise that does not
+    commute; here it would be midpoint.) Steps are dt long and save times must lie on them; the path does not depend on them.
+
+    reversible_heun has the parasitic root -(1 + friction dt) and blows up as exp(friction T), forward as well; it is refused
+    beyond friction T = 2.
+
+    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same dt, costs one force a step,
+    and its gradient is exact in constant memory at any friction.
+
+    Args:
+        method: a name of torchsde.
+        dt: the step, time.
+    """
+
+    def __init__(self, method: str = "midpoint", *, dt: float) -> None:
+        if method not in STRATONOVICH + ITO:
+            raise ValueError(f"unknown SDE method {method!r}; choose from {', '.join(STRATONOVICH + ITO)}.")
+        self.method, self.dt = method, check_dt(dt)
+
+    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+        name = type(problem.dynamics).__name__
+        if not problem.dynamics.stochastic:
+            raise TypeError(f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a splitting.")
+        if backsolve is not None and any(value is not None for value in backsolve.values()):
+            raise ValueError("BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make its dt smaller.")
+        rate = problem.dynamics.damping(problem.state)
+        times = problem.times
+        total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
+        if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
+            raise InstabilityError(
+                f"reversible_heun is unstable under friction: friction x time is {rate * total:.3g} here and the limit is "
+                f"{REVERSIBLE_HEUN_LIMIT:g}. Use a splitting such as BAOAB(dt), or another method such as 'midpoint'."
+            )
+        if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
+            raise InstabilityError(
+                "the continuous adjoint loses its gradient as exp(friction x time) between save times: friction x time is "
+                f"{rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. Save at least every {BACKSOLVE_LIMIT / rate:.3g}, "
+                "or use a splitting such as BAOAB(dt) with ReversibleAdjoint() or CheckpointAdjoint()."
+            )
+
+    def integrate(
+        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
+    ) -> tuple[Tensor, ...]:
+        problem = field.problem
+        assert problem.noise is not None
+        equation = _Equation(field, start, "ito" if self.method in ITO else "stratonovich")
+        noise = _StepNoise(problem.noise, equation, draws=2 if self.method == "srk" else 1)
+        options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
+        if backsolve is None:
+            frames = sdeint(equation, equation.flat(start), times, **options)
+        else:
+            parameters = tuple(problem.parameters.values())
+            frames = sdeint_adjoint(equation, equation.flat(start), times, adjoint_params=parameters, **options)
+        assert isinstance(frames, Tensor)
+        return equation.fields(frames.squeeze(1))
+
+    def __repr__(self) -> str:
+        return f"SDESolver({self.method!r}, dt={self.dt:g})"
+
+
+class _Equation(torch.nn.Module):
+    """The equation as torchsde wants it: one flat row, in units of the step."""
+
+    noise_type = "diagonal"
+
+    def __init__(self, field: VectorField, start: tuple[Tensor, ...], sde_type: str) -> None:
+        super().__init__()
+        self._field, self.sde_type = field, sde_type
+        self.shapes = [x.shape for x in start]
+        self.sizes = [x.numel() for x in start]
+        assert field.unit is not None
+        self._root = math.sqrt(field.unit)
+
+    def flat(self, fields: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([x.reshape(-1) for x in fields]).unsqueeze(0)
+
+    def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Fields from the last axis of a tensor, in front of which time may lead."""
+        parts = flat.split(self.sizes, -1)
+        return tuple(x.reshape(*flat.shape[:-1], *shape) for x, shape in zip(parts, self.shapes, strict=True))
+
+    def f(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.flat(self._field(t, self.fields(y.squeeze(0))))
+
+    def g(self, t: Tensor, y: Tensor) -> Tensor:
+        field = self._field
+        amplitudes = tuple(field.problem.dynamics.diffusion(field.time(t), field.state(self.fields(y.squeeze(0)))))
+        zeros = [y.new_zeros(shape) for shape in self.shapes[len(amplitudes) :]]
+        return self.flat((*amplitudes, *zeros)) * self._root
+
+    def noisy(self) -> list[bool]:
+        """Which fields have noise."""
+        problem = self._field.problem
+        with torch.no_grad():
+            amplitudes = problem.dynamics.diffusion(problem.times[0], problem.state)
+        return [bool((x != 0).any()) for x in amplitudes] + [False] * (len(self.shapes) - len(amplitudes))
+
+
+class _StepNoise(BaseBrownian):
+    """The increments of a Brownian motion over whole steps: a function of the step's number."""
+
+    def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
+        super().__init__()
+        self._noise, self._draws = noise, draws
+        self._like = equation._field.problem.state.position
+        replicas = equation._field.problem.state.position[..., 0, 0].numel()
+        self._layout = [
+            (size, (replicas, size // replicas * draws) if noisy else None)
+            for size, noisy in zip(equation.sizes, equation.noisy(), strict=True)
+        ]
+
+    def __call__(self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False) -> Any:
+        step = round(float(ta))
+        if tb is None or abs(float(ta) - step) > 1e-9 or abs(float(tb) - step - 1) > 1e-9:
+            raise ValueError(f"noise is known over whole steps only, not from {float(ta)} to {tb}.")
+        rows: list[list[Tensor]] = [[], []]
+        for size, shape in self._layout:
+            if shape is None:
+                parts = (self._like.new_zeros(size),) * self._draws
+            else:
+                parts = self._noise(step, shape, self._like).reshape(shape[0], self._draws, -1).unbind(1)
+            for row, part in zip(rows, parts, strict=False):
+                row.append(part.reshape(size))
+        increment = torch.cat(rows[0]).unsqueeze(0)
+        if not return_U:
+            return increment
+        # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent of it.
+        return increment, 0.5 * increment + torch.cat(rows[1]).unsqueeze(0) / math.sqrt(12)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(seed={self._noise.seed})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (1, sum(size for size, _ in self._layout))
+
+    @property
+    def levy_area_approximation(self) -> str:
+        return "space-time"

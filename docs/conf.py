@@ -1,0 +1,56 @@
+"""Sphinx configuration."""
+
+import re
+from importlib.metadata import version as installed
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+project = "adjsim"
+author = "the adjsim authors"
+copyright = "the adjsim authors"
+release = installed("adjsim")
+version = release
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_gallery.gen_gallery"]
+exclude_patterns = ["_build", "gallery/*.py", "gallery/*.ipynb", "gallery/**/GALLERY_HEADER.rst"]
+
+html_theme = "furo"
+html_title = f"adjsim {release}"
+html_show_copyright = False
+
+# Docstrings are Google style; members keep the order of the source. Types stand in the signature, under their short names.
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: name for name in ("Positions", "Energies", "Number", "Times", "Record", "Observable")}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 90
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"/plot_",
+    "ignore_pattern": r"/data/|__init__\.py",
+    "nested_sections": False,
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "show_memory": False,
+    "remove_config_comments": True,
+    "plot_gallery": True,
+    "download_all_examples": False,
+}
+
+
+def setup(app):
+    """Write aliased types by their bare names in signatures, also inside unions."""
+
+    def bare(app, what, name, obj, options, signature, returns):
+        clean = [text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, returns)]
+        return clean[0], clean[1]
+
+    app.connect("autodoc-process-signature", bare)

@@ -1,0 +1,179 @@
+"""
+Potentials and integrators
+==========================
+
+What the library simulates, and how well. The potentials are drawn, velocity Verlet is checked for its order, and two
+deterministic samplers are compared with averages that are known exactly. All quantities are in reduced units.
+"""
+
+# sphinx_gallery_thumbnail_number = 1
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import adjsim
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+
+# %%
+# Potentials
+# ----------
+#
+# A potential maps positions of shape ``(*batch, atoms, dim)`` to energies of shape ``(*batch,)``. So a curve or a surface is
+# one call, with the points as the batch.
+
+fig, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+
+x = torch.linspace(-1.6, 1.6, 200)
+axes[0].plot(x, adjsim.DoubleWell(barrier=1.0)(x[:, None, None]), label="DoubleWell(1)")
+axes[0].plot(x, adjsim.AsymmetricDoubleWell(1.0, 0.3)(x[:, None, None]), "--", label="AsymmetricDoubleWell(1, 0.3)")
+axes[0].set(xlabel="q (reduced units)", ylabel="U (reduced units)", title="double wells", ylim=(-0.6, 3.2))
+axes[0].legend(fontsize="small", loc="upper center")
+
+r = torch.linspace(0.95, 3.0, 200)
+pair = torch.zeros(200, 2, 3)
+pair[:, 1, 0] = r
+axes[1].plot(r, adjsim.LennardJones()(pair), label="all pairs")
+axes[1].plot(r, adjsim.LennardJones(cutoff=1.8)(pair), "--", label="cutoff = 1.8 sigma")
+axes[1].axhline(0, color="0.8", lw=1, zorder=0)
+axes[1].set(xlabel="r / sigma", ylabel="U / epsilon", title="Lennard-Jones, one pair", ylim=(-1.1, 1.2))
+axes[1].legend(fontsize="small")
+
+gx, gy = torch.meshgrid(torch.linspace(-1.5, 1.2, 150), torch.linspace(-0.3, 2.0, 150), indexing="xy")
+surface = adjsim.MullerBrown()(torch.stack([gx, gy], -1)[..., None, :])
+lines = axes[2].contourf(gx, gy, surface.clamp(max=120), levels=np.arange(-150, 121, 15), cmap="viridis")
+fig.colorbar(lines, ax=axes[2], label="U (units of the surface, cut at 120)")
+axes[2].set(xlabel="x (units of the surface)", ylabel="y (units of the surface)", title="Muller-Brown")
+plt.show()
+
+# %%
+# Energy error of velocity Verlet
+# -------------------------------
+#
+# Velocity Verlet is symplectic and of second order. Its energy does not drift away; it swings about a constant, and the swing
+# shrinks with the square of the step. A particle in the double well shows it.
+
+dynamics = adjsim.Hamiltonian(adjsim.DoubleWell())
+start = dynamics.init(torch.tensor([[1.5]]), torch.tensor([[0.0]]))
+steps = [0.08, 0.04, 0.02, 0.01, 0.005]
+swings = []
+with torch.no_grad():
+    for dt in steps:
+        run = adjsim.simulate(
+            dynamics, start, torch.arange(round(8 / dt) + 1) * dt, solver=adjsim.VelocityVerlet(dt), record=dynamics.invariant
+        )
+        swings.append(float((run.record - run.record[0]).abs().max()))
+slope, offset = np.polyfit(np.log(steps), np.log(swings), 1)
+print(f"the energy error falls as dt to the power {slope:.3f}")
+# The next term of the error is dt^2 smaller than the first: less than a hundredth here, which moves the fit by less than that.
+assert abs(slope - 2) < 0.03
+
+fig, ax = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
+ax.loglog(steps, swings, "o", label="largest energy error")
+ax.loglog(steps, np.exp(offset) * np.array(steps) ** slope, "-", color="0.6", label=f"fit, slope {slope:.2f}", zorder=0)
+ax.set(xlabel="dt (reduced units)", ylabel="max |E(t) - E(0)| (reduced units)", title="velocity Verlet, double well")
+ax.set_xticks(steps, [f"{dt:g}" for dt in steps])
+ax.set_xticks([], minor=True)
+ax.legend()
+plt.show()
+
+# %%
+# The phase portrait has closed orbits: inside one well below the barrier, around both above it. One call runs all of them, as a
+# batch of replicas.
+
+position = torch.tensor([1.05, 1.15, 1.25, 1.35, 1.4, 1.43, 1.5, 1.58])
+position = torch.cat([position, -position[position < 2**0.5]])[:, None, None]
+orbits = dynamics.init(position, torch.zeros_like(position))
+with torch.no_grad():
+    run = adjsim.simulate(dynamics, orbits, torch.arange(801) * 0.01, solver=adjsim.VelocityVerlet(0.01))
+energy = dynamics.invariant(orbits)
+
+fig, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
+for k in range(len(position)):
+    colour = "C0" if energy[k] < 1 else "C3"
+    ax.plot(run.position[:, k, 0, 0], run.momentum[:, k, 0, 0], color=colour, lw=1)
+ax.plot([], [], color="C0", label="below the barrier")
+ax.plot([], [], color="C3", label="above it")
+ax.set(xlabel="q (reduced units)", ylabel="p (reduced units)", title="orbits at dt = 0.01", ylim=(-2.4, 3.1))
+ax.legend(loc="upper center", ncols=2)
+plt.show()
+
+crosses = (run.position[:, :, 0, 0].amin(0) < 0) & (run.position[:, :, 0, 0].amax(0) > 0)
+assert torch.equal(crosses, energy > 1)  # the barrier is 1
+
+# %%
+# A Nose-Hoover chain
+# -------------------
+#
+# A harmonic oscillator with a chain of three thermostats samples the canonical distribution, without noise. Its position is
+# Gaussian with variance kT/k.
+
+k, kT, dt = 1.5, 0.8, 0.1
+chain = adjsim.NoseHooverChain(adjsim.Harmonic(k), kT=kT, tau=1.0, length=3)
+replicas = torch.zeros(200, 1, 1)
+start = chain.init(replicas, generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    run = adjsim.simulate(
+        chain,
+        start,
+        torch.arange(0, 1501) * dt,
+        solver=adjsim.Splitting("NBABN", dt),
+        record=lambda state: state.position[..., 0, 0],
+    )
+samples = run.record[200:]  # the first 20 time units are left to the start
+variance = adjsim.mean_with_error(samples**2)
+print(f"<q^2> = {variance.value:.4f} +- {variance.stderr:.4f}; exact {kT / k:.4f}")
+# Four standard errors, and the step's own bias, which for this scheme is below (omega dt)^2 / 4.
+assert abs(variance.value - kT / k) < 4 * variance.stderr + k * dt**2 / 4 * kT / k
+
+# %%
+# Energy-sampling dynamics
+# ------------------------
+#
+# :class:`~adjsim.ESH` moves at unit rate along a direction that the force turns. Frames are equally spaced in scaled time, not
+# in physical time, so a plain average over them is not canonical. Weighted by the speed it is, at kT = 1.
+# :func:`~adjsim.canonical_weights` gives the weights. One particle in the plane has four wells here, at plus and minus one in
+# each coordinate.
+
+barrier, ds = 1.5, 0.1
+esh = adjsim.ESH(adjsim.DoubleWell(barrier))
+generator = torch.Generator().manual_seed(2)
+start = esh.init(torch.randn(200, 1, 2, generator=generator), generator=generator)
+with torch.no_grad():
+    path = adjsim.simulate(esh, start, torch.arange(3001) * ds, solver=adjsim.Splitting("EAE", ds))
+weights = adjsim.canonical_weights(path.log_speed)
+
+grid = torch.linspace(-3, 3, 4001)
+density = torch.exp(-adjsim.DoubleWell(barrier)(grid[:, None, None]))
+density /= torch.trapezoid(density, grid)
+exact = float(torch.trapezoid(density * grid**2, grid))
+
+square = (path.position**2).mean((-1, -2))  # (time, replicas): the mean of x^2 and y^2
+weighted = (weights * square).sum(0)
+mean, stderr = float(weighted.mean()), float(weighted.std()) / len(weighted) ** 0.5
+plain = adjsim.mean_with_error(square)
+print(f"<x^2>: weighted {mean:.4f} +- {stderr:.4f}, not weighted {plain.value:.4f} +- {plain.stderr:.4f}, exact {exact:.4f}")
+
+fig, axes = plt.subplots(1, 3, figsize=(11.5, 3.5), layout="constrained")
+axes[0].hist(samples.flatten().numpy(), bins=60, range=(-3, 3), density=True, color="C0", alpha=0.5, label="Nose-Hoover chain")
+q = np.linspace(-3, 3, 300)
+axes[0].plot(q, np.exp(-k * q**2 / (2 * kT)) * np.sqrt(k / (2 * np.pi * kT)), "k", lw=1.2, label="exact Gaussian")
+axes[0].set(xlabel="q (reduced units)", ylabel="density", title="harmonic oscillator", ylim=(0, 0.75))
+axes[0].legend(fontsize="small")
+x = path.position[..., 0, 0].flatten().numpy()
+edges = np.linspace(-1.8, 1.8, 73)
+style = {"bins": edges, "density": True}
+axes[1].hist(x, histtype="step", color="C1", label="ESH, all frames equal", **style)
+axes[1].hist(x, weights=weights.flatten().numpy(), color="C0", alpha=0.5, label="ESH, weighted", **style)
+axes[1].plot(grid, density, "k", lw=1.2, label="exact")
+axes[1].set(xlabel="x (reduced units)", ylabel="density", title="double well, one coordinate", xlim=(-1.8, 1.8), ylim=(0, 1.0))
+axes[1].legend(fontsize="small", loc="upper center")
+axes[2].plot(path.position[:1501, 0, 0, 0], path.position[:1501, 0, 0, 1], lw=0.6)
+axes[2].set(xlabel="x (reduced units)", ylabel="y (reduced units)", title="one ESH path", aspect="equal")
+plt.show()
+
+# Four standard errors, and a hundredth for the step ds and for a start that was not drawn from the distribution.
+assert abs(mean - exact) < 4 * stderr + 0.01 * exact
+assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
