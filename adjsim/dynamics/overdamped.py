@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ class Diffuse(Term):
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         push = force(self.dynamics.potential, state.position, t)
         return {"position": push / self.dynamics.frictions(state.position)}
+
+    def moves(self, h: float, state: State) -> NoReturn:
+        raise TypeError("the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or SDESolver.")
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         return {"position": torch.sqrt(2 * self.dynamics.kT.to(state.position) / self.dynamics.frictions(state.position))}
@@ -90,10 +93,10 @@ class OverdampedLangevin(Dynamics):
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(state.position)
         friction = self.frictions(state.position.detach()).detach().sqrt()
-        _, pullback = force_vjp(self.potential, state.position.detach(), [])
         rate = 0.0
         for _ in range(POWER_ITERATIONS):
             v = v / v.norm()
+            _, pullback = force_vjp(self.potential, state.position.detach(), [])
             pulled = -pullback(v / friction)[0].detach() / friction
             rate = float((v * pulled).sum())
             if not float(pulled.norm()) > 0:

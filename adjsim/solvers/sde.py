@@ -56,6 +56,8 @@ class SDESolver(ContinuousSolver):
             raise TypeError(f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a splitting.")
         if backsolve is not None and any(value is not None for value in backsolve.values()):
             raise ValueError("BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make its dt smaller.")
+        if self.method != "reversible_heun" and backsolve is None:
+            return
         rate = problem.dynamics.damping(problem.state)
         times = problem.times
         total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
@@ -110,7 +112,7 @@ class _Equation(torch.nn.Module):
     def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Fields from the last axis of a tensor, in front of which time may lead."""
         parts = flat.split(self.sizes, -1)
-        return tuple(x.reshape(*flat.shape[:-1], *shape) for x, shape in zip(parts, self.shapes, strict=True))
+        return tuple(x.reshape((*flat.shape[:-1], *shape)) for x, shape in zip(parts, self.shapes, strict=True))
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
         return self.flat(self._field(t, self.fields(y.squeeze(0))))
