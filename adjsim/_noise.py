@@ -10,6 +10,8 @@ and moved, so that a float32 or GPU run sees the same noise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,23 +35,26 @@ class Noise:
 
     def __init__(self, seed: int, first: int = 0) -> None:
         self.seed, self.first = seed, first
-        self._block: tuple[int, int, int, np.ndarray] | None = None
+        self._blocks: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The numbers of one step for ``shape = (replicas, dof)``, in the dtype and on the device of ``like``."""
         replicas, dof = shape
-        start, count = self.first * dof, replicas * dof
-        row = self._rows(step // STEPS, start, count)[step % STEPS]
-        return torch.from_numpy(row.reshape(shape)).to(like)
+        return self._rows(step // STEPS, replicas, dof, like)[step % STEPS]
 
-    def _rows(self, block: int, start: int, count: int) -> np.ndarray:
-        if self._block is None or self._block[:3] != (block, start, count):
+    def _rows(self, block: int, replicas: int, dof: int, like: Tensor) -> tuple[Tensor, ...]:
+        """The steps of a block. The last two blocks are kept, for steps that look at their neighbours."""
+        key = (block, replicas, dof, like.dtype, like.device)
+        if key not in self._blocks:
+            if len(self._blocks) > 1:
+                del self._blocks[next(iter(self._blocks))]
+            start, count = self.first * dof, replicas * dof
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
             tiles = [self._tile(block, column) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
             rows = np.concatenate(tiles, axis=1)[:, offset : offset + count]
-            self._block = (block, start, count, rows)
-        return self._block[3]
+            self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof).unbind(0)
+        return self._blocks[key]
 
     def _tile(self, block: int, column: int) -> np.ndarray:
         key = np.array([self.seed, (block << 32) | column], dtype=np.uint64)

@@ -48,7 +48,7 @@ class _Replay(Backtrack):
         return final
 
     def moves_before(self, step: int) -> list[State] | None:
-        per_step = len(self.march.program.moves())
+        per_step = len(self.march.program.moves)
         if step <= self.start:
             stop, self.start = self.start, (step - 1) // self._length(self.march) * self._length(self.march)
             self.trail = self.march.trail(self.stored[self.start], self.start, stop)

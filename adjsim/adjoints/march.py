@@ -24,7 +24,7 @@ class March:
         assert isinstance(problem.solver, SteppingSolver)
         self.problem, self.solver = problem, problem.solver
         self.saves = grid(problem.times, self.solver.dt)
-        self.last = self.saves[-1]
+        self.last, self._begin = self.saves[-1], float(problem.times[0])
         self.program = self.solver.program(problem.dynamics, problem.state)
         if coefficients is None:
             coefficients = self.solver.coefficients(problem.dynamics, problem.state)
@@ -35,20 +35,22 @@ class March:
 
     def time(self, step: int) -> float:
         """The time at which step number ``step`` begins, the same number however it was reached."""
-        return float(self.problem.times[0]) + step * self.solver.dt
+        return self._begin + step * self.solver.dt
 
-    def noise(self, step: int) -> Tensor | None:
+    def noise(self, step: int) -> tuple[Tensor, ...] | None:
         """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
-        draws, position = self.program.draws, self.problem.state.position
-        if draws == 0:
+        if self.program.draws == 0:
             return None
+        seen = [draw for k in range(step, step + self.program.sees) for draw in self._draws(k)]
+        return tuple(seen)
+
+    def _draws(self, step: int) -> tuple[Tensor, ...]:
         assert self.problem.noise is not None
-        size = (self._replicas, draws * self._dof)
-        seen = [
-            self.problem.noise(k, size, position).reshape(*self._batch, draws, *position.shape[-2:]).movedim(-3, 0)
-            for k in range(step, step + self.program.sees)
-        ]
-        return seen[0] if len(seen) == 1 else torch.cat(seen)
+        draws, position = self.program.draws, self.problem.state.position
+        drawn = self.problem.noise(step, (self._replicas, draws * self._dof), position)
+        if draws == 1:
+            return (drawn.reshape(position.shape),)
+        return drawn.reshape(*self._batch, draws, *position.shape[-2:]).unbind(-3)
 
     def forward(self, state: State, start: int, stop: int, what: str = "forward") -> Iterator[tuple[int, State]]:
         """(k, state after k steps) for k from start + 1 to stop.
@@ -71,7 +73,7 @@ class March:
         forces, states = Forces(self.problem.stats), []
         for k in range(start, stop):
             noise = self.noise(k)
-            for stage, move in self.program.moves():
+            for stage, move in self.program.moves:
                 states.append(state)
                 state = move.flow(state, self.program.at(self.time(k), stage, self.coefficients, noise, forces))
                 forces.moved(move.writes)

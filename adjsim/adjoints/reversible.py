@@ -48,7 +48,7 @@ class ReversibleAdjoint(Adjoint):
     def check(self, problem: Problem) -> None:
         assert isinstance(problem.solver, SteppingSolver)
         program = problem.solver.program(problem.dynamics, problem.state)
-        for stage, move in program.moves():
+        for stage, move in program.moves:
             if not move.invertible:
                 raise TypeError(
                     f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, so its steps cannot be "

@@ -118,8 +118,7 @@ class _Plan:
         )
         saved = list(cotangents[: -self.width])
         march, state = self.march, self.backtrack.begin(self.march, frames, final)
-        moves = march.program.moves()
-        forces = Forces()
+        moves, forces = march.program.moves, Forces()
         steps = range(march.last, 0, -1)
         for step in shown(steps, "backward", march.last, self.problem.progress):
             self.recorder.pull(step, state, saved, grads)
@@ -130,7 +129,7 @@ class _Plan:
                 at = march.program.at(march.time(step - 1), stage, march.coefficients, noise, forces)
                 state = move.retreat(state, at, grads, None if before is None else before[i])
             state = self.backtrack.arrive(step - 1, state, grads)
-        grads.settle()
+        grads.finish()
         self.recorder.pull(0, start, saved, grads)
         self.problem.stats["energy_evaluations"] += grads.evaluations
         found = [grads.state[name] for name in final._fields]

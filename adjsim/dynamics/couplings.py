@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._state import State
-from adjsim.dynamics.sources import At, Gradients, Source, cut, insert, take
+from adjsim.dynamics.sources import At, Gradients, Source, cut, insert, reduce, take
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class Shear:
         value, pull = self.source.linearise(after, at, grads)
         cotangent = take(grads.state[self.field], self.link)
         if self.coefficient is None:
-            pull(cotangent.sum_to_size(value.shape))
+            if pull is not None:
+                pull(reduce(cotangent, value))
         else:
             c = at.coefficients[self.coefficient]
-            pull((c * cotangent).sum_to_size(value.shape))
+            if pull is not None:
+                pull(reduce(c * cotangent, value))
             if c.requires_grad:
-                grads.add_coefficient(at.letter, self.coefficient, (cotangent * value).sum_to_size(c.shape))
+                grads.add_coefficient(at.letter, self.coefficient, reduce(cotangent * value, c))
         return before if before is not None else self._add(after, value, at, -1)
 
     def _add(self, state: State, value: Tensor, at: At, sign: int) -> State:
@@ -101,9 +103,9 @@ class Scale:
             y = take(getattr(after, self.field), self.link) / factor
             before = _put(after, self.field, self.link, y)
         cotangent = take(grads.state[self.field], self.link)
-        y = take(getattr(before, self.field), self.link)
         grads.state[self.field] = insert(grads.state[self.field], self.link, cotangent * factor)
-        pull((cotangent * y).sum_to_size(factor.shape))
+        if pull is not None:
+            pull(reduce(cotangent * take(getattr(before, self.field), self.link), factor))
         return before
 
 

@@ -8,7 +8,7 @@ of that value back to them: another field (:class:`Field`), the force (:class:`F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._state import State
-from adjsim.potentials.base import force, force_vjp
+from adjsim.potentials.base import Contraction, Pullback, force, force_vjp
+
+# Entries of small systems that wait to be contracted together: half a megabyte of float64.
+STACK = 65_536
 
 Coefficients = Mapping[str, Tensor]
-Pull = Callable[[Tensor], None]
+# What takes the cotangent of a value on, None where nothing is to be differentiated.
+Pull = Callable[[Tensor], None] | None
 
 
 class Forces:
@@ -68,6 +72,7 @@ class Gradients:
         self.coefficient_grads: dict[tuple[str, str], Tensor] = {}
         self.evaluations = 0
         self._forces: dict[int, _PendingForce] = {}
+        self._waiting: dict[Any, list[Contraction]] = {}
 
     def force(self, potential: nn.Module, t: Any, position: Tensor) -> _PendingForce:
         key = id(potential)
@@ -85,11 +90,36 @@ class Gradients:
     def settle(self) -> None:
         for pending in self._forces.values():
             if pending.cotangent is not None:
-                along, grads = pending.pullback(pending.cotangent)
+                along, found = pending.pullback(pending.cotangent)
                 self.evaluations += 1
                 self.state["position"] = self.state["position"] + along
-                self.add_parameters(grads)
+                if not self.parameters:
+                    continue
+                if isinstance(found, Contraction):
+                    self._wait(found)
+                else:
+                    self.add_parameters(found)
         self._forces.clear()
+
+    def _wait(self, found: Contraction) -> None:
+        waiting = self._waiting.setdefault(found.function, [])
+        waiting.append(found)
+        if len(waiting) * found.x.numel() >= STACK:
+            self._contract(waiting)
+
+    def _contract(self, waiting: list[Contraction]) -> None:
+        stacked = Contraction(
+            waiting[0].function, torch.stack([c.weight for c in waiting]), torch.stack([c.x for c in waiting])
+        )
+        waiting.clear()
+        self.add_parameters(stacked.gradient(self.parameters))
+
+    def finish(self) -> None:
+        """Settle everything that waits; the gradients are complete afterwards."""
+        self.settle()
+        for waiting in self._waiting.values():
+            if waiting:
+                self._contract(waiting)
 
     def add_parameters(self, grads: list[Tensor | None]) -> None:
         for i, grad in enumerate(grads):
@@ -105,24 +135,24 @@ class Gradients:
 @dataclass
 class _PendingForce:
     value: Tensor
-    pullback: Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]
+    pullback: Pullback
     cotangent: Tensor | None = None
 
     def pull(self, cotangent: Tensor) -> None:
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
-@dataclass
+@dataclass(slots=True)
 class At:
     """Where a move takes place: the time, its term's letter and coefficients, the noise of its stage, the forces.
 
-    The noise is ``(draws, *position)``, or None where the term draws none.
+    The noise is a tensor of the shape of position for each draw, or None where the term draws none.
     """
 
     t: Any
     letter: str
     coefficients: Coefficients
-    noise: Tensor | None
+    noise: Sequence[Tensor] | None
     forces: Forces = field(default_factory=Forces)
 
 
@@ -163,7 +193,7 @@ class Random:
         return at.noise[self.draw]
 
     def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
-        return self.value(state, at), lambda cotangent: None
+        return self.value(state, at), None
 
 
 @dataclass(frozen=True)
@@ -177,10 +207,11 @@ class Coefficient:
 
     def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
         value = at.coefficients[self.name]
+        if not value.requires_grad:
+            return value, None
 
         def pull(cotangent: Tensor) -> None:
-            if value.requires_grad:
-                grads.add_coefficient(at.letter, self.name, cotangent.sum_to_size(value.shape))
+            grads.add_coefficient(at.letter, self.name, reduce(cotangent, value))
 
         return value, pull
 
@@ -209,7 +240,8 @@ class Combination:
 
         def pull(cotangent: Tensor) -> None:
             for weight, (_, inner) in zip(weights, parts, strict=True):
-                inner(weight * cotangent)
+                if inner is not None:
+                    inner(weight * cotangent)
             if c.requires_grad:
                 found = torch.stack([(cotangent * value).sum() for value, _ in parts])
                 grads.add_coefficient(at.letter, self.coefficient, found)
@@ -247,10 +279,11 @@ class Function:
         with torch.enable_grad():
             value = self.function(coefficients, *fields)
 
+        if not value.requires_grad:
+            return value, None
+
         def pull(cotangent: Tensor) -> None:
             inputs = [*fields, *(coefficients[k] for k in wanted)]
-            if not inputs or not value.requires_grad:
-                return
             found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
             for name, grad in zip(self.reads, found, strict=False):
                 if grad is not None:
@@ -266,6 +299,11 @@ def cut(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:
     """Coefficients cut from their graph, and the names of those whose cotangent is wanted."""
     leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
     return leaves, [name for name, c in leaves.items() if c.requires_grad]
+
+
+def reduce(cotangent: Tensor, like: Tensor) -> Tensor:
+    """The cotangent of a value that was broadcast: summed over the axes it was broadcast along."""
+    return cotangent if cotangent.shape == like.shape else cotangent.sum_to_size(like.shape)
 
 
 def take(value: Tensor, link: int | None) -> Tensor:

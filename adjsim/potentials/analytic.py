@@ -63,15 +63,27 @@ class AsymmetricDoubleWell(SeparablePotential):
         return 4 * self.barrier.to(x) * (3 * x * x - 1)
 
 
-class DoubleWell(AsymmetricDoubleWell):
+class DoubleWell(SeparablePotential):
     """``U = sum barrier (q^2 - 1)^2`` over atoms and dimensions: two wells of equal depth at -1 and 1.
 
     Args:
         barrier: height of the barrier at the origin, energy.
     """
 
+    barrier: Tensor
+
     def __init__(self, barrier: Number = 1.0) -> None:
-        super().__init__(barrier)
+        super().__init__()
+        register(self, "barrier", barrier)
+
+    def element(self, x: Tensor) -> Tensor:
+        return self.barrier.to(x) * (x * x - 1) ** 2
+
+    def slope(self, x: Tensor) -> Tensor:
+        return (x * x - 1) * x * (4 * self.barrier.to(x))
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return (3 * x * x - 1) * (4 * self.barrier.to(x))
 
 
 class MullerBrown(Potential):

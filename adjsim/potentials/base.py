@@ -12,6 +12,7 @@ function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,31 @@ from adjsim._params import leaves, point_of_differentiation
 from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 
-Pullback = Callable[[Tensor], tuple[Tensor, list[Tensor | None]]]
+
+@dataclass(frozen=True)
+class Contraction:
+    """``sum of weight . function(x; theta)`` over all entries, whose gradient with respect to theta is wanted.
+
+    Those of one function may be stacked along a new leading axis and differentiated together, which spares small systems the
+    overhead of doing so in every step.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    weight: Tensor
+    x: Tensor
+
+    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """None for a parameter that the function does not depend on."""
+        if not parameters:
+            return []
+        with torch.enable_grad():
+            total = (self.weight * self.function(self.x)).sum()
+        if not total.requires_grad:
+            return [None] * len(parameters)
+        return list(torch.autograd.grad(total, parameters, allow_unused=True))
+
+
+Pullback = Callable[[Tensor], tuple[Tensor, Contraction | list[Tensor | None]]]
 
 
 class Potential(nn.Module):
@@ -35,7 +60,7 @@ class Potential(nn.Module):
         return -derivative(self, position)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
-        """The force, and v -> (v^T dF/dq, [v^T dF/dtheta])."""
+        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as gradients."""
         return _autograd_vjp(self.force, position, parameters)
 
 
@@ -68,10 +93,9 @@ class SeparablePotential(Potential):
         with torch.no_grad():
             value = -self.slope(position)
 
-        def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        def pullback(v: Tensor) -> tuple[Tensor, Contraction]:
             with torch.no_grad():
-                along = -self.curvature(position) * v
-            return along, parameter_gradient(lambda: -(self.slope(position) * v).sum(), parameters)
+                return -self.curvature(position) * v, Contraction(self.slope, -v, position)
 
         return value, pullback
 
@@ -120,17 +144,6 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     # Where nothing but our own leaf asks for a gradient, the result must not claim one.
     asked = x.requires_grad or next(leaves(slope), None) is not None
     return slope if asked else slope.detach()
-
-
-def parameter_gradient(scalar: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of a scalar with respect to parameters; None where it does not depend on one."""
-    if not parameters:
-        return []
-    with torch.enable_grad():
-        total = scalar()
-    if not total.requires_grad:
-        return [None] * len(parameters)
-    return list(torch.autograd.grad(total, parameters, allow_unused=True))
 
 
 def _autograd_vjp(

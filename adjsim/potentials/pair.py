@@ -24,7 +24,7 @@ from torch import Tensor
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._params import register
 from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.base import Potential, Pullback, derivative, parameter_gradient
+from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
 
 
 class PairPotential(Potential):
@@ -83,15 +83,14 @@ class PairPotential(Potential):
             slope = torch.where(counts, self.pair_slope(s), 0.0)
             value = _sum_pairs(-2 * slope, d)
 
-        def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        def pullback(v: Tensor) -> tuple[Tensor, Contraction]:
             with torch.no_grad():
                 w = differences(v)
                 dw = (d * w).sum(-3)
                 bend = torch.where(counts, self.pair_curvature(s), 0.0) * dw
                 along = (bend.unsqueeze(-3) * d).sum(-1).mul_(-4)
                 along = along.sub_((slope.unsqueeze(-3) * w).sum(-1), alpha=2).transpose(-1, -2)
-                dw = torch.where(counts, dw, 0.0)
-            return along, parameter_gradient(lambda: -(dw * self.pair_slope(s)).sum(), parameters)
+                return along, Contraction(self.pair_slope, torch.where(counts, -dw, 0.0), s)
 
         return value, pullback
 

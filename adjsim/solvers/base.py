@@ -35,8 +35,8 @@ class Stage:
 class Program:
     """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
 
-    A step draws ``draws`` fields of noise and sees those of ``sees`` steps, its own and the next ones, one after the other
-    along the leading axis.
+    A step draws ``draws`` fields of noise, each of the shape of position, and sees those of ``sees`` steps: its own and the
+    next ones.
     """
 
     stages: Sequence[Stage]
@@ -45,20 +45,22 @@ class Program:
     draws: int = 0
     sees: int = 1
 
-    def moves(self) -> list[tuple[Stage, Move]]:
-        return [(stage, move) for stage in self.stages for move in stage.moves]
+    moves: tuple[tuple[Stage, Move], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moves", tuple((stage, move) for stage in self.stages for move in stage.moves))
 
     def step(
         self,
         t: Any,
         state: State,
         coefficients: dict[str, Coefficients],
-        noise: Tensor | None,
+        noise: Sequence[Tensor] | None,
         forces: Forces | None = None,
     ) -> State:
         """The state a step later: a pure function of its tensors. ``forces`` carries the last force between steps."""
         forces = Forces() if forces is None else forces
-        for stage, move in self.moves():
+        for stage, move in self.moves:
             state = move.flow(state, self.at(t, stage, coefficients, noise, forces))
             forces.moved(move.writes)
         return state
@@ -68,17 +70,19 @@ class Program:
         t: Any,
         state: State,
         coefficients: dict[str, Coefficients],
-        noise: Tensor | None,
+        noise: Sequence[Tensor] | None,
         forces: Forces | None = None,
     ) -> State:
         """The state a step earlier; t is the time at which the step began."""
         forces = Forces() if forces is None else forces
-        for stage, move in reversed(self.moves()):
+        for stage, move in reversed(self.moves):
             forces.moved(move.writes)
             state = move.inverse(state, self.at(t, stage, coefficients, noise, forces))
         return state
 
-    def at(self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Tensor | None, forces: Forces) -> At:
+    def at(
+        self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Sequence[Tensor] | None, forces: Forces
+    ) -> At:
         drawn = None
         if stage.draws:
             assert noise is not None

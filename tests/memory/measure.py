@@ -1,6 +1,6 @@
 """Run in a fresh process: print the growth of the resident set over one forward and backward, in bytes.
 
-Arguments: adjoint, number of steps, problem ("cluster" or "batch").
+Arguments: adjoint, number of steps, problem ("cluster", "batch", "langevin" or "generalised").
 """
 
 from __future__ import annotations
@@ -35,11 +35,22 @@ def main(adjoint_name: str, steps: int, problem: str) -> None:
         dynamics = adjsim.Hamiltonian(system.potential)
         momentum = dynamics.thermal_momentum(system.position, torch.tensor(0.05), torch.Generator().manual_seed(0))
         start, dt = dynamics.init(system.position, momentum), 0.002
+    elif problem == "langevin":
+        number = torch.nn.Parameter(torch.tensor(1.0))
+        dynamics = adjsim.Langevin(adjsim.DoubleWell(number), friction=1.0)
+        zeros = torch.zeros(512, 1, 3, dtype=torch.float64)
+        start, dt = dynamics.init(zeros + 1, zeros), 0.01
+    elif problem == "generalised":
+        number = torch.nn.Parameter(torch.tensor(1.0))
+        dynamics = adjsim.GeneralizedLangevin(adjsim.DoubleWell(number), rates=(1.0,), strengths=(1.0,))
+        zeros = torch.zeros(512, 1, 3, dtype=torch.float64)
+        start, dt = dynamics.init(zeros + 1, zeros), 0.01
     else:
         dynamics = adjsim.Hamiltonian(adjsim.Harmonic(torch.nn.Parameter(torch.tensor(1.0))))
         zeros = torch.zeros(512, 13, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
-    solver = adjsim.ODESolver("rk4", dt=dt) if adjoint_name == "backsolve" else adjsim.VelocityVerlet(dt)
+    scheme = {"langevin": "BAOAB", "generalised": "BAGAB"}.get(problem, "BAB")
+    solver = adjsim.ODESolver("rk4", dt=dt) if adjoint_name == "backsolve" else adjsim.Splitting(scheme, dt)
 
     def work(count: int) -> None:
         run = adjsim.simulate(dynamics, start, [0.0, count * dt], solver=solver, adjoint=adjoint)

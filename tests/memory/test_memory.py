@@ -31,6 +31,12 @@ def test_reversible_is_flat_in_the_number_of_steps():
     assert growth("reversible", 10_000, "cluster") - growth("reversible", 1_000, "cluster") < 8 * MB
 
 
+@pytest.mark.parametrize("problem", ["langevin", "generalised"])
+def test_reversible_is_flat_under_friction_too(problem):
+    """512 replicas; what there is of growth is a checkpoint of 25 kB (37 with memory) every few hundred steps."""
+    assert growth("reversible", 10_000, problem) - growth("reversible", 1_000, problem) < 8 * MB
+
+
 def test_checkpoint_grows_as_the_root():
     """Sixteen times the steps, four times the memory; linear growth would be sixteen. Each state here is 0.3 MB."""
     ratio = growth("checkpoint", 6_400, "batch") / growth("checkpoint", 400, "batch")

@@ -100,7 +100,7 @@ def test_double_well_and_moments(name, scheme):
     ("name", "scheme"), [("langevin", "BAOAB"), ("generalised-2", "BAGAB"), ("overdamped", "LeimkuhlerMatthews")]
 )
 def test_muller_brown_basin(name, scheme):
-    """<x>, <y> and <U> over the whole surface at kT = 30, where basins mix, against quadrature. The bias of dt is below the errors."""
+    """<x>, <y> and <U> of the whole surface at kT = 30, where basins mix, by quadrature. The bias of dt is below the errors."""
     kT = 30.0
     potential = adjsim.MullerBrown()
     dynamics = {
