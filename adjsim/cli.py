@@ -19,9 +19,18 @@ from adjsim._state import State
 from adjsim._trajectory import Final, check_times, grid
 from adjsim.adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
 from adjsim.compare import Comparison, compare, plot_horizons, write_whole
-from adjsim.dynamics import Hamiltonian, MassiveDynamics, NoseHooverChain
+from adjsim.dynamics import (
+    Dynamics,
+    GeneralizedLangevin,
+    Hamiltonian,
+    Langevin,
+    MassiveDynamics,
+    NoseHooverChain,
+    OverdampedLangevin,
+)
 from adjsim.estimators import Pathwise, Simulation
-from adjsim.solvers import ODESolver, Splitting
+from adjsim.solvers import EulerMaruyama, LeimkuhlerMatthews, ODESolver, SDESolver, Splitting
+from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import System, cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,8 +41,14 @@ ADJOINTS: dict[str, Adjoint] = {
     "reversible": ReversibleAdjoint(),
     "backsolve": BacksolveAdjoint(),
 }
-SCHEMES = {"hamiltonian": "BAB", "nose-hoover": "NBABN"}
-EXACT_FLOW = ODESolver("dopri5", rtol=1e-7, atol=1e-9)
+SCHEMES = {
+    "hamiltonian": "BAB",
+    "nose-hoover": "NBABN",
+    "langevin": "BAOAB",
+    "generalised": "BAGAB",
+    "overdamped": "LeimkuhlerMatthews",
+}
+OVERDAMPED = {"EulerMaruyama": EulerMaruyama, "LeimkuhlerMatthews": LeimkuhlerMatthews}
 
 
 @app.callback()
@@ -63,48 +78,84 @@ def compare_command(
         typer.Option(help="Cutoff distance.", show_default="in a box 3 sigma or half its width, else none"),
     ] = None,
     dynamics: Annotated[
-        str, typer.Option(help="hamiltonian (constant energy) or nose-hoover (constant temperature).")
+        str,
+        typer.Option(
+            help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, generalised (Langevin with a "
+            "memory) or overdamped."
+        ),
     ] = "hamiltonian",
-    scheme: Annotated[str | None, typer.Option(help="Splitting scheme.", show_default="BAB, or NBABN for nose-hoover")] = None,
-    dt: Annotated[float | None, typer.Option(help="Time step.", show_default="0.005, or 4 fs for a structure")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Splitting scheme; for overdamped, EulerMaruyama or LeimkuhlerMatthews.",
+            show_default=", ".join(f"{word} for {name}" for name, word in SCHEMES.items()),
+        ),
+    ] = None,
+    dt: Annotated[
+        float | None, typer.Option(help="Time step.", show_default="0.005 (overdamped 0.0005), 4 fs for a structure")
+    ] = None,
     horizon: Annotated[
         list[str] | None,
         typer.Option(
             help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4,8, or 200,400,800 fs for a structure",
+            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8), or 200,400,800 fs for a structure",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of the start.", show_default="0.1 epsilon/kB, or 85 K for a structure"),
+        typer.Option(help="Temperature of the start, and of the bath.", show_default="0.1 epsilon/kB, or 85 K for a structure"),
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt")] = None,
+    friction: Annotated[
+        float | None,
+        typer.Option(
+            help="Rate at which momenta decay, 1/time; for generalised the integral of the memory. Overdamped: mass times it.",
+            show_default="1, or 0.001/fs for a structure",
+        ),
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(help="Decay rates of the memory of generalised, by commas, 1/time.", show_default="5 times friction"),
+    ] = None,
+    strengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Strengths of the memory, one for each rate, 1/time^2.", show_default="friction times rate, shared evenly"
+        ),
+    ] = None,
     adjoint: Annotated[
         list[str] | None,
         typer.Option(
             help=f"Adjoints to compare, of {', '.join(ADJOINTS)}, by repeating it or by commas; the first is the reference.",
-            show_default="all",
+            show_default="all that go with the dynamics",
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Starts to average over, each with momenta of its own.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of the momenta.")] = 0,
+    replicas: Annotated[int, typer.Option(help="Starts to average over, each with momenta and noise of its own.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
 ) -> None:
     """Set adjoint gradients beside backpropagation on a Lennard-Jones system.
 
-    The observable is the potential energy per atom at the horizon. Its gradient with respect to epsilon and sigma (and kT
-    and tau of a thermostat) is taken by each adjoint from the same starts. Writes compare.png and compare.json into the
-    output folder.
+    The observable is the potential energy per atom at the horizon. Its gradient with respect to epsilon and sigma (and to
+    kT, tau, friction, rates and strengths of a thermostat) is taken by each adjoint from the same starts and the same noise.
+    Writes compare.png and compare.json into the output folder.
     """
     real = structure_file is not None
     try:
         system = structure(structure_file, epsilon, sigma, cutoff) if real else cluster(epsilon, sigma, cutoff)
-        step = dt if dt is not None else (4.0 if real else 0.005)
-        horizons = _horizons(horizon or (["200,400,800"] if real else ["1,2,4,8"]), step)
+        if dynamics not in SCHEMES:
+            raise ValueError(f"unknown dynamics '{dynamics}'; choose one of {', '.join(SCHEMES)}.")
+        stiff = dynamics == "overdamped"
+        step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
+        usual = "200,400,800" if real else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
+        horizons = _horizons(horizon or [usual], step)
         warmth = temperature if temperature is not None else (85.0 if real else 0.1)
-        model = _model(system, dynamics, warmth, tau if tau is not None else 50 * step)
-        solver = Splitting(scheme or SCHEMES[dynamics], step * system.time)
-        work = _Work(system, model, solver, _adjoints(adjoint or list(ADJOINTS)), horizons, warmth, replicas, seed)
+        rate = friction if friction is not None else (0.001 if real else 1.0)
+        bath = _Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
+        model = _model(system, dynamics, bath)
+        word = scheme or SCHEMES[dynamics]
+        solver = _solver(word, dynamics, step * system.time)
+        work = _Work(system, model, word, solver, _adjoints(adjoint, dynamics), horizons, warmth, replicas, seed)
         work.check()
         if output.exists() and not output.is_dir():
             raise ValueError(f"output '{output}' is a file; name a folder.")
@@ -115,12 +166,24 @@ def compare_command(
 
 
 @dataclass
+class _Bath:
+    """The numbers of a thermostat, in the units of the command line."""
+
+    temperature: float
+    tau: float
+    friction: float
+    rates: list[float]
+    strengths: list[float]
+
+
+@dataclass
 class _Work:
     """What the command line asked for, in the library's words."""
 
     system: System
-    model: MassiveDynamics
-    solver: Splitting
+    model: Dynamics
+    scheme: str
+    solver: SteppingSolver
     adjoints: dict[str, Adjoint]
     horizons: list[float]
     temperature: float
@@ -130,11 +193,14 @@ class _Work:
     def initial(self, replicas: int, generator: torch.Generator | None) -> State:
         """Thermal momenta, less their mean motion, on the system's positions."""
         position = self.system.position.expand(replicas, -1, -1)
+        if isinstance(self.model, OverdampedLangevin):
+            return self.model.init(position)
+        assert isinstance(self.model, MassiveDynamics)
         kT = torch.tensor(self.temperature * self.system.temperature, dtype=position.dtype)
         momentum = self.model.thermal_momentum(position, kT, generator)
         mass = self.model.masses(position).expand(position.shape[-2], 1)
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
-        return self.model.init(position, momentum - mass * drift)
+        return self.model.init(position, momentum - mass * drift, generator)
 
     def energy_per_atom(self, state: State) -> torch.Tensor:
         return self.system.potential(state.position) / state.position.shape[-2]
@@ -148,6 +214,13 @@ class _Work:
         state = self.initial(self.replicas, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         self.solver.program(self.model, state)
+
+    @property
+    def continuous(self) -> ODESolver | SDESolver:
+        """What the continuous adjoint is solved with."""
+        if self.model.stochastic:
+            return SDESolver("midpoint", dt=self.solver.dt)
+        return ODESolver("dopri5", rtol=1e-7, atol=1e-9)
 
     def run(self) -> dict[float, Comparison]:
         """A comparison for each horizon, warm, with a progress bar on a terminal."""
@@ -170,29 +243,68 @@ class _Work:
 
     def estimate(self, name: str, horizon: float) -> Comparison:
         """One method at one horizon."""
-        solver = EXACT_FLOW if name == "backsolve" else self.solver
+        solver = self.continuous if name == "backsolve" else self.solver
         simulation = Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
         estimator = Pathwise(self.adjoints[name])
         generator = torch.Generator().manual_seed(self.seed)
         return compare(simulation, Final(self.energy_per_atom), {name: estimator}, replicas=self.replicas, generator=generator)
 
 
-def _model(system: System, dynamics: str, temperature: float, tau: float) -> MassiveDynamics:
+def _model(system: System, dynamics: str, bath: _Bath) -> Dynamics:
+    def number(value: float | list[float] | torch.Tensor, unit: float) -> nn.Parameter:
+        return nn.Parameter(torch.as_tensor(value, dtype=torch.float64) * unit)
+
+    potential, mass, time = system.potential, system.mass, system.time
     if dynamics == "hamiltonian":
-        return Hamiltonian(system.potential, system.mass)
+        return Hamiltonian(potential, mass)
+    kT = number(bath.temperature, system.temperature)
     if dynamics == "nose-hoover":
-        kT = nn.Parameter(torch.tensor(temperature * system.temperature, dtype=torch.float64))
-        relaxation = nn.Parameter(torch.tensor(tau * system.time, dtype=torch.float64))
         atoms, dim = system.position.shape
-        return NoseHooverChain(system.potential, system.mass, kT, relaxation, dof=atoms * dim - dim)
-    raise ValueError(f"unknown dynamics '{dynamics}'; choose one of {', '.join(SCHEMES)}.")
+        return NoseHooverChain(potential, mass, kT, number(bath.tau, time), dof=atoms * dim - dim)
+    if dynamics == "langevin":
+        return Langevin(potential, mass, kT, number(bath.friction, 1 / time))
+    if dynamics == "generalised":
+        return GeneralizedLangevin(potential, mass, kT, number(bath.rates, 1 / time), number(bath.strengths, 1 / time**2))
+    common = mass if len(mass.unique()) > 1 else mass.unique()[0]
+    return OverdampedLangevin(potential, kT, number(common * bath.friction, 1 / time))
 
 
-def _adjoints(asked: list[str]) -> dict[str, Adjoint]:
-    names = [name.strip() for entry in asked for name in entry.split(",")]
+def _solver(scheme: str, dynamics: str, dt: float) -> SteppingSolver:
+    if dynamics != "overdamped":
+        return Splitting(scheme, dt)
+    if scheme not in OVERDAMPED:
+        raise ValueError(f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}.")
+    return OVERDAMPED[scheme](dt)
+
+
+def _memory(friction: float, rates: str | None, strengths: str | None) -> tuple[list[float], list[float]]:
+    if strengths is not None and rates is None:
+        raise ValueError("--strengths was given without --rates; give both, as many of each.")
+    decays = _numbers("rates", rates) if rates is not None else [5 * friction]
+    weights = _numbers("strengths", strengths) if strengths is not None else [friction * r / len(decays) for r in decays]
+    if len(decays) != len(weights):
+        raise ValueError(f"--rates has {len(decays)} numbers and --strengths {len(weights)}; give as many of each.")
+    return decays, weights
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{option} '{text}' is not a list of numbers; write such as 1,4.") from None
+
+
+def _adjoints(asked: list[str] | None, dynamics: str) -> dict[str, Adjoint]:
+    fitting = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
+    names = [name.strip() for entry in asked for name in entry.split(",")] if asked else fitting
     for name in names:
         if name not in ADJOINTS:
-            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(ADJOINTS)}.")
+            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(fitting)}.")
+        if name not in fitting:
+            raise ValueError(
+                f"adjoint '{name}' needs steps that can be undone, unlike those of {dynamics}; "
+                f"choose from {', '.join(fitting)}."
+            )
     return {name: ADJOINTS[name] for name in names}
 
 
@@ -221,7 +333,7 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
     system, steps = work.system, {h: round(h * work.system.time / work.solver.dt) for h in comparisons}
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(
-        f"{system.name}, {type(work.model).__name__}, {work.solver.scheme} at dt = {work.solver.dt / system.time:g}, "
+        f"{system.name}, {type(work.model).__name__}, {work.scheme} at dt = {work.solver.dt / system.time:g}, "
         f"{work.temperature:g} {system.temperature_name}, seed {work.seed}. Value: potential energy per atom at the horizon.",
         soft_wrap=True,
     )
@@ -232,8 +344,11 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
         for name, reason in comparison.failures.items():
             console.print(f"{name}: {reason}", soft_wrap=True)
     if "backsolve" in work.adjoints:
+        solver, other = repr(work.continuous), "the exact flow"
+        if work.model.stochastic:
+            solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
         console.print(
-            f"backsolve is the continuous adjoint on {EXACT_FLOW!r}: it differentiates the exact flow, so its difference from "
+            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
             soft_wrap=True,
         )
@@ -244,7 +359,7 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
     document: dict[str, Any] = {
         "system": system.name,
         "dynamics": type(work.model).__name__,
-        "scheme": work.solver.scheme,
+        "scheme": work.scheme,
         "dt": work.solver.dt / system.time,
         "temperature": work.temperature,
         "units": {"time": system.time_name, "temperature": system.temperature_name},

@@ -146,10 +146,14 @@ def start(dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
     return dynamics.init(position, momentum, torch.Generator().manual_seed(5))
 
 
-def cases() -> list[Case]:
-    """Every scheme on the Lennard-Jones system, and every potential under one scheme of each kind."""
+def schemes() -> list[Case]:
+    """Every scheme on the Lennard-Jones system."""
     every = {**SCHEMES, **STOCHASTIC_SCHEMES}
-    schemes = [Case(d, s, "lennard-jones") for d, words in every.items() for s in words]
+    return [Case(d, s, "lennard-jones") for d, words in every.items() for s in words]
+
+
+def potentials() -> list[Case]:
+    """Every other potential under one scheme of each kind."""
     kinds = [
         ("hamiltonian", "BAB"),
         ("chain-3", "NBABN"),
@@ -157,5 +161,4 @@ def cases() -> list[Case]:
         ("langevin", "BAOAB"),
         ("overdamped", "EulerMaruyama"),
     ]
-    potentials = [Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"]
-    return schemes + potentials
+    return [Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"]

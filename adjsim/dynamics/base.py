@@ -52,6 +52,7 @@ class Dynamics(nn.Module):
     """Base of all dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
 
     state_type: type = PhaseState
+    damping_name = "friction"
     potential: nn.Module
     terms: dict[str, Term]
 

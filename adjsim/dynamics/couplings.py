@@ -178,4 +178,6 @@ Move = Shear | Scale | Map
 
 
 def _put(state: State, name: str, link: int | None, part: Tensor) -> State:
-    return state._replace(**{name: insert(getattr(state, name), link, part)})
+    # Half the cost of _replace, which is a tenth of a step of a small system.
+    i = state._fields.index(name)
+    return type(state)(*state[:i], insert(state[i], link, part), *state[i + 1 :])

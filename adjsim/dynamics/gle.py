@@ -62,11 +62,12 @@ class Bath(Term):
                 f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs h < {self._reach(h):.3g}: "
                 "use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
             )
-        scatter = torch.linalg.cholesky(covariance)
+        # Memory first: its draws are then, to leading order in h, the increments of the Brownian motion of the SDE.
+        scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
         like = state.momentum
         found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
         for i in range(self.draws):
-            found[f"noise {i}"] = scatter[i, : i + 1]
+            found[f"noise {i}"] = scatter[i - 1, :i] if i > 0 else scatter[-1]
             if i > 0:
                 found[f"lower {i}"] = lower[i, :i]
             if i < self.draws - 1:
@@ -81,7 +82,7 @@ class Bath(Term):
         scales = [Scale("momentum", Coefficient("p scale")), Scale("memory", Coefficient("z scale"))]
         lower = [self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)]
         noise = [
-            self._add(i, Combination(f"noise {i}", tuple(Random(j) for j in range(i + 1))), "thermal")
+            self._add(i, Combination(f"noise {i}", tuple(Random(j) for j in range(i or self.draws))), "thermal")
             for i in range(self.draws)
         ]
         return (*upper, *scales, *lower, *noise)

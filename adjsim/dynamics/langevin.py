@@ -18,9 +18,11 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class OrnsteinUhlenbeck(Term):
-    """O: ``dp = -friction p dt + sqrt(2 friction m kT) dW``. Its flow is exact in distribution::
+    """O: ``dp = -friction p dt + sqrt(2 friction m kT) dW``. Its flow is exact in distribution.
 
-    p' = c p + sqrt(m kT (1 - c^2)) xi,    c = exp(-friction h),    xi standard normal
+    ::
+
+        p' = c p + sqrt(m kT (1 - c^2)) xi,    c = exp(-friction h),    xi standard normal
     """
 
     draws = 1

@@ -59,6 +59,7 @@ class OverdampedLangevin(Dynamics):
     """
 
     state_type = PositionState
+    damping_name = "curvature / friction"
     kT: Tensor
     friction: Tensor
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from adjsim._state import State
 from adjsim.potentials.base import Contraction, Pullback, force, force_vjp
 
-# Entries of small systems that wait to be contracted together: half a megabyte of float64.
-STACK = 65_536
+# Entries of small systems that wait to be contracted together: an eighth of a megabyte of float64.
+STACK = 16_384
 
 Coefficients = Mapping[str, Tensor]
 # What takes the cotangent of a value on, None where nothing is to be differentiated.

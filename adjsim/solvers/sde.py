@@ -61,16 +61,18 @@ class SDESolver(ContinuousSolver):
         rate = problem.dynamics.damping(problem.state)
         times = problem.times
         total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
+        what = problem.dynamics.damping_name
+        instead = "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped dynamics)"
         if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
             raise InstabilityError(
-                f"reversible_heun is unstable under friction: friction x time is {rate * total:.3g} here and the limit is "
-                f"{REVERSIBLE_HEUN_LIMIT:g}. Use a splitting such as BAOAB(dt), or another method such as 'midpoint'."
+                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} here and the limit "
+                f"{REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method such as 'midpoint'."
             )
         if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
             raise InstabilityError(
-                "the continuous adjoint loses its gradient as exp(friction x time) between save times: friction x time is "
+                f"the continuous adjoint loses its gradient as exp({what} x time) between save times: {what} x time is "
                 f"{rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. Save at least every {BACKSOLVE_LIMIT / rate:.3g}, "
-                "or use a splitting such as BAOAB(dt) with ReversibleAdjoint() or CheckpointAdjoint()."
+                f"or use {instead} with ReversibleAdjoint() or CheckpointAdjoint()."
             )
 
     def integrate(
@@ -132,35 +134,43 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise(BaseBrownian):
-    """The increments of a Brownian motion over whole steps: a function of the step's number."""
+    """The increments of a Brownian motion over whole steps: a function of the step's number.
+
+    Each replica has the numbers that a splitting with each noisy letter once would draw for it, so that the two follow one
+    path.
+    """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
         super().__init__()
-        self._noise, self._draws = noise, draws
-        self._like = equation._field.problem.state.position
-        replicas = equation._field.problem.state.position[..., 0, 0].numel()
-        self._layout = [
-            (size, (replicas, size // replicas * draws) if noisy else None)
-            for size, noisy in zip(equation.sizes, equation.noisy(), strict=True)
-        ]
+        problem = equation._field.problem
+        self._noise, self._draws, self._like = noise, draws, problem.state.position
+        *batch, atoms, dim = problem.state.position.shape
+        self._replicas = math.prod(batch)
+        self._width = atoms * dim * sum(term.draws for term in problem.dynamics.terms.values())
+        self._layout = list(zip(equation.sizes, equation.noisy(), strict=True))
 
     def __call__(self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False) -> Any:
         step = round(float(ta))
         if tb is None or abs(float(ta) - step) > 1e-9 or abs(float(tb) - step - 1) > 1e-9:
             raise ValueError(f"noise is known over whole steps only, not from {float(ta)} to {tb}.")
-        rows: list[list[Tensor]] = [[], []]
-        for size, shape in self._layout:
-            if shape is None:
-                parts = (self._like.new_zeros(size),) * self._draws
-            else:
-                parts = self._noise(step, shape, self._like).reshape(shape[0], self._draws, -1).unbind(1)
-            for row, part in zip(rows, parts, strict=False):
-                row.append(part.reshape(size))
-        increment = torch.cat(rows[0]).unsqueeze(0)
+        drawn = self._noise(step, (self._replicas, self._draws * self._width), self._like)
+        rows = [self._row(part) for part in drawn.split(self._width, 1)]
         if not return_U:
-            return increment
+            return rows[0]
         # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent of it.
-        return increment, 0.5 * increment + torch.cat(rows[1]).unsqueeze(0) / math.sqrt(12)
+        return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
+
+    def _row(self, drawn: Tensor) -> Tensor:
+        """One flat row in the layout of the state, zero for fields without noise."""
+        parts, used = [], 0
+        for size, noisy in self._layout:
+            if noisy:
+                width = size // self._replicas
+                parts.append(drawn[:, used : used + width].reshape(size))
+                used += width
+            else:
+                parts.append(self._like.new_zeros(size))
+        return torch.cat(parts).unsqueeze(0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seed={self._noise.seed})"

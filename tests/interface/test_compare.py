@@ -246,3 +246,60 @@ def test_version_of_the_readme_data():
     atoms = ase.io.read(Path(__file__).parents[2] / "examples" / "data" / "argon.xyz")
     assert len(atoms) == 108
     assert 108 / atoms.get_volume() == pytest.approx(0.02125, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters", "refused"),
+    [
+        (["--dynamics", "langevin", "--friction", "0.5"], {"kT", "friction", "potential.epsilon", "potential.sigma"}, None),
+        (
+            ["--dynamics", "langevin", "--friction", "30"],
+            {"kT", "friction", "potential.epsilon", "potential.sigma"},
+            "backsolve",
+        ),
+        (
+            ["--dynamics", "generalised", "--rates", "1,4", "--strengths", "0.5,2"],
+            {"kT", "rates", "strengths", "potential.epsilon", "potential.sigma"},
+            None,
+        ),
+        (
+            ["--dynamics", "overdamped", "--dt", "0.0005"],
+            {"kT", "friction", "potential.epsilon", "potential.sigma"},
+            "backsolve",
+        ),
+    ],
+)
+def test_command_line_on_stochastic_dynamics(tmp_path, options, parameters, refused):
+    done = command(*options, "--horizon", "0.2", "--output", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["horizons"]
+    methods = {row["method"]: row for row in horizon["methods"]}
+    lost = {name for name, row in methods.items() if "failure" in row}
+    assert lost == ({refused} if refused else set())
+    assert set(methods["direct"]["grad"]) == parameters
+    for name in ("checkpoint", "reversible"):
+        if name in methods:
+            assert methods[name]["relative_difference"] < 1e-10
+    assert ("reversible" in methods) == ("overdamped" not in options)
+    if refused is None:
+        # Another discretisation of the same path: of order dt.
+        assert methods["backsolve"]["value"] == pytest.approx(methods["direct"]["value"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dynamics", "langevin", "--friction", "-1"], "friction must be positive; got -1"),
+        (["--dynamics", "overdamped", "--adjoint", "reversible"], "choose from direct, checkpoint, backsolve"),
+        (["--dynamics", "overdamped", "--scheme", "BAOAB"], "choose from EulerMaruyama, LeimkuhlerMatthews"),
+        (["--dynamics", "generalised", "--strengths", "3"], "--strengths was given without --rates"),
+        (["--dynamics", "generalised", "--rates", "1,x"], "--rates '1,x' is not a list of numbers"),
+        (["--dynamics", "generalised", "--rates", "1", "--strengths", "1,2"], "give as many of each"),
+    ],
+)
+def test_command_line_refuses_stochastic_nonsense(tmp_path, options, says):
+    done = command(*options, "--output", "out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
