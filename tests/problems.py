@@ -115,6 +115,7 @@ class Case:
     dynamics: str
     scheme: str
     potential: str
+    exact: bool = False
 
     def build(self) -> Dynamics:
         return {**DYNAMICS, **STOCHASTIC}[self.dynamics](POTENTIALS[self.potential]())
@@ -129,11 +130,16 @@ class Case:
     @property
     def solver(self) -> SteppingSolver:
         named = {"EulerMaruyama": adjsim.EulerMaruyama, "LeimkuhlerMatthews": adjsim.LeimkuhlerMatthews}
-        return named[self.scheme](self.dt) if self.scheme in named else adjsim.Splitting(self.scheme, self.dt)
+        return named[self.scheme](self.dt) if self.scheme in named else adjsim.Splitting(self.scheme, self.dt, exact=self.exact)
 
     @property
     def invertible(self) -> bool:
         return self.dynamics != "overdamped"
+
+    @property
+    def couplings(self) -> bool:
+        """Whether it is made of shears and scales, so that it has an exact form."""
+        return self.dynamics not in ("overdamped", "esh")
 
     def __str__(self) -> str:
         return f"{self.dynamics}-{self.scheme}-{self.potential}"

@@ -1,9 +1,9 @@
 """How the gradient is taken."""
 
 from adjsim.adjoints.backsolve import BacksolveAdjoint
-from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.base import Adjoint, ReconstructionError
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.adjoints.reversible import ReconstructionError, ReversibleAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
 
 __all__ = ["Adjoint", "BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint", "ReconstructionError", "ReversibleAdjoint"]

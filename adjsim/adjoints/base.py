@@ -15,6 +15,10 @@ from adjsim.solvers.continuous import ContinuousSolver
 Result = tuple[State | None, Tensor | None, State]
 
 
+class ReconstructionError(RuntimeError):
+    """Reversed steps lost the trajectory they were to retrace."""
+
+
 def refuse_graph() -> None:
     """Called in a backward that has no graph of its own: refuse to be part of one."""
     if torch.is_grad_enabled():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.march import March, Recorder
 from adjsim.solvers.base import Problem
@@ -27,10 +26,9 @@ class DirectAdjoint(Adjoint):
             return problem.solver.solve(problem, None)
         march = March(problem)
         recorder = Recorder(problem.record, march)
-        start: State = problem.state
-        state = start
-        recorder.visit(0, start)
-        for step, state in march.forward(start, 0, march.last):
-            recorder.visit(step, state)
+        state = start = march.enter(problem.state)
+        recorder.visit(0, march.leave(start))
+        for step, state in march.forward(start):
+            recorder.visit(step, march.leave(state))
         states, record = recorder.result()
-        return states, record, state
+        return states, record, march.leave(state)

@@ -11,7 +11,8 @@ from torch import Tensor
 from adjsim._progress import shown
 from adjsim._state import State, all_finite, detached, in_transform, stack
 from adjsim._trajectory import Record, TimeAverage, first_averaged_step, grid
-from adjsim.dynamics.sources import Coefficients, Forces, Gradients
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.sources import Coefficients, Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 FINITE_EVERY = 64
@@ -24,11 +25,19 @@ class March:
         assert isinstance(problem.solver, SteppingSolver)
         self.problem, self.solver = problem, problem.solver
         self.saves = grid(problem.times, self.solver.dt)
+        self.frames = frozenset(self.saves)
         self.last, self._begin = self.saves[-1], float(problem.times[0])
         self.program = self.solver.program(problem.dynamics, problem.state)
         if coefficients is None:
             coefficients = self.solver.coefficients(problem.dynamics, problem.state)
-        self.coefficients = coefficients
+        self.lattice = self.program.lattice
+        self.coefficients = coefficients if self.lattice is None else self.lattice.rationals(coefficients)
+        if self.lattice is not None:
+            moves = [(stage.letter, move) for stage, move in self.program.moves]
+            self.growth = self.lattice.growth(self.coefficients, moves)
+            problem.stats.update(buffer_bits=None, buffer_bound=self.growth.mean(problem.state))
+        # What the buffers spilled, by step; None where the run is not to be retraced.
+        self.spills: dict[int, list[Spill]] | None = None
         problem.stats.update(steps=self.last, order=self.program.order)
         *self._batch, atoms, dim = problem.state.position.shape
         self._replicas, self._dof = math.prod(self._batch), atoms * dim
@@ -52,43 +61,76 @@ class March:
             return (drawn.reshape(position.shape),)
         return drawn.reshape(*self._batch, draws, *position.shape[-2:]).unbind(-3)
 
-    def forward(self, state: State, start: int, stop: int, what: str = "forward") -> Iterator[tuple[int, State]]:
-        """(k, state after k steps) for k from start + 1 to stop.
+    def enter(self, state: State) -> State:
+        """What the steps step: the state, or the nearest one on the lattice of an exact run, with its buffers."""
+        return state if self.lattice is None else self.lattice.enter(state)
+
+    def leave(self, state: State) -> State:
+        """The state of the dynamics, of what the steps step."""
+        return state if self.lattice is None else self.lattice.leave(state)
+
+    def forward(self, start: State) -> Iterator[tuple[int, State]]:
+        """(k, state after k steps) for k from 1 to the last, from a start that has entered.
 
         Raises:
             FloatingPointError: numbers that are no longer finite, with the step that made them.
+            OverflowError: numbers that have left the lattice of an exact run, likewise.
         """
-        forces = Forces(self.problem.stats)
-        good, good_step = detached(state), start
-        for k in shown(range(start, stop), what, stop - start, self.problem.progress):
+        forces = self.program.forces(self.problem.stats)
+        state, good, good_step, spilled = start, detached(start), 0, 0
+        for k in shown(range(self.last), "forward", self.last, self.problem.progress):
             state = self.program.step(self.time(k), state, self.coefficients, self.noise(k), forces)
-            if (k + 1) % FINITE_EVERY == 0 or k + 1 == stop:
-                if not in_transform() and not all_finite(state):
+            state, entries = self._spill(k + 1, state)
+            if entries:
+                spilled += sum(entry.bits for entry in entries)
+                if self.spills is not None:
+                    self.spills[k + 1] = entries
+            if (k + 1) % FINITE_EVERY == 0 or k + 1 == self.last:
+                if not self._sound(state):
                     self._name_the_step(good, good_step, k + 1)
                 good, good_step = detached(state), k + 1
             yield k + 1, state
+        if self.lattice is not None:
+            bits = spilled + self.lattice.held(state)
+            self.problem.stats["buffer_bits"] = bits / (self.last * state.position.numel()) if self.last else 0.0
 
     def trail(self, state: State, start: int, stop: int) -> list[State]:
         """Every state before every move of steps start to stop - 1, in order."""
-        forces, states = Forces(self.problem.stats), []
+        forces, states = self.program.forces(self.problem.stats), []
         for k in range(start, stop):
             noise = self.noise(k)
             for stage, move in self.program.moves:
                 states.append(state)
                 state = move.flow(state, self.program.at(self.time(k), stage, self.coefficients, noise, forces))
                 forces.moved(move.writes)
+            state, _ = self._spill(k + 1, state)
         return states
+
+    def _spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
+        """Relieve the buffers of an exact run where they are full: a function of the step and the state alone."""
+        if self.lattice is None or step % self.growth.look_every:
+            return state, []
+        return self.lattice.spill(state, self.growth.limit)
+
+    def _sound(self, state: State) -> bool:
+        if in_transform():
+            return True
+        return all_finite(state) if self.lattice is None else self.lattice.inside(state)
 
     @torch.no_grad()
     def _name_the_step(self, state: State, start: int, stop: int) -> None:
         k = start
-        while all_finite(state) and k < stop:
+        while self._sound(state) and k < stop:
             state = self.program.step(self.time(k), state, self.coefficients, self.noise(k))
+            state, _ = self._spill(k + 1, state)
             k += 1
-        raise FloatingPointError(
-            f"the simulation left the finite numbers in step {k} (t = {self.time(k):g}). Use a smaller dt "
-            f"(it is {self.solver.dt:g}), or start from a configuration with smaller forces."
-        )
+        where = f"in step {k} (t = {self.time(k):g})"
+        remedy = f"Use a smaller dt (it is {self.solver.dt:g}), or start from a configuration with smaller forces."
+        if self.lattice is not None and all_finite(state):
+            raise OverflowError(
+                f"{self.lattice.describe(state)} {where}. {remedy} A system that spreads is run with exact=False."
+            )
+        raise FloatingPointError(f"the simulation left the finite numbers {where}. {remedy}")
 
 
 class Recorder:

@@ -7,15 +7,13 @@ import math
 import torch
 
 from adjsim._state import State, detached, magnitudes, select
-from adjsim.adjoints.base import Adjoint, Result
+from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.march import March
+from adjsim.adjoints.retrace import Retrace
 from adjsim.adjoints.sweep import Backtrack, run_swept
 from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
-
-
-class ReconstructionError(RuntimeError):
-    """Reversed steps lost the trajectory they were to retrace."""
+from adjsim.solvers.splitting import Splitting
 
 
 class ReversibleAdjoint(Adjoint):
@@ -26,13 +24,16 @@ class ReversibleAdjoint(Adjoint):
     exp(lambda t), and under friction as exp(friction t). It is measured wherever the true state is known (the start, frames
     that save whole states, checkpoints), where the sweep also goes on from the true state, and is in
     ``trajectory.stats["reconstruction_error"]`` after backward: the largest difference in a field divided by the field's
-    largest entry.
+    largest entry. With ``Splitting(..., exact=True)`` nothing is lost at all: the states found are those that were run, bit for
+    bit, in chaos and under friction, at any length. A fingerprint of state and buffers proves it at the start and at save
+    times.
 
     Args:
         checkpoint_every: store the state every so many steps, which bounds the error by what grows in so many; None: store
             none where there is no friction, and with friction as many as keep the error it makes well under ``tol``
             (``trajectory.stats["checkpoint_every"]`` says how many; in float32, where rounding alone comes near the default
-            ``tol``, give a larger one).
+            ``tol``, give a larger one). An exact run needs none; there it is how often a fingerprint is taken, so that a force
+            that is not reproducible is found sooner.
         tol: the error above which backward raises instead of returning a wrong gradient.
     """
 
@@ -56,11 +57,11 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem) -> Result:
-        every = self.checkpoint_every
-        if every is None:
+        every, exact = self.checkpoint_every, isinstance(problem.solver, Splitting) and problem.solver.exact
+        if every is None and not exact:
             every = _spacing(problem, self.tol)
         problem.stats.update(reconstruction_error=None, checkpoint_every=every)
-        return run_swept(problem, _Undo(problem, every, self.tol))
+        return run_swept(problem, Retrace(problem, every) if exact else _Undo(problem, every, self.tol))
 
 
 def _spacing(problem: Problem, tol: float) -> int | None:
@@ -88,7 +89,7 @@ class _Undo(Backtrack):
         checkpoint = step == 0 or (self.every is not None and step % self.every == 0 and step < march.last)
         if checkpoint:
             self.stored[step] = detached(state)
-        if checkpoint or step in march.saves or step == march.last:
+        if checkpoint or step in march.frames or step == march.last:
             sizes = magnitudes(state)
             self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
 
@@ -116,7 +117,7 @@ class _Undo(Backtrack):
             single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
-                f"was run (tol = {self.tol:g}), and the gradient would be wrong. Pass checkpoint_every= to ReversibleAdjoint, "
-                f"or use CheckpointAdjoint(){single}."
+                f"was run (tol = {self.tol:g}), and the gradient would be wrong. Use Splitting(..., "
+                f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}."
             )
         return known

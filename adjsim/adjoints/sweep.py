@@ -23,7 +23,7 @@ from adjsim._progress import shown
 from adjsim._state import State
 from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.march import March, Recorder
-from adjsim.dynamics.sources import Forces, Gradients
+from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem
 
 
@@ -90,13 +90,14 @@ class _Plan:
         return state, list(inputs[middle:])
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        start, _ = self.unpack(inputs)
-        state = start
-        self.recorder.visit(0, start)
-        self.backtrack.keep(self.march, 0, start)
-        for step, state in self.march.forward(start, 0, self.march.last):
-            self.recorder.visit(step, state)
-            self.backtrack.keep(self.march, step, state)
+        march = self.march
+        state = start = march.enter(self.unpack(inputs)[0])
+        self.recorder.visit(0, march.leave(start))
+        self.backtrack.keep(march, 0, start)
+        for step, state in march.forward(start):
+            self.recorder.visit(step, march.leave(state))
+            self.backtrack.keep(march, step, state)
+        state = march.leave(state)
         states, record = self.recorder.result()
         self.recorder.states.clear()
         self.recorder.values.clear()
@@ -115,13 +116,14 @@ class _Plan:
         grads = Gradients(
             {n: torch.zeros_like(x) if c is None else c for n, x, c in zip(final._fields, final, last, strict=True)},
             parameters,
+            self.march.program.force_grid,
         )
         saved = list(cotangents[: -self.width])
         march, state = self.march, self.backtrack.begin(self.march, frames, final)
-        moves, forces = march.program.moves, Forces()
+        moves, forces = march.program.moves, march.program.forces()
         steps = range(march.last, 0, -1)
         for step in shown(steps, "backward", march.last, self.problem.progress):
-            self.recorder.pull(step, state, saved, grads)
+            self.recorder.pull(step, march.leave(state), saved, grads)
             before, noise = self.backtrack.moves_before(step), march.noise(step - 1)
             for i in range(len(moves) - 1, -1, -1):
                 stage, move = moves[i]
@@ -130,7 +132,7 @@ class _Plan:
                 state = move.retreat(state, at, grads, None if before is None else before[i])
             state = self.backtrack.arrive(step - 1, state, grads)
         grads.finish()
-        self.recorder.pull(0, start, saved, grads)
+        self.recorder.pull(0, march.leave(march.enter(start)), saved, grads)
         self.problem.stats["energy_evaluations"] += grads.evaluations
         found = [grads.state[name] for name in final._fields]
         return (*found, *(grads.coefficient_grads.get(key) for key in self.keys), *grads.parameter_grads)

@@ -95,6 +95,10 @@ class Dynamics(nn.Module):
         """The fastest rate (1/time) at which its friction makes momenta forget: that at which reversed steps lose them."""
         return 0.0
 
+    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+        """How large fields become over such a time where the physics says so, by field; it sets the lattice of exact runs."""
+        return {}
+
     def invariant(self, state: State) -> Energies:
         """What the exact dynamics conserves, ``(*batch,)``."""
         raise TypeError(f"{type(self).__name__} conserves nothing.")
@@ -168,6 +172,13 @@ class MassiveDynamics(Dynamics):
         replicas = position[..., 0, 0].numel()
         xi = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
         return self.thermal_scale(position, kT) * xi
+
+    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+        kT = getattr(self, "kT", None)
+        if kT is None:
+            return {}
+        momentum = self.thermal_scale(state.momentum, kT)
+        return {"momentum": momentum, "position": time * momentum / self.masses(state.momentum)}
 
     def thermal_scale(self, like: Tensor, kT: Tensor) -> Tensor:
         """sqrt(m kT), the thermal momentum: a scalar or ``(atoms, 1)``, zero on pinned atoms."""

@@ -70,6 +70,9 @@ class Shear:
             y = torch.add(y, value, alpha=sign)
         else:
             y = torch.addcmul(y, at.coefficients[self.coefficient], value, value=sign)
+        return self._put(state, y)
+
+    def _put(self, state: State, y: Tensor) -> State:
         return _put(state, self.field, self.link, y)
 
 
@@ -90,23 +93,29 @@ class Scale:
         return True
 
     def flow(self, state: State, at: At) -> State:
-        y = take(getattr(state, self.field), self.link)
-        return _put(state, self.field, self.link, y * self.source.value(state, at))
+        return self._multiply(state, self.source.value(state, at), at)
 
     def inverse(self, state: State, at: At) -> State:
-        y = take(getattr(state, self.field), self.link)
-        return _put(state, self.field, self.link, y / self.source.value(state, at))
+        return self._divide(state, self.source.value(state, at), at)
 
     def retreat(self, after: State, at: At, grads: Gradients, before: State | None) -> State:
         factor, pull = self.source.linearise(after, at, grads)
         if before is None:
-            y = take(getattr(after, self.field), self.link) / factor
-            before = _put(after, self.field, self.link, y)
+            before = self._divide(after, factor, at)
         cotangent = take(grads.state[self.field], self.link)
         grads.state[self.field] = insert(grads.state[self.field], self.link, cotangent * factor)
         if pull is not None:
             pull(reduce(cotangent * take(getattr(before, self.field), self.link), factor))
         return before
+
+    def _multiply(self, state: State, factor: Tensor, at: At) -> State:
+        return self._put(state, take(getattr(state, self.field), self.link) * factor)
+
+    def _divide(self, state: State, factor: Tensor, at: At) -> State:
+        return self._put(state, take(getattr(state, self.field), self.link) / factor)
+
+    def _put(self, state: State, y: Tensor) -> State:
+        return _put(state, self.field, self.link, y)
 
 
 @dataclass(frozen=True)

@@ -207,5 +207,9 @@ class GeneralizedLangevin(MassiveDynamics):
         if tuple(state.memory.shape) != expected:
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
 
+    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+        found = super().typical(state, time)
+        return {**found, "memory": found["momentum"]}
+
     def damping(self, state: State) -> float:
         return float(torch.linalg.eigvals(self.bath_matrix().detach()).real.max())

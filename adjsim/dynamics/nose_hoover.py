@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from adjsim._state import State
 from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.base import MassiveDynamics, Term
 from adjsim.dynamics.couplings import Move, Scale, Shear
-from adjsim.dynamics.sources import Function
+from adjsim.dynamics.sources import At, Coefficients, Field, Gradients, Pull, insert, reduce, take
 from adjsim.dynamics.terms import Kick, Stream
 
 
@@ -38,8 +39,10 @@ class Chain(Term):
         db_j/dt  = b_{j-1}^2/Q_{j-1} - kT - b_j v_{j+1}        (the last link has no v_{j+1})
 
     The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996):
-    the links from the last to the first over h/2, each as (scale, shear, scale); the particles scaled by exp(-h v_1)
-    and the x_j moved by h v_j; the links again, from the first to the last.
+    the links from the last to the first over h/2; the particles scaled by exp(-h v_1) and the x_j moved by h v_j; the links
+    again, from the first to the last. A link, pushed by G_j between two halves of its drag, is one scale and one shear::
+
+        b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j) = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
     def __init__(self, dynamics: NoseHooverChain) -> None:
@@ -49,39 +52,112 @@ class Chain(Term):
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
-        heat = torch.stack([self._heat(j)(c, state.momentum, b) for j in range(self.dynamics.length)], -3)
+        heat = torch.stack([_heat(state, c, j) for j in range(self.dynamics.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
         return {"momentum": -state.momentum * v[..., 0, :, :], "bath_position": v, "bath_momentum": heat - b * damping}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         Q, target = self.dynamics.bath(state.position)
-        return {"1/Q": 1 / Q, "target": target, "1/m": 1 / self.dynamics.masses(state.momentum)}
+        return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / self.dynamics.masses(state.momentum)}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
         last = self.dynamics.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
-        slow = Scale("momentum", Function(lambda c, b: torch.exp(-h * (b * c["1/Q"])[..., 0, :, :]), ("bath_momentum",)))
-        ride = Shear("bath_position", Function(lambda c, b: h * (b * c["1/Q"]), ("bath_momentum",)))
+        slow = Scale("momentum", Drag(0, h))
+        ride = Shear("bath_position", Field("bath_momentum"), "h/Q")
         return (*inward, slow, ride, *outward)
 
     def _link(self, j: int, h: float) -> list[Move]:
-        heat = self._heat(j)
-        shear = Shear("bath_momentum", Function(lambda c, p, b: h * heat(c, p, b), ("momentum", "bath_momentum")), link=j)
         if j == self.dynamics.length - 1:
-            return [shear]
-        scale = Scale(
-            "bath_momentum",
-            Function(lambda c, b: torch.exp(-h / 2 * b[..., j + 1, :, :] * c["1/Q"][j + 1]), ("bath_momentum",)),
-            link=j,
-        )
-        return [scale, shear, scale]
+            return [Shear("bath_momentum", Heat(j, h, None), link=j)]
+        return [Scale("bath_momentum", Drag(j + 1, h), link=j), Shear("bath_momentum", Heat(j, h, j + 1), link=j)]
 
-    def _heat(self, j: int) -> Any:
-        """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
+
+def _heat(state: State, c: Coefficients, j: int) -> Tensor:
+    """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
+    if j == 0:
+        return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
+    return take(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
+
+
+def _drag(state: State, c: Coefficients, j: int, h: float) -> Tensor:
+    """By how much link j slows down what is before it over a time h."""
+    return torch.exp(take(state.bath_momentum, j) * c["1/Q"][j] * -h)
+
+
+@dataclass(frozen=True)
+class Drag:
+    """``exp(-h b_j/Q_j)``, by which link j scales what is before it."""
+
+    link: int
+    h: float
+
+    def value(self, state: State, at: At) -> Tensor:
+        return _drag(state, at.coefficients, self.link, self.h)
+
+    def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
+        value = self.value(state, at)
+        return value, lambda cotangent: _pull_drag(self.link, self.h, cotangent * value, state, at, grads)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """``h G_j``, what link j is driven by over a time h; times ``exp(-h b_k/2Q_k)`` where a later link k drags it."""
+
+    link: int
+    h: float
+    dragged_by: int | None
+
+    def value(self, state: State, at: At) -> Tensor:
+        heat = _heat(state, at.coefficients, self.link) * self.h
+        return heat if self.dragged_by is None else heat * _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+
+    def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
+        heat = _heat(state, at.coefficients, self.link) * self.h
+        if self.dragged_by is None:
+            return heat, lambda cotangent: self._pull(cotangent * self.h, state, at, grads)
+        k, drag = self.dragged_by, _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+        value = heat * drag
+
+        def pull(cotangent: Tensor) -> None:
+            _pull_drag(k, self.h / 2, cotangent * value, state, at, grads)
+            self._pull(cotangent * drag * self.h, state, at, grads)
+
+        return value, pull
+
+    def _pull(self, cotangent: Tensor, state: State, at: At, grads: Gradients) -> None:
+        """The cotangent of G_j taken to what it depends on."""
+        c, j = at.coefficients, self.link
+        _add_to_link(at, grads, "target", j, -cotangent)
         if j == 0:
-            return lambda c, p, b: (p * p * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
-        return lambda c, p, b: b[..., j - 1, :, :] ** 2 * c["1/Q"][j - 1] - c["target"][j]
+            scaled = state.momentum * cotangent
+            grads.state["momentum"] = torch.addcmul(grads.state["momentum"], scaled, c["1/m"], value=2)
+            if c["1/m"].requires_grad:
+                grads.add_coefficient(at.letter, "1/m", reduce(scaled * state.momentum, c["1/m"]))
+        else:
+            before = take(state.bath_momentum, j - 1)
+            _add_to_bath(grads, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
+            _add_to_link(at, grads, "1/Q", j - 1, cotangent * before**2)
+
+
+def _pull_drag(j: int, h: float, cotangent: Tensor, state: State, at: At, grads: Gradients) -> None:
+    """The cotangent of the exponent's exponential, times its value, taken to b_j and 1/Q_j."""
+    _add_to_bath(grads, j, cotangent * at.coefficients["1/Q"][j] * -h)
+    _add_to_link(at, grads, "1/Q", j, cotangent * take(state.bath_momentum, j) * -h)
+
+
+def _add_to_bath(grads: Gradients, j: int, cotangent: Tensor) -> None:
+    old = grads.state["bath_momentum"]
+    cotangent = reduce(cotangent, take(old, j))
+    grads.state["bath_momentum"] = insert(old, j, take(old, j) + cotangent)
+
+
+def _add_to_link(at: At, grads: Gradients, name: str, j: int, cotangent: Tensor) -> None:
+    """Add to the cotangent of one link of a coefficient."""
+    whole = at.coefficients[name]
+    if whole.requires_grad:
+        grads.add_coefficient(at.letter, name, insert(torch.zeros_like(whole), j, reduce(cotangent, whole[j])))
 
 
 class NoseHooverChain(MassiveDynamics):
@@ -160,6 +236,11 @@ class NoseHooverChain(MassiveDynamics):
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:
                 raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
+
+    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+        Q, target = self.bath(state.position)
+        # The first link's position is weighed by dof in the energy, and so smaller; one is the scale of the others.
+        return {**super().typical(state, time), "bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
 
     def invariant(self, state: State) -> Energies:
         """The extended energy."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from adjsim._grid import Grid
 from adjsim._state import State
 from adjsim.potentials.base import Contraction, Pullback, force, force_vjp
 
@@ -30,17 +31,17 @@ class Forces:
     """The force at the current position, evaluated once however many moves ask for it.
 
     Passes over the energy are added to ``stats["energy_evaluations"]``, if given: one for the force, one when
-    backpropagation reaches it.
+    backpropagation reaches it. For the grid see :meth:`adjsim.potentials.Potential.force`.
     """
 
-    def __init__(self, stats: dict[str, Any] | None = None) -> None:
+    def __init__(self, stats: dict[str, Any] | None = None, grid: Grid | None = None) -> None:
         self._known: dict[int, Tensor] = {}
-        self._stats = stats
+        self._stats, self._grid = stats, grid
 
     def __call__(self, potential: nn.Module, t: Any, position: Tensor) -> Tensor:
         key = id(potential)
         if key not in self._known:
-            value = force(potential, position, t)
+            value = force(potential, position, t, self._grid)
             if self._stats is not None:
                 self._count()
                 if value.requires_grad:
@@ -65,9 +66,10 @@ class Gradients:
     other than by adding to it; so it is taken once, when the position is about to change.
     """
 
-    def __init__(self, state: dict[str, Tensor], parameters: list[Tensor]) -> None:
+    def __init__(self, state: dict[str, Tensor], parameters: list[Tensor], grid: Grid | None = None) -> None:
         self.state = state
         self.parameters = parameters
+        self._grid = grid
         self.parameter_grads: list[Tensor | None] = [None] * len(parameters)
         self.coefficient_grads: dict[tuple[str, str], Tensor] = {}
         self.evaluations = 0
@@ -77,7 +79,7 @@ class Gradients:
     def force(self, potential: nn.Module, t: Any, position: Tensor) -> _PendingForce:
         key = id(potential)
         if key not in self._forces:
-            value, pullback = force_vjp(potential, position, self.parameters, t)
+            value, pullback = force_vjp(potential, position, self.parameters, t, self._grid)
             self._forces[key] = _PendingForce(value, pullback)
             self.evaluations += 1
         return self._forces[key]

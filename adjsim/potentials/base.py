@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim._grid import Grid, straight
 from adjsim._params import leaves, point_of_differentiation
 from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
@@ -55,13 +56,20 @@ class Potential(nn.Module):
     def forward(self, position: Positions) -> Energies:
         raise TypeError(f"{type(self).__name__} has no energy: write forward(position) -> (*batch,).")
 
-    def force(self, position: Positions) -> Positions:
-        """``-dU/dq``, differentiable when grad mode is on."""
-        return -derivative(self, position)
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        """``-dU/dq``, differentiable when grad mode is on.
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
-        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as gradients."""
-        return _autograd_vjp(self.force, position, parameters)
+        Where it is a sum of contributions and a grid is given (``(*batch, 1, 1, 1)``, one spacing for each system), they are
+        rounded to it before they are summed: the sum is then exact, and does not depend on the order.
+        """
+        return _derived(self, position, grid)
+
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
+        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as gradients.
+
+        On a grid, the force has the bits that :meth:`force` gives it.
+        """
+        return _autograd_vjp(lambda q: force(self, q, grid=grid), position, parameters)
 
 
 class ForceField(nn.Module):
@@ -86,10 +94,10 @@ class SeparablePotential(Potential):
     def forward(self, position: Positions) -> Energies:
         return self.element(position).sum((-1, -2))
 
-    def force(self, position: Positions) -> Positions:
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         return -self.slope(position)
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             value = -self.slope(position)
 
@@ -100,13 +108,14 @@ class SeparablePotential(Potential):
         return value, pullback
 
 
-def force(potential: nn.Module, position: Positions, t: Any = 0.0) -> Positions:
+def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | None = None) -> Positions:
     """The force ``-dU/dq`` of a potential at a position.
 
     Args:
         potential: an energy module, or a :class:`ForceField`.
         position: ``(*batch, atoms, dim)``.
         t: the time, which only a :class:`ForceField` looks at.
+        grid: see :meth:`Potential.force`.
 
     Returns:
         ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
@@ -114,18 +123,22 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0) -> Positions:
     if isinstance(potential, ForceField):
         return potential(t, position)
     if isinstance(potential, Potential):
-        return potential.force(position)
-    return -derivative(potential, position)
+        return potential.force(position) if grid is None else potential.force(position, grid)
+    return _derived(potential, position, grid)
 
 
-def force_vjp(potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0) -> tuple[Tensor, Pullback]:
+def force_vjp(
+    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0, grid: Grid | None = None
+) -> tuple[Tensor, Pullback]:
     """The force, detached, and its vector-Jacobian product with respect to position and ``parameters``.
 
     The position must not require grad; the product may be asked for once.
     """
     if isinstance(potential, Potential):
-        return potential.force_vjp(position, parameters)
-    return _autograd_vjp(lambda q: force(potential, q, t), position, parameters)
+        if grid is None:
+            return potential.force_vjp(position, parameters)
+        return potential.force_vjp(position, parameters, grid)
+    return _autograd_vjp(lambda q: force(potential, q, t, grid), position, parameters)
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -144,6 +157,16 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     # Where nothing but our own leaf asks for a gradient, the result must not claim one.
     asked = x.requires_grad or next(leaves(slope), None) is not None
     return slope if asked else slope.detach()
+
+
+def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
+    push = -derivative(potential, position)
+    if grid is None or not push.requires_grad:
+        return push
+    # A derivative that keeps a graph comes from other kernels, and may differ in its last bit.
+    with torch.no_grad():
+        same = -derivative(potential, position)
+    return straight(push, same)
 
 
 def _autograd_vjp(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from adjsim._box import checked_box, differences, nearest_image
+from adjsim._grid import Grid
 from adjsim._params import register
 from adjsim._typing import Energies, Number, Positions
 from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
@@ -72,16 +73,16 @@ class PairPotential(Potential):
             energy = energy - self.pair_energy(torch.full_like(self.harmless(s), self.cutoff**2))
         return 0.5 * torch.where(counts, energy, 0.0).sum((-1, -2))
 
-    def force(self, position: Positions) -> Positions:
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         d, s, counts = self._geometry(position)
         slope = torch.where(counts, self.pair_slope(s), 0.0)
-        return _sum_pairs(-2 * slope, d)
+        return _sum_pairs(-2 * slope, d, grid)
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor]) -> tuple[Tensor, Pullback]:
+    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             d, s, counts = self._geometry(position)
             slope = torch.where(counts, self.pair_slope(s), 0.0)
-            value = _sum_pairs(-2 * slope, d)
+            value = _sum_pairs(-2 * slope, d, grid)
 
         def pullback(v: Tensor) -> tuple[Tensor, Contraction]:
             with torch.no_grad():
@@ -159,5 +160,8 @@ class LennardJones(PairPotential):
         return epsilon, ratio * ratio * ratio
 
 
-def _sum_pairs(weight: Tensor, d: Tensor) -> Tensor:
-    return (weight.unsqueeze(-3) * d).sum(-1).transpose(-1, -2)
+def _sum_pairs(weight: Tensor, d: Tensor, grid: Grid | None) -> Tensor:
+    push = weight.unsqueeze(-3) * d
+    if grid is not None:
+        push = grid.round(push)
+    return push.sum(-1).transpose(-1, -2)

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from adjsim._grid import Grid
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import Record
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import At, Coefficients, Forces
 
 
@@ -36,7 +38,7 @@ class Program:
     """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
 
     A step draws ``draws`` fields of noise, each of the shape of position, and sees those of ``sees`` steps: its own and the
-    next ones.
+    next ones. On a lattice it steps the lattice's states, which have information buffers besides.
     """
 
     stages: Sequence[Stage]
@@ -44,6 +46,7 @@ class Program:
     order: int
     draws: int = 0
     sees: int = 1
+    lattice: Lattice | None = None
 
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
@@ -59,7 +62,7 @@ class Program:
         forces: Forces | None = None,
     ) -> State:
         """The state a step later: a pure function of its tensors. ``forces`` carries the last force between steps."""
-        forces = Forces() if forces is None else forces
+        forces = self.forces() if forces is None else forces
         for stage, move in self.moves:
             state = move.flow(state, self.at(t, stage, coefficients, noise, forces))
             forces.moved(move.writes)
@@ -74,11 +77,19 @@ class Program:
         forces: Forces | None = None,
     ) -> State:
         """The state a step earlier; t is the time at which the step began."""
-        forces = Forces() if forces is None else forces
+        forces = self.forces() if forces is None else forces
         for stage, move in reversed(self.moves):
             forces.moved(move.writes)
             state = move.inverse(state, self.at(t, stage, coefficients, noise, forces))
         return state
+
+    def forces(self, stats: dict[str, Any] | None = None) -> Forces:
+        """An empty store of forces, as this program wants them rounded."""
+        return Forces(stats, self.force_grid)
+
+    @property
+    def force_grid(self) -> Grid | None:
+        return None if self.lattice is None else self.lattice.force_grid
 
     def at(
         self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Sequence[Tensor] | None, forces: Forces

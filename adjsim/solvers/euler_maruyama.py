@@ -62,8 +62,8 @@ class LeimkuhlerMatthews(EulerMaruyama):
         q_{k+1} = q_k + dt F(q_k)/friction + sqrt(2 kT dt/friction) (xi_k + xi_{k+1})/2
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large friction (Leimkuhler and
-    Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470, 20140120 (2014)). The path from a given start is
-    first order, as with Euler-Maruyama.
+    Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470, 20140120 (2014)). The path is of
+    order 1/2, being half a step's noise off at either end, and averages that start out of equilibrium of first order.
 
     Args:
         dt: the step, time.

@@ -34,14 +34,17 @@ def _unchecked():
 
 @pytest.mark.parametrize(("name", "scheme", "potential"), ROWS)
 @pytest.mark.parametrize("direction", ["step", "inverse"])
-def test_a_step_compiles_whole(name, scheme, potential, direction):
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+def test_a_step_compiles_whole(name, scheme, potential, direction, exact):
     torch._dynamo.reset()
-    case = Case(name, scheme, potential)
-    if direction == "inverse" and not case.invertible:
+    case = Case(name, scheme, potential, exact)
+    if (direction == "inverse" and not case.invertible) or (exact and not case.couplings):
         return
     dynamics, solver = case.build(), case.solver
     state = case.start(dynamics, *square())
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    if exact:
+        state, coefficients = program.lattice.enter(state), program.lattice.rationals(coefficients)
     function = getattr(program, direction)
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     with torch.no_grad():

@@ -1,0 +1,61 @@
+"""Multiples of a power of two, on which sums and differences of float64 numbers are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The largest multiple that is safe to add to another: sums of two stay below 2^53.
+LARGEST = 2.0**51
+
+
+class Grid:
+    """The multiples of ``spacing``, a power of two (a tensor of them broadcasts, one for each system of a batch)."""
+
+    def __init__(self, spacing: Tensor) -> None:
+        self.spacing = spacing
+        # Adding this leaves no bits below the spacing.
+        self._shift = spacing * (1.5 * 2.0**52)
+
+    def link(self, link: int | None) -> Grid:
+        """That of one link of a field."""
+        return self if link is None else Grid(self.spacing.select(-3, link))
+
+    def round(self, x: Tensor) -> Tensor:
+        """The nearest multiples; the derivative is that of the identity."""
+        if x.requires_grad:
+            return straight(x, (x.detach() + self._shift) - self._shift)
+        return (x + self._shift) - self._shift
+
+    def fill(self, x: Tensor) -> float:
+        """The largest entry as a share of what can be added safely; infinite where one is no number."""
+        share = float((x.detach().abs() / self.spacing).amax()) / LARGEST
+        return share if share == share else float("inf")
+
+    @property
+    def reach(self) -> float:
+        """The largest number that can be added safely."""
+        return float(self.spacing.max()) * LARGEST
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below x."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def straight(smooth: Tensor, value: Tensor) -> Tensor:
+    """``value``, with the derivative of ``smooth``, of which it is a rounding."""
+    return _Straight.apply(smooth, value)  # type: ignore[no-any-return]
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, smooth: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return cotangents[0], None

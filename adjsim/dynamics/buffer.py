@@ -1,0 +1,102 @@
+"""Information buffers: where a scale on the lattice (:mod:`adjsim.dynamics.lattice`) keeps what it would lose."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State, detached
+
+# The largest denominator of a fraction that stands for a factor.
+LARGEST_DENOMINATOR = 2**26
+# A buffer of 33 bits is spilled. A scale multiplies it by the denominator on the way, and the result must stay below 2^62.
+WORD, FULL, LONGEST = 32, 33, 62
+
+
+@dataclass(frozen=True)
+class Spill:
+    """The low 32 bits of a field of buffers, of those systems of the batch in which one was full."""
+
+    field: str
+    systems: bytes
+    words: bytes
+
+    @property
+    def bits(self) -> int:
+        return 8 * (len(self.words) + len(self.systems))
+
+
+def buffer_name(field: str) -> str:
+    return f"{field}_buffer"
+
+
+def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
+    """Relieve the buffers of a field in systems in which one is full.
+
+    A system's buffers do not depend on the batch it is part of.
+
+    Raises:
+        OverflowError: a buffer has reached the limit.
+    """
+    buffer = getattr(state, buffer_name(field))
+    top = int(buffer.amax())
+    if top < 2**FULL:
+        return state, None
+    if top >= limit:
+        raise OverflowError(
+            f"the information buffer of {field} overflowed: the thermostat halves it in less than a step. Use a smaller dt."
+        )
+    rows = buffer.reshape(systems, -1).clone()
+    full = (rows.amax(1) >= 2**FULL).nonzero()[:, 0]
+    low = (rows[full] & (2**WORD - 1)) - 2 ** (WORD - 1)
+    rows[full] >>= WORD
+    entry = Spill(field, _bytes(full), _bytes(low))
+    return state._replace(**{buffer_name(field): rows.reshape(buffer.shape)}), entry
+
+
+def refill(state: State, entry: Spill, systems: int) -> State:
+    """Give a spill back."""
+    buffer = getattr(state, buffer_name(entry.field))
+    rows = buffer.reshape(systems, -1).clone()
+    full, low = (torch.frombuffer(bytearray(x), dtype=torch.int32).to(buffer) for x in (entry.systems, entry.words))
+    rows[full] = (rows[full] << WORD) + low.reshape(len(full), -1) + 2 ** (WORD - 1)
+    return state._replace(**{buffer_name(entry.field): rows.reshape(buffer.shape)})
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.to(torch.int32).cpu().numpy().tobytes()
+
+
+def fingerprint(state: State) -> bytes:
+    """128 bits that change with any bit of the state or its buffers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in detached(state):
+        digest.update(value.cpu().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """n and d, with n/d within 1e-7 of every factor, relative to its distance from 1: friction and temperature are kept so."""
+    values = factor.reshape(-1).tolist()
+    known = {value: _fraction(what, value) for value in set(values)}
+    n, d = (torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape) for i in (0, 1))
+    return n, d
+
+
+def _fraction(what: str, factor: float) -> tuple[int, int]:
+    gap, limit = Fraction(1.0 - factor), 2
+    allowed = 1e-7 * min(abs(1.0 - factor), factor)
+    while limit <= LARGEST_DENOMINATOR:
+        near = gap.limit_denominator(limit)
+        n, d = near.denominator - near.numerator, near.denominator
+        if n >= 1 and abs(float(near - gap)) <= allowed:
+            return n, d
+        limit *= 2
+    raise ValueError(
+        f"exact=True: {what} is {factor:.17g} a step, too near to {'0' if factor < 0.5 else '1'} for a fraction. "
+        f"Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
+    )

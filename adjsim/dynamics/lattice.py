@@ -1,0 +1,266 @@
+"""Exact reversal: coupling steps as bijections of a fixed-point lattice.
+
+Every field y holds integer multiples of its spacing ``2^-k``, and no number is as large as ``2^(53-k)``. Sums and differences
+of such numbers are exact in float64, so the state stays an ordinary tensor. On it
+
+* a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the same bits from the same x
+  and subtracts them;
+* a scale by n/d, n and d integers, is no bijection: d/n states go to one. What tells them apart is kept in an integer B for
+  each entry, the information buffer (Maclaurin, Duvenaud and Adams, arXiv:1502.03492). With y = X spacing::
+
+      q, r = X div d, X mod d        B <- B d + r
+      u    = B mod n                 B <- B div n        X' = q n + u
+
+  Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n and d exchanged. X'
+  is within max(n, d) units of X n/d, and B grows by log2(d/n) bits: lost by X, found in B. Where it is full, 32 bits of it
+  go to a stack (:mod:`adjsim.dynamics.buffer`).
+
+Gradients are those of the unrounded flow, taken at the states of the lattice: rounding has the derivative of the identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._grid import LARGEST, Grid, power_of_two, straight
+from adjsim._state import State, detached, in_transform
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
+from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.sources import At, Coefficient, Coefficients, ForceOf, insert, take
+
+# A field may grow this far beyond its scale; those that are scaled get the finer lattice, since a scale is d units rough.
+ROOM, ROOM_SCALED = 2.0**11, 2.0**7
+# Steps over which the rate of change at the start gives a scale to a field that starts at zero.
+AHEAD = 256
+# The denominator of factors that depend on the state.
+DENOMINATOR = 2**22
+
+
+class Lattice:
+    """The lattice of one run.
+
+    Spacings are powers of two, one for each system of a batch (and each link of a field), so that a system does not depend on
+    the batch it is part of. They follow from the largest entry of the start, the thermal momentum, and what the rates of
+    change at the start would add in 256 steps.
+
+    Args:
+        dynamics: whose states are put on it.
+        state: the start.
+        moves: those of a step, by letter.
+        dt: the step.
+    """
+
+    def __init__(self, dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]], dt: float) -> None:
+        _refuse(dynamics, state, moves)
+        every = [(letter, move) for letter, group in moves.items() for move in group]
+        self.scaled = tuple(dict.fromkeys(move.field for _, move in every if isinstance(move, Scale)))
+        self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
+        self._kind, self._extended = type(state), _extended(type(state), self.scaled)
+        scales = _scales(dynamics, state, dt)
+        room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
+        self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
+        pushed = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, ForceOf)]
+        # For contributions to forces, which have one more axis; at least as fine as that of the increments they give.
+        self.force_grid = Grid(power_of_two(pushed[0].spacing / dt).unsqueeze(-1) / 2) if pushed else None
+        self._constant = [(a, m.source.name) for a, m in every if isinstance(m, Scale) and isinstance(m.source, Coefficient)]
+        self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
+        self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
+        self._varies = any(isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every)
+
+    def place(self, move: Move) -> Move:
+        """The move on this lattice."""
+        assert isinstance(move, Shear | Scale)
+        grid = self.grids[move.field].link(move.link)
+        if isinstance(move, Shear):
+            return LatticeShear(move.field, move.source, move.coefficient, move.link, grid=grid)
+        return LatticeScale(move.field, move.source, move.link, grid=grid, denominator=self._denominator, half=self._half)
+
+    def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
+        """The coefficients together with a fraction n/d for each that is a factor."""
+        found: dict[str, Coefficients] = dict(coefficients)
+        for letter, name in dict.fromkeys(self._constant):
+            n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
+            found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
+        return found
+
+    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> Growth:
+        """How a step's scales fill the buffers."""
+        bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
+        largest = DENOMINATOR if self._varies else 1
+        for letter, move in moves:
+            if isinstance(move, Scale) and isinstance(move.source, Coefficient):
+                n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
+                bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
+                largest = max(largest, int(d.max()), int(n.max()))
+        # A factor that depends on the state is taken to be above a half; the buffers are looked at in time all the same.
+        fastest = max([1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())])
+        spare = LONGEST - FULL - math.log2(largest)
+        if fastest > spare:
+            raise ValueError(
+                f"exact=True: friction takes {fastest:.3g} bits a step from the momenta, and an information buffer can take in "
+                f"{spare:.3g}. Use a smaller dt, or exact=False."
+            )
+        return Growth(None if self._varies else bits, max(1, min(64, int(spare / max(fastest, 1e-9)))), 2.0 ** (FULL + spare))
+
+    def enter(self, state: State) -> State:
+        """The nearest state of the lattice, with empty buffers."""
+        fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
+        buffers = [torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled]
+        return self._extended(*fields, *buffers)
+
+    def leave(self, state: State) -> State:
+        """The state without its buffers."""
+        return self._kind(*state[: self.width])
+
+    def inside(self, state: State) -> bool:
+        """Whether every number is finite and small enough for sums to be exact."""
+        return max(self._fill(state).values()) <= 1.0
+
+    def describe(self, state: State) -> str:
+        """Which field has left the lattice, and how large it may be."""
+        fill = self._fill(state)
+        name = max(fill, key=lambda n: fill[n])
+        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].reach:.3g},"
+
+    def _fill(self, state: State) -> dict[str, float]:
+        return {name: self.grids[name].fill(value) for name, value in self.leave(state)._asdict().items()}
+
+    def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
+        """Relieve the buffers that are full."""
+        entries = []
+        for name in self.scaled:
+            state, entry = spill(state, name, self.systems, limit)
+            if entry is not None:
+                entries.append(entry)
+        return state, entries
+
+    def refill(self, state: State, entries: Sequence[Spill]) -> State:
+        """Undo :meth:`spill`."""
+        for entry in entries:
+            state = refill(state, entry, self.systems)
+        return state
+
+    def held(self, state: State) -> float:
+        """Bits in the buffers of a state."""
+        return sum(float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum()) for name in self.scaled)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bits that a step adds to the buffers, by field (None if that depends on the state); every how many steps they have to be
+    looked at, and the size they then must not have reached."""
+
+    bits: dict[str, Tensor] | None
+    look_every: int
+    limit: float
+
+    def mean(self, state: State) -> float | None:
+        """Bits a step and degree of freedom."""
+        if self.bits is None:
+            return None
+        return sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items()) / state.position.numel()
+
+
+@dataclass(frozen=True)
+class LatticeShear(Shear):
+    """A shear whose increment is rounded to the lattice."""
+
+    grid: Grid = field(kw_only=True)
+
+    def _add(self, state: State, value: Tensor, at: At, sign: int) -> State:
+        if self.coefficient is not None:
+            value = at.coefficients[self.coefficient] * value
+        y, increment = take(getattr(state, self.field), self.link), self.grid.round(value)
+        return self._put(state, y + increment if sign > 0 else y - increment)
+
+
+@dataclass(frozen=True)
+class LatticeScale(Scale):
+    """A scale by a fraction, whose remainders go to the buffer."""
+
+    grid: Grid = field(kw_only=True)
+    denominator: Tensor = field(kw_only=True)
+    half: Tensor = field(kw_only=True)
+
+    def _multiply(self, state: State, factor: Tensor, at: At) -> State:
+        n, d = self._fraction(factor, at)
+        y = take(getattr(state, self.field), self.link)
+        out, buffer = self._rescale(state, y, n, d)
+        if y.requires_grad or factor.requires_grad:
+            out = straight(y * factor, out)
+        return self._put_both(state, out, buffer)
+
+    def _divide(self, state: State, factor: Tensor, at: At) -> State:
+        n, d = self._fraction(factor, at)
+        return self._put_both(state, *self._rescale(state, take(getattr(state, self.field), self.link), d, n))
+
+    def _fraction(self, factor: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        if isinstance(self.source, Coefficient):
+            return at.coefficients[self.source.name + " n"], at.coefficients[self.source.name + " d"]
+        # To the nearest integer: the half is added before the fraction is cut off.
+        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64), self.denominator
+
+    def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        """y n/d, and the buffer with what was lost; with n and d exchanged, the inverse."""
+        buffer = take(getattr(state, buffer_name(self.field)), self.link)
+        x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
+        quotient = torch.div(x, d, rounding_mode="floor")
+        mixed = torch.addcmul(torch.addcmul(x, quotient, d, value=-1), buffer, d)
+        kept = torch.div(mixed, n, rounding_mode="floor")
+        x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
+        return x * self.grid.spacing, kept
+
+    def _put_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
+        values = list(state)
+        for name, part in ((self.field, y), (buffer_name(self.field), buffer)):
+            i = state._fields.index(name)
+            values[i] = insert(values[i], self.link, part)
+        return type(state)(*values)
+
+
+@cache
+def _extended(kind: type, scaled: tuple[str, ...]) -> Any:
+    names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+    return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))  # type: ignore[misc]
+
+
+def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]]) -> None:
+    for letter, group in moves.items():
+        if not all(isinstance(move, Shear | Scale) for move in group):
+            raise TypeError(
+                f"exact=True needs flows made of shears and scales, and term {letter!r} of {type(dynamics).__name__} is "
+                "neither. Use exact=False with ReversibleAdjoint() or CheckpointAdjoint()."
+            )
+    if state.position.dtype != torch.float64:
+        raise ValueError(
+            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice lives in the 53 bits of a float64, and "
+            "the 24 of a float32 would leave it coarser than the steps."
+        )
+    if in_transform():
+        raise RuntimeError("exact=True does not go through torch.func transforms (grad, vmap, jvp): use exact=False there.")
+
+
+def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:
+    """How large the entries of a field are, for each system and link."""
+    start = detached(state)
+    with torch.no_grad():
+        typical = dynamics.typical(start, AHEAD * dt)
+        rates = dynamics.drift(0.0, start)._asdict()
+    found = {}
+    for name, value in start._asdict().items():
+        sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
+        if name in typical:
+            sizes.append(typical[name].detach().abs().expand_as(value))
+        largest = torch.stack(sizes).amax(0)
+        largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
+        found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
+    return found

@@ -1,0 +1,174 @@
+"""Programs of coupling steps on the lattice: whatever they are, they come back bit for bit, with empty buffers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import adjsim
+from adjsim._grid import Grid, power_of_two
+from adjsim.dynamics import Coefficient, Dynamics, Field, Function, Random, Scale, Shear, Term
+from adjsim.dynamics.buffer import buffer_name, fractions, refill, spill
+from tests.retracing import forth_and_back
+
+
+class ToyState(NamedTuple):
+    """Two fields of the particles, and three links."""
+
+    position: Tensor
+    momentum: Tensor
+    chain: Tensor
+
+
+class One(Term):
+    """One coupling step of a time h."""
+
+    def __init__(self, make, **coefficients):
+        self.make, self.numbers = make, coefficients
+        self.draws = 1 if make is noise else 0
+
+    def drift(self, t, state):
+        return {}
+
+    def coefficients(self, h, state):
+        return {name: torch.as_tensor(value).to(state.position) for name, value in self.numbers.items()}
+
+    def moves(self, h, state):
+        return (self.make(h),)
+
+
+def stream(h):
+    return Shear("position", Field("momentum"), "c")
+
+
+def kick(h):
+    return Shear("momentum", Function(lambda c, q: -c["c"] * torch.sin(q / c["unit"]) * c["unit"], ("position",)))
+
+
+def noise(h):
+    return Shear("momentum", Random(), "c")
+
+
+def decay(h):
+    return Scale("momentum", Coefficient("f"))
+
+
+def stretch(h):
+    """Some entries by more than one, some by less, as the state says."""
+    return Scale("position", Function(lambda c, p: torch.exp(0.005 * torch.sin(p / c["unit"])), ("momentum",)))
+
+
+def link_drag(h):
+    def factor(c, b):
+        return torch.exp(-0.005 * torch.tanh(b / c["unit"]))[..., 2, :, :]
+
+    return Scale("chain", Function(factor, ("chain",)), link=1)
+
+
+def link_push(h):
+    def heat(c, p):
+        return c["c"] * (p**2 / c["unit"]).mean((-1, -2), keepdim=True)
+
+    return Shear("chain", Function(heat, ("momentum",)), link=0)
+
+
+@st.composite
+def programs(draw):
+    """Letters, each a coupling step with its numbers; the unit of length; a number of steps; a batch."""
+    unit = 10.0 ** draw(st.integers(-25, 15))
+    small, factor = st.floats(0.01, 0.05), st.floats(0.75, 0.99) | st.floats(1.001, 1.004)
+    steps = {
+        stream: {"c": draw(small)},
+        kick: {"c": draw(small), "unit": unit},
+        noise: {"c": draw(small) * unit},
+        decay: {"f": draw(factor)},
+        stretch: {"unit": unit},
+        link_drag: {"unit": unit},
+        link_push: {"c": draw(small), "unit": unit},
+    }
+    chosen = draw(st.lists(st.sampled_from(list(steps)), min_size=1, max_size=6))
+    terms = {chr(ord("a") + i): One(make, **steps[make]) for i, make in enumerate(chosen)}
+    return terms, unit, draw(st.integers(1, 150)), draw(st.sampled_from([(), (3,), (2, 2)])), draw(st.integers(0, 2**31))
+
+
+def toy(terms, unit, batch, seed):
+    dynamics = Dynamics(adjsim.Harmonic())
+    dynamics.state_type, dynamics.terms = ToyState, terms
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((*batch, 2, 2), (*batch, 2, 2), (*batch, 3, 1, 1))
+    return dynamics, ToyState(*(unit * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_any_program_comes_back(drawn):
+    terms, unit, steps, batch, seed = drawn
+    dynamics, start = toy(terms, unit, batch, seed)
+    solver = adjsim.Splitting("".join(terms), 0.1, exact=True)
+    before, after, back = forth_and_back(dynamics, start, solver, steps, seed)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for name, a, b in zip(before._fields, before, back, strict=True):
+        assert torch.equal(a, b), name
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.floats(1e-5, 30.0))
+def test_fractions_keep_the_distance_from_one(factor):
+    tensor = torch.tensor(factor, dtype=torch.float64)
+    if abs(1 - factor) < 1e-8:
+        return
+    n, d = fractions("it", tensor)
+    assert 1 <= int(d) <= 2**26
+    assert abs(int(n) / int(d) - factor) <= 1.01e-7 * min(abs(1 - factor), factor) + 1e-16
+
+
+def test_one_is_one():
+    n, d = fractions("it", torch.ones(2, dtype=torch.float64))
+    assert n.tolist() == d.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("factor", "way"), [(1e-9, "smaller"), (1 - 1e-10, "larger"), (0.0, "smaller")])
+def test_factors_no_fraction_is_near_to_are_refused(factor, way):
+    with pytest.raises(ValueError, match=f"Use a {way} dt"):
+        fractions("it", torch.tensor(factor, dtype=torch.float64))
+
+
+@given(st.floats(1e-300, 1e300))
+def test_powers_of_two(x):
+    found = float(power_of_two(torch.tensor(x, dtype=torch.float64)))
+    assert found / 2 < x <= found
+
+
+@given(st.integers(-900, 900), st.floats(-1e15, 1e15))
+def test_rounding_goes_to_the_nearest_multiple(exponent, x):
+    spacing = 2.0**exponent
+    grid, value = Grid(torch.tensor(spacing, dtype=torch.float64)), torch.tensor(x * spacing, dtype=torch.float64)
+    assert float(grid.round(value)) / spacing == float(round(x))  # both to the even one of two
+
+
+def test_rounding_has_the_derivative_of_the_identity():
+    x = torch.tensor([0.3, 1.7], dtype=torch.float64, requires_grad=True)
+    rounded = Grid(torch.tensor(1.0, dtype=torch.float64)).round(x)
+    assert rounded.tolist() == [0.0, 2.0]
+    (slope,) = torch.autograd.grad((rounded**2).sum(), x, create_graph=True)
+    assert slope.tolist() == [0.0, 4.0]
+
+
+def test_a_spill_is_given_back():
+    """Systems in which a buffer is full, and only those."""
+    state = NamedTuple("S", [("momentum_buffer", Tensor)])(
+        torch.tensor([[2**33 + 5, 7], [3, 4], [2**34 - 1, 2**36]], dtype=torch.int64)
+    )
+    name = buffer_name("momentum")
+    after, entry = spill(state, "momentum", 3, 2.0**40)
+    assert getattr(after, name).tolist() == [[2, 0], [3, 4], [3, 16]]
+    assert entry.bits == 32 * (4 + 2)  # four words, and which two systems they are of
+    assert torch.equal(getattr(refill(after, entry, 3), name), getattr(state, name))
+    assert spill(after, "momentum", 3, 2.0**40) == (after, None)
+    with pytest.raises(OverflowError, match="smaller dt"):
+        spill(state, "momentum", 3, 2.0**35)
