@@ -41,6 +41,7 @@ ADJOINTS: dict[str, Adjoint] = {
     "reversible": ReversibleAdjoint(),
     "backsolve": BacksolveAdjoint(),
 }
+PLAIN = "reversible, plain"
 SCHEMES = {
     "hamiltonian": "BAB",
     "nose-hoover": "NBABN",
@@ -91,6 +92,14 @@ def compare_command(
             show_default=", ".join(f"{word} for {name}" for name, word in SCHEMES.items()),
         ),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Carry the steps out on a lattice, where they are undone bit for bit, and show reversal in floating point "
+            "(plain) beside it. The usual start is then a hot one, over longer horizons.",
+        ),
+    ] = False,
     dt: Annotated[
         float | None, typer.Option(help="Time step.", show_default="0.005 (overdamped 0.0005), 4 fs for a structure")
     ] = None,
@@ -98,12 +107,15 @@ def compare_command(
         list[str] | None,
         typer.Option(
             help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8), or 200,400,800 fs for a structure",
+            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of the start, and of the bath.", show_default="0.1 epsilon/kB, or 85 K for a structure"),
+        typer.Option(
+            help="Temperature of the start, and of the bath.",
+            show_default="0.1 epsilon/kB (exact 0.8), or 85 K for a structure",
+        ),
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt")] = None,
     friction: Annotated[
@@ -147,15 +159,16 @@ def compare_command(
             raise ValueError(f"unknown dynamics '{dynamics}'; choose one of {', '.join(SCHEMES)}.")
         stiff = dynamics == "overdamped"
         step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
-        usual = "200,400,800" if real else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
+        usual = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
         horizons = _horizons(horizon or [usual], step)
-        warmth = temperature if temperature is not None else (85.0 if real else 0.1)
+        warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
         rate = friction if friction is not None else (0.001 if real else 1.0)
         bath = _Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
         model = _model(system, dynamics, bath)
         word = scheme or SCHEMES[dynamics]
-        solver = _solver(word, dynamics, step * system.time)
-        work = _Work(system, model, word, solver, _adjoints(adjoint, dynamics), horizons, warmth, replicas, seed)
+        solver = _solver(word, dynamics, step * system.time, exact)
+        adjoints = _adjoints(adjoint, dynamics, exact)
+        work = _Work(system, model, word, solver, adjoints, horizons, warmth, replicas, seed)
         work.check()
         if output.exists() and not output.is_dir():
             raise ValueError(f"output '{output}' is a file; name a folder.")
@@ -216,6 +229,10 @@ class _Work:
         self.solver.program(self.model, state)
 
     @property
+    def exact(self) -> bool:
+        return isinstance(self.solver, Splitting) and self.solver.exact
+
+    @property
     def continuous(self) -> ODESolver | SDESolver:
         """What the continuous adjoint is solved with."""
         if self.model.stochastic:
@@ -244,6 +261,8 @@ class _Work:
     def estimate(self, name: str, horizon: float) -> Comparison:
         """One method at one horizon."""
         solver = self.continuous if name == "backsolve" else self.solver
+        if name == PLAIN:
+            solver = Splitting(self.scheme, self.solver.dt)
         simulation = Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
         estimator = Pathwise(self.adjoints[name])
         generator = torch.Generator().manual_seed(self.seed)
@@ -269,9 +288,11 @@ def _model(system: System, dynamics: str, bath: _Bath) -> Dynamics:
     return OverdampedLangevin(potential, kT, number(common * bath.friction, 1 / time))
 
 
-def _solver(scheme: str, dynamics: str, dt: float) -> SteppingSolver:
+def _solver(scheme: str, dynamics: str, dt: float, exact: bool) -> SteppingSolver:
     if dynamics != "overdamped":
-        return Splitting(scheme, dt)
+        return Splitting(scheme, dt, exact=exact)
+    if exact:
+        raise ValueError("--exact needs steps that can be undone, unlike those of overdamped; choose another dynamics.")
     if scheme not in OVERDAMPED:
         raise ValueError(f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}.")
     return OVERDAMPED[scheme](dt)
@@ -294,9 +315,10 @@ def _numbers(option: str, text: str) -> list[float]:
         raise ValueError(f"--{option} '{text}' is not a list of numbers; write such as 1,4.") from None
 
 
-def _adjoints(asked: list[str] | None, dynamics: str) -> dict[str, Adjoint]:
+def _adjoints(asked: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
     fitting = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
-    names = [name.strip() for entry in asked for name in entry.split(",")] if asked else fitting
+    usual = [name for name in fitting if not exact or name != "backsolve"]
+    names = [name.strip() for entry in asked for name in entry.split(",")] if asked else usual
     for name in names:
         if name not in ADJOINTS:
             raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(fitting)}.")
@@ -305,7 +327,11 @@ def _adjoints(asked: list[str] | None, dynamics: str) -> dict[str, Adjoint]:
                 f"adjoint '{name}' needs steps that can be undone, unlike those of {dynamics}; "
                 f"choose from {', '.join(fitting)}."
             )
-    return {name: ADJOINTS[name] for name in names}
+    chosen = {name: ADJOINTS[name] for name in names}
+    if exact and "reversible" in chosen:
+        # With neither checkpoints nor a tolerance, so that what is lost is seen.
+        chosen[PLAIN] = ReversibleAdjoint(checkpoint_every=sys.maxsize, tol=float("inf"))
+    return chosen
 
 
 def _horizons(asked: list[str], dt: float) -> list[float]:
@@ -332,8 +358,9 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
 def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> None:
     system, steps = work.system, {h: round(h * work.system.time / work.solver.dt) for h in comparisons}
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    word = f"{work.scheme} exact" if work.exact else work.scheme
     console.print(
-        f"{system.name}, {type(work.model).__name__}, {work.scheme} at dt = {work.solver.dt / system.time:g}, "
+        f"{system.name}, {type(work.model).__name__}, {word} at dt = {work.solver.dt / system.time:g}, "
         f"{work.temperature:g} {system.temperature_name}, seed {work.seed}. Value: potential energy per atom at the horizon.",
         soft_wrap=True,
     )
@@ -352,6 +379,12 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
             "the others is the discretisation error of dt, not of the adjoint.",
             soft_wrap=True,
         )
+    if PLAIN in work.adjoints:
+        console.print(
+            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that is another path of the same "
+            "system before long, with another gradient; and where its reconstruction error is not small, the gradient of none.",
+            soft_wrap=True,
+        )
     if not any(comparison.estimates for comparison in comparisons.values()):
         _fail("every method was lost, so nothing was written; use a smaller dt, a lower temperature or a shorter horizon.")
     picture = BytesIO()
@@ -360,6 +393,7 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
         "system": system.name,
         "dynamics": type(work.model).__name__,
         "scheme": work.scheme,
+        "exact": work.exact,
         "dt": work.solver.dt / system.time,
         "temperature": work.temperature,
         "units": {"time": system.time_name, "temperature": system.temperature_name},

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adjsim._noise import seed_from
-from adjsim.adjoints.reversible import ReconstructionError
+from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
 from adjsim.solvers.sde import InstabilityError
 
@@ -149,7 +150,7 @@ def compare(
 
     Returns:
         A :class:`Comparison`, which prints as a table. A method whose run is lost (reversal beyond its tolerance, numbers no
-        longer finite) is listed with the reason.
+        longer finite or off the lattice) is listed with the reason.
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
@@ -159,7 +160,7 @@ def compare(
         own = torch.Generator().manual_seed(seed)
         try:
             result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
-        except (ReconstructionError, InstabilityError, FloatingPointError) as lost:
+        except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:
             result.failures[name] = str(lost)
     return result
 
@@ -169,19 +170,42 @@ def plot_horizons(comparisons: Mapping[float, Comparison], unit: str = "") -> Fi
     names = list(dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates))
     any_estimate = next(e for comparison in comparisons.values() for e in comparison.estimates.values())
     parameters = list(any_estimate.grad)
-    panels: list[tuple[str, Callable[[GradientEstimate], float]]] = [
-        *((f"gradient d/d {_short(key, parameters)}", _norm_of(key)) for key in parameters),
-        ("time / s", lambda estimate: estimate.diagnostics["seconds"]),
-        ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6),
-    ]
+    estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
+    panels: list[tuple[str, Callable[[GradientEstimate], float]]] = []
+    for key in parameters:
+        title, number = f"gradient d/d {_short(key, parameters)}", _norm_of(key)
+        sizes = [abs(number(e)) for e in estimates if number(e) != 0]
+        # In chaos it grows by decades; its size then says more than its sign.
+        if sizes and max(sizes) > 1e3 * min(sizes):
+            title, number = f"|{title}|", partial(_size, number)
+        panels.append((title, number))
+    errors = [e.diagnostics["reconstruction_error"] for e in estimates if e.diagnostics["reconstruction_error"] is not None]
+    if errors and max(errors) > 1e-6:
+        panels.append(("reconstruction error (0: exact)", lambda e: e.diagnostics["reconstruction_error"]))
+    panels.append(("time / s", lambda estimate: estimate.diagnostics["seconds"]))
+    panels.append(("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6))
     figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     markers = "osD^v<>P"
     for axis, (title, number) in zip(axes, panels, strict=True):
         for i, name in enumerate(names):
             points = [(h, number(c.estimates[name])) for h, c in comparisons.items() if name in c.estimates]
+            points = [(h, value) for h, value in points if value is not None]
             size = 11 - 2.2 * (i % 4)
-            axis.plot(*zip(*points, strict=True), marker=markers[i % 8], ms=size, mfc="none", mew=1.4, label=name)
+            axis.plot(
+                [h for h, _ in points],
+                [value for _, value in points],
+                marker=markers[i % 8],
+                ms=size,
+                mfc="none",
+                mew=1.4,
+                label=name,
+            )
+        if title.startswith("|"):
+            axis.set_yscale("log")
+        elif title.startswith("reconstruction"):
+            axis.set_yscale("symlog", linthresh=1e-16)
+            axis.set_ylim(bottom=-1e-17)
         axis.set_title(title)
         axis.set_xlabel(f"horizon / {unit}" if unit else "horizon")
     axes[-1].set_ylim(bottom=0)
@@ -202,6 +226,10 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _size(number: Callable[[GradientEstimate], float], estimate: GradientEstimate) -> float:
+    return abs(number(estimate))
 
 
 def _norm_of(key: str) -> Callable[[GradientEstimate], float]:

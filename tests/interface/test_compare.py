@@ -303,3 +303,25 @@ def test_command_line_refuses_stochastic_nonsense(tmp_path, options, says):
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_command_line_exact(tmp_path):
+    """Reversal on the lattice beside the plain one, which is shown with what it loses."""
+    done = command("--exact", "--horizon", "1,20", "--adjoint", "checkpoint,reversible", "--output", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "BAB exact at dt" in done.stdout
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["exact"] is True
+    short, long = ({row["method"]: row for row in h["methods"]} for h in document["horizons"])
+    for methods in (short, long):
+        assert methods["reversible"]["reconstruction_error"] == 0.0
+        assert methods["reversible"]["relative_difference"] < 1e-12
+    assert short["reversible, plain"]["reconstruction_error"] < 1e-10
+    assert long["reversible, plain"]["reconstruction_error"] > 1e-3
+
+
+def test_command_line_refuses_exact_steps_that_cannot_be_undone(tmp_path):
+    done = command("--exact", "--dynamics", "overdamped", "--output", "out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "unlike those of overdamped" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
 """Run in a fresh process: print the growth of the resident set over one forward and backward, in bytes.
 
-Arguments: adjoint, number of steps, problem ("cluster", "batch", "langevin" or "generalised").
+Arguments: adjoint, number of steps, problem ("cluster", "exact", "batch", "langevin" or "generalised").
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def main(adjoint_name: str, steps: int, problem: str) -> None:
         dynamics = adjsim.Hamiltonian(system.potential)
         momentum = dynamics.thermal_momentum(system.position, torch.tensor(0.05), torch.Generator().manual_seed(0))
         start, dt = dynamics.init(system.position, momentum), 0.002
+    elif problem == "exact":
+        system = cluster()
+        kT, friction = (torch.nn.Parameter(torch.tensor(x)) for x in (0.1, 10.0))
+        dynamics = adjsim.Langevin(system.potential, kT=kT, friction=friction)
+        start, dt = dynamics.init(system.position, torch.zeros_like(system.position)), 0.005
     elif problem == "langevin":
         number = torch.nn.Parameter(torch.tensor(1.0))
         dynamics = adjsim.Langevin(adjsim.DoubleWell(number), friction=1.0)
@@ -49,8 +54,9 @@ def main(adjoint_name: str, steps: int, problem: str) -> None:
         dynamics = adjsim.Hamiltonian(adjsim.Harmonic(torch.nn.Parameter(torch.tensor(1.0))))
         zeros = torch.zeros(512, 13, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
-    scheme = {"langevin": "BAOAB", "generalised": "BAGAB"}.get(problem, "BAB")
-    solver = adjsim.ODESolver("rk4", dt=dt) if adjoint_name == "backsolve" else adjsim.Splitting(scheme, dt)
+    scheme = {"langevin": "BAOAB", "exact": "BAOAB", "generalised": "BAGAB"}.get(problem, "BAB")
+    splitting = adjsim.Splitting(scheme, dt, exact=problem == "exact")
+    solver = adjsim.ODESolver("rk4", dt=dt) if adjoint_name == "backsolve" else splitting
 
     def work(count: int) -> None:
         run = adjsim.simulate(dynamics, start, [0.0, count * dt], solver=solver, adjoint=adjoint)

@@ -21,11 +21,15 @@ def within(samples: torch.Tensor, exact: float, bias: float = 0.0) -> None:
     assert abs(mean - exact) < 4 * stderr + bias, (mean, exact, stderr)
 
 
-def chain_average(dynamics, position, function, steps, dt, burn_in):
+def chain_average(dynamics, position, function, steps, dt, burn_in, exact=False):
     start = dynamics.init(position, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         run = adjsim.simulate(
-            dynamics, start, [0.0, steps * dt], solver=Splitting("NBABN", dt), record=TimeAverage(function, burn_in)
+            dynamics,
+            start,
+            [0.0, steps * dt],
+            solver=Splitting("NBABN", dt, exact=exact),
+            record=TimeAverage(function, burn_in),
         )
     return run.record
 
