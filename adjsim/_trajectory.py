@@ -59,8 +59,9 @@ class Trajectory:
         final: the state at the last time.
         stats: a dict: ``steps``, ``order`` (of a splitting), ``energy_evaluations`` (passes over the energy: a force is one, a
             product with its Jacobian one; backward adds its own), ``reconstruction_error`` (None before backward, and for
-            adjoints that do not reconstruct),
-            ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of stochastic dynamics).
+            adjoints that do not reconstruct; 0 where an exact run was proven to have been retraced), ``checkpoint_every`` (of a
+            reversible adjoint), ``seed`` (of stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: bits
+            a step and degree of freedom that the information buffers took in, and that friction took).
     """
 
     def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:
