@@ -17,7 +17,18 @@ from adjsim.dynamics import (
     PositionState,
     canonical_weights,
 )
-from adjsim.estimators import GradientEstimate, Pathwise, Simulation
+from adjsim.estimators import (
+    REINFORCE,
+    FiniteDifference,
+    ForwardSensitivity,
+    Girsanov,
+    GradientEstimate,
+    ImplicitDifferentiation,
+    Pathwise,
+    Reweighting,
+    ScoreFunction,
+    Simulation,
+)
 from adjsim.observables import (
     kinetic_temperature,
     mean_squared_displacement,
@@ -102,8 +113,15 @@ __all__ = [  # noqa: RUF022
     "Trajectory",
     "simulate",
     # estimators
+    "FiniteDifference",
+    "ForwardSensitivity",
+    "Girsanov",
     "GradientEstimate",
+    "ImplicitDifferentiation",
     "Pathwise",
+    "REINFORCE",
+    "Reweighting",
+    "ScoreFunction",
     "Simulation",
     # comparison
     "Comparison",

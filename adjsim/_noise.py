@@ -31,15 +31,17 @@ class Noise:
     Args:
         seed: names the whole sequence.
         first: the number of the first replica, when a batch is a part of a larger one.
+        begin: the number of the first step, when a run is a part of a longer one.
     """
 
-    def __init__(self, seed: int, first: int = 0) -> None:
-        self.seed, self.first = seed, first
+    def __init__(self, seed: int, first: int = 0, begin: int = 0) -> None:
+        self.seed, self.first, self.begin = seed, first, begin
         self._blocks: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The numbers of one step for ``shape = (replicas, dof)``, in the dtype and on the device of ``like``."""
         replicas, dof = shape
+        step += self.begin
         return self._rows(step // STEPS, replicas, dof, like)[step % STEPS]
 
     def _rows(self, block: int, replicas: int, dof: int, like: Tensor) -> tuple[Tensor, ...]:

@@ -55,6 +55,7 @@ def simulate(
             requires grad and is not registered.
         TypeError: a solver and an adjoint that do not go together.
         FloatingPointError: the run left the finite numbers; the message names the step.
+        OverflowError: an exact run left its lattice; likewise.
     """
     noise = Noise(seed_from(generator)) if dynamics.stochastic else None
     return run(dynamics, state, ts, solver, adjoint, record, noise, progress)

@@ -103,6 +103,16 @@ class Dynamics(nn.Module):
         """What the exact dynamics conserves, ``(*batch,)``."""
         raise TypeError(f"{type(self).__name__} conserves nothing.")
 
+    def reduced_energy(self, state: State) -> Energies:
+        """Minus the logarithm of the density that it samples, up to a constant, ``(*batch,)``: H/kT where it is canonical.
+
+        Differentiable in the parameters, of which the density knows the potential's, masses and kT.
+        """
+        raise TypeError(
+            f"{type(self).__name__} does not sample a density that is known up to a constant; use dynamics with a temperature, "
+            "such as Langevin."
+        )
+
     def check(self, state: State) -> None:
         """Refuse a state this dynamics cannot step; called before any work is done."""
         check_state(state, self.state_type)
@@ -153,6 +163,12 @@ class MassiveDynamics(Dynamics):
     def kinetic_energy(self, state: State) -> Energies:
         """sum p^2 / 2m, ``(*batch,)``."""
         return 0.5 * (state.momentum**2 / self.masses(state.momentum)).sum((-1, -2))
+
+    def reduced_energy(self, state: State) -> Energies:
+        kT = getattr(self, "kT", None)
+        if kT is None or isinstance(self.potential, ForceField):
+            return super().reduced_energy(state)
+        return (self.potential(state.position) + self.kinetic_energy(state)) / kT.to(state.position)
 
     def check(self, state: State) -> None:
         super().check(state)

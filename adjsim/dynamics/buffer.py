@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +20,12 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field of buffers, of those systems of the batch in which one was full."""
+    """The low 32 bits of a field of buffers, of those systems of the batch in which one was full: which they are, a bit for
+    each of the batch or a number for each of them, whichever is shorter."""
 
     field: str
     systems: bytes
+    numbered: bool
     words: bytes
 
     @property
@@ -51,10 +54,12 @@ def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, 
             f"the information buffer of {field} overflowed: the thermostat halves it in less than a step. Use a smaller dt."
         )
     rows = buffer.reshape(systems, -1).clone()
-    full = (rows.amax(1) >= 2**FULL).nonzero()[:, 0]
+    full = rows.amax(1) >= 2**FULL
     low = (rows[full] & (2**WORD - 1)) - 2 ** (WORD - 1)
     rows[full] >>= WORD
-    entry = Spill(field, _bytes(full), _bytes(low))
+    mask, numbers = np.packbits(full.cpu().numpy()).tobytes(), _bytes(_rows(full))
+    numbered = len(numbers) < len(mask)
+    entry = Spill(field, numbers if numbered else mask, numbered, _bytes(low))
     return state._replace(**{buffer_name(field): rows.reshape(buffer.shape)}), entry
 
 
@@ -62,9 +67,18 @@ def refill(state: State, entry: Spill, systems: int) -> State:
     """Give a spill back."""
     buffer = getattr(state, buffer_name(entry.field))
     rows = buffer.reshape(systems, -1).clone()
-    full, low = (torch.frombuffer(bytearray(x), dtype=torch.int32).to(buffer) for x in (entry.systems, entry.words))
+    low = torch.frombuffer(bytearray(entry.words), dtype=torch.int32).to(buffer)
+    if entry.numbered:
+        full = torch.frombuffer(bytearray(entry.systems), dtype=torch.int32).to(buffer)
+    else:
+        bits = np.unpackbits(np.frombuffer(entry.systems, dtype=np.uint8), count=systems)
+        full = _rows(torch.from_numpy(bits).bool().to(buffer.device))
     rows[full] = (rows[full] << WORD) + low.reshape(len(full), -1) + 2 ** (WORD - 1)
     return state._replace(**{buffer_name(entry.field): rows.reshape(buffer.shape)})
+
+
+def _rows(mask: Tensor) -> Tensor:
+    return mask.nonzero()[:, 0]
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -59,7 +59,8 @@ class Langevin(MassiveDynamics):
     an SDE: :class:`~adjsim.SDESolver`.
 
     Reversing a step divides momenta by exp(-friction dt), which loses digits as exp(friction t):
-    :class:`~adjsim.ReversibleAdjoint` stores a checkpoint every so many steps here.
+    :class:`~adjsim.ReversibleAdjoint` stores a checkpoint every so many steps here, unless the steps are exact
+    (``Splitting("BAOAB", dt, exact=True)``).
 
     Args:
         potential: energy module, or a force field.

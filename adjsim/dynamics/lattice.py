@@ -12,7 +12,7 @@ of such numbers are exact in float64, so the state stays an ordinary tensor. On 
       u    = B mod n                 B <- B div n        X' = q n + u
 
   Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n and d exchanged. X'
-  is within max(n, d) units of X n/d, and B grows by log2(d/n) bits: lost by X, found in B. Where it is full, 32 bits of it
+  is less than n units from X n/d, and B grows by log2(d/n) bits: lost by X, found in B. Where it is full, 32 bits of it
   go to a stack (:mod:`adjsim.dynamics.buffer`).
 
 Gradients are those of the unrounded flow, taken at the states of the lattice: rounding has the derivative of the identity.
@@ -25,10 +25,11 @@ from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._grid import LARGEST, Grid, power_of_two, straight
 from adjsim._state import State, detached, in_transform
@@ -36,11 +37,14 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import At, Coefficient, Coefficients, ForceOf, insert, take
+from adjsim.potentials.base import Potential
 
 # A field may grow this far beyond its scale; those that are scaled get the finer lattice, since a scale is d units rough.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
 # Steps over which the rate of change at the start gives a scale to a field that starts at zero.
 AHEAD = 256
+# Buffers are looked at after so many steps at the latest.
+LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
 DENOMINATOR = 2**22
 
@@ -71,6 +75,8 @@ class Lattice:
         pushed = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, ForceOf)]
         # For contributions to forces, which have one more axis; at least as fine as that of the increments they give.
         self.force_grid = Grid(power_of_two(pushed[0].spacing / dt).unsqueeze(-1) / 2) if pushed else None
+        for potential in {m.source.potential for _, m in every if isinstance(m, Shear) and isinstance(m.source, ForceOf)}:
+            _check_force(potential)
         self._constant = [(a, m.source.name) for a, m in every if isinstance(m, Scale) and isinstance(m.source, Coefficient)]
         self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
@@ -109,7 +115,9 @@ class Lattice:
                 f"exact=True: friction takes {fastest:.3g} bits a step from the momenta, and an information buffer can take in "
                 f"{spare:.3g}. Use a smaller dt, or exact=False."
             )
-        return Growth(None if self._varies else bits, max(1, min(64, int(spare / max(fastest, 1e-9)))), 2.0 ** (FULL + spare))
+        return Growth(
+            None if self._varies else bits, max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9)))), 2.0 ** (FULL + spare)
+        )
 
     def enter(self, state: State) -> State:
         """The nearest state of the lattice, with empty buffers."""
@@ -207,7 +215,7 @@ class LatticeScale(Scale):
         if isinstance(self.source, Coefficient):
             return at.coefficients[self.source.name + " n"], at.coefficients[self.source.name + " d"]
         # To the nearest integer: the half is added before the fraction is cut off.
-        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64), self.denominator
+        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp_(min=1), self.denominator
 
     def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """y n/d, and the buffer with what was lost; with n and d exchanged, the inverse."""
@@ -247,6 +255,14 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
         )
     if in_transform():
         raise RuntimeError("exact=True does not go through torch.func transforms (grad, vmap, jvp): use exact=False there.")
+
+
+def _check_force(potential: nn.Module) -> None:
+    if isinstance(potential, Potential) and "grid" not in signature(potential.force).parameters:
+        raise TypeError(
+            f"exact=True: {type(potential).__name__}.force(position) must take grid=None as well, and round what it sums to it "
+            "where one is given (see adjsim.potentials.Potential.force); so must its force_vjp."
+        )
 
 
 def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Number, Positions
+from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.base import Dynamics, Term, check_entries, check_per_atom, per_atom
-from adjsim.potentials.base import force, force_vjp
+from adjsim.potentials.base import ForceField, force, force_vjp
 
 POWER_ITERATIONS = 30
 
@@ -83,6 +83,11 @@ class OverdampedLangevin(Dynamics):
         state = PositionState(position)
         self.check(state)
         return state
+
+    def reduced_energy(self, state: State) -> Energies:
+        if isinstance(self.potential, ForceField):
+            return super().reduced_energy(state)
+        return self.potential(state.position) / self.kT.to(state.position)
 
     def check(self, state: State) -> None:
         super().check(state)

@@ -1,6 +1,24 @@
 """Gradients of expectations."""
 
 from adjsim.estimators.base import Estimator, GradientEstimate, Simulation
+from adjsim.estimators.finite_difference import FiniteDifference
+from adjsim.estimators.forward_sensitivity import ForwardSensitivity
+from adjsim.estimators.girsanov import Girsanov
+from adjsim.estimators.implicit import ImplicitDifferentiation
 from adjsim.estimators.pathwise import Pathwise
+from adjsim.estimators.reweighting import Reweighting
+from adjsim.estimators.score_function import REINFORCE, ScoreFunction
 
-__all__ = ["Estimator", "GradientEstimate", "Pathwise", "Simulation"]
+__all__ = [
+    "REINFORCE",
+    "Estimator",
+    "FiniteDifference",
+    "ForwardSensitivity",
+    "Girsanov",
+    "GradientEstimate",
+    "ImplicitDifferentiation",
+    "Pathwise",
+    "Reweighting",
+    "ScoreFunction",
+    "Simulation",
+]

@@ -7,10 +7,15 @@ its dynamics? Two different questions go by that name, and every estimate carrie
     how the mean over runs from the given starts, after the given time, changes;
 ``"stationary"``
     how the equilibrium mean changes, to which no start belongs.
+
+Replicas are run in chunks. Standard errors come from the spread of independent chunks, so that intervals are Student's t with
+one degree of freedom less than there are chunks.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,16 +23,25 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+from scipy.stats import t as student
 from torch import Tensor, nn
 
-from adjsim._state import State
+from adjsim._noise import Noise, seed_from
+from adjsim._state import State, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Times
+from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
-from adjsim.simulation import Solver
+from adjsim.estimators.memory import PeakMemory
+from adjsim.simulation import Solver, run
 
 Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
+
+# Below so many independent samples an error bar is not to be trusted either.
+FEW_SAMPLES = 50
+# Beyond such a growth of tangents along the run, few paths make up the mean of all.
+LARGE_GROWTH = 1e3
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,11 @@ class Simulation:
             )
         return state
 
+    @property
+    def duration(self) -> float:
+        """The time from the start to the last save."""
+        return float(self.ts[-1] - self.ts[0])
+
 
 @dataclass
 class GradientEstimate:
@@ -69,7 +88,8 @@ class GradientEstimate:
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``ess`` (the number of independent replicas).
+            nothing is reconstructed), ``ess`` (the number of independent samples it is worth), ``chunks``, and what else the
+            estimator says of itself.
     """
 
     value: Tensor
@@ -79,6 +99,28 @@ class GradientEstimate:
     estimand: str
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
+    def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The confidence interval of the gradient by a parameter, or of the value: Student's t over the chunks."""
+        middle, error = (self.value, self.value_stderr) if name is None else (self.grad[name], self.grad_stderr[name])
+        half = float(student.ppf((1 + level) / 2, self.diagnostics["chunks"] - 1)) * error
+        return middle - half, middle + half
+
+    def surrogate(self, module: nn.Module) -> Tensor:
+        """A number equal to the value, whose gradient by the module's parameters is the estimate: for use in a larger loss.
+
+        Args:
+            module: the dynamics that was estimated.
+        """
+        parameters = self._parameters(module)
+        total = self.value.detach()
+        for name, grad in self.grad.items():
+            parameter = parameters[name]
+            shift = parameter - parameter.detach()
+            axes = list(range(-parameter.ndim, 0))
+            product = grad.to(parameter) * shift
+            total = total + (product.sum(axes) if axes else product)
+        return total
+
     def accumulate(self, module: nn.Module) -> None:
         """Add the gradient into the ``.grad`` of the module's parameters, as ``backward()`` does.
 
@@ -87,29 +129,63 @@ class GradientEstimate:
         """
         if self.value.numel() != 1:
             raise ValueError(f"accumulate needs a scalar observable; its mean has shape {tuple(self.value.shape)}.")
+        parameters = self._parameters(module)
+        for name, grad in self.grad.items():
+            parameter = parameters[name]
+            grad = grad.reshape(parameter.shape).to(parameter)
+            parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         parameters = dict(module.named_parameters())
         missing = [name for name in self.grad if name not in parameters]
         if missing:
             raise ValueError(
                 f"{missing[0]!r} is no parameter of {type(module).__name__}: pass the dynamics that was estimated."
             )
-        for name, grad in self.grad.items():
-            parameter = parameters[name]
-            grad = grad.reshape(parameter.shape).to(parameter)
-            parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
+        return parameters
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons not to trust it, a sentence each; empty if none is known."""
+        info, found = self.diagnostics, []
+        ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
+        if ess is not None and ess < FEW_SAMPLES:
+            found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
+        if error is not None and error > 1e-6:
+            found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
+        if growth is not None and math.exp(min(700.0, growth * info["duration"])) > LARGE_GROWTH:
+            lost = info.get("lost_at")
+            beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
+            found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
+        if info.get("truncate") is not None:
+            found.append(f"it was cut off after {info['truncate']:g}, which leaves out what acts later")
+        drift = info.get("equilibration")
+        if drift is not None and drift > 4:
+            found.append(f"the two halves of the run differ by {drift:.1f} standard errors: it had not come to equilibrium")
+        return found
 
     def __str__(self) -> str:
         lines = [f"{self.estimand} estimate", f"  value {_with_error(self.value, self.value_stderr)}"]
         lines += [f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}" for name, grad in self.grad.items()]
+        lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
         return "\n".join(lines)
 
 
+@dataclass
+class Chunk:
+    """What a group of replicas gave: its mean and gradient, and anything that all chunks are needed to make sense of."""
+
+    value: Tensor
+    grad: dict[str, Tensor]
+    stats: dict[str, Any]
+    extra: Any = None
+
+
 class Estimator(ABC):
-    """A way to estimate the gradient of an expectation."""
+    """A way to estimate the gradient of an expectation. Subclasses say what one chunk of replicas gives."""
 
     estimand: ClassVar[str]
 
-    @abstractmethod
     def __call__(
         self,
         simulation: Simulation,
@@ -130,6 +206,96 @@ class Estimator(ABC):
                 noise of a replica does not depend on it.
             generator: seeds starts and noise; None: torch's default generator.
         """
+        slices = chunk_slices(replicas, chunks)
+        self.check(simulation, observable)
+        starts = simulation.starts(replicas, generator)
+        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+        parts: list[Chunk] = []
+        with PeakMemory(starts.position.device) as memory:
+            begun = time.perf_counter()
+            for part in slices:
+                noise = None if seed is None else Noise(seed, part.start)
+                parts.append(self.chunk(simulation, observable, select(starts, part), noise))
+            sizes = [part.stop - part.start for part in slices]
+            diagnostics = self.combine(simulation, parts, sizes)
+            seconds = time.perf_counter() - begun
+        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, **diagnostics})
+
+    def finish(self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]) -> GradientEstimate:
+        """The estimate that the chunks make up."""
+        value, value_stderr = mean_and_stderr([part.value for part in parts], sizes)
+        pairs = {name: mean_and_stderr([part.grad[name] for part in parts], sizes) for name in parts[0].grad}
+        errors = [e for part in parts if (e := part.stats.get("reconstruction_error")) is not None]
+        return GradientEstimate(
+            value,
+            value_stderr,
+            {name: pair[0] for name, pair in pairs.items()},
+            {name: pair[1] for name, pair in pairs.items()},
+            self.estimand,
+            {
+                "energy_evaluations": sum(part.stats["energy_evaluations"] for part in parts),
+                "reconstruction_error": max(errors) if errors else None,
+                "chunks": len(parts),
+                "ess": float(sum(sizes)),
+                **diagnostics,
+            },
+        )
+
+    def check(self, simulation: Simulation, observable: Observable) -> None:
+        """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
+        return
+
+    @abstractmethod
+    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+        """Run a group of replicas."""
+
+    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+        """Finish the chunks' numbers where that takes all of them, and say more of the estimate."""
+        return {}
+
+
+def observe(
+    simulation: Simulation, observable: Observable, start: State, adjoint: Adjoint, noise: Noise | None
+) -> tuple[Tensor, Trajectory]:
+    """Run replicas and look: the observable ``(replicas, ...)``, and the trajectory."""
+    record = observable if isinstance(observable, TimeAverage) else None
+    trajectory = run(simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise)
+    return checked(look(observable, trajectory), start), trajectory
+
+
+def look(observable: Observable, trajectory: Trajectory) -> Tensor:
+    """The observable of a trajectory, which has recorded it if it is a time average."""
+    if isinstance(observable, TimeAverage):
+        assert trajectory.record is not None
+        return trajectory.record
+    if isinstance(observable, Final):
+        return observable.function(trajectory.final)
+    return observable(trajectory)
+
+
+def checked(values: Tensor, start: State) -> Tensor:
+    count = start.position.shape[0]
+    if values.shape[:1] != (count,):
+        raise ValueError(f"the observable has shape {tuple(values.shape)}; its leading axis must be the {count} replicas.")
+    return values
+
+
+def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The derivative of each entry of the mean, by input; zero where it does not depend on one."""
+    if not inputs or not mean.requires_grad:
+        return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
+    wanted = list(inputs.values())
+    rows: list[list[Tensor]] = []
+    with torch.enable_grad():
+        entries = mean.reshape(-1).unbind()
+    for i, entry in enumerate(entries):
+        found = torch.autograd.grad(entry, wanted, retain_graph=i + 1 < len(entries), allow_unused=True)
+        rows.append([torch.zeros_like(x) if g is None else g.detach() for g, x in zip(found, wanted, strict=True)])
+    columns = zip(*rows, strict=True)
+    return {
+        name: torch.stack(column).reshape((*mean.shape, *x.shape))
+        for (name, x), column in zip(inputs.items(), columns, strict=True)
+    }
 
 
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:
@@ -141,17 +307,19 @@ def chunk_slices(replicas: int, chunks: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
+def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
+    """The mean over replicas of chunk means."""
+    total = sum(sizes)
+    return torch.stack([value * (size / total) for value, size in zip(values, sizes, strict=True)]).sum(0)
+
+
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
     """The mean over replicas of chunk means, and its standard error from their spread (NaN for one chunk)."""
-    stacked = torch.stack(means)
-    weight = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
-    weight = (weight / weight.sum()).reshape(-1, *[1] * (stacked.ndim - 1))
-    mean = (weight * stacked).sum(0)
-    count = len(means)
+    mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))
-    spread = (weight**2 * (stacked - mean) ** 2).sum(0) * count / (count - 1)
-    return mean, spread.sqrt()
+    squares = [((value - mean) * (size / total)) ** 2 for value, size in zip(means, sizes, strict=True)]
+    return mean, (torch.stack(squares).sum(0) * count / (count - 1)).sqrt()
 
 
 def _with_error(value: Tensor, stderr: Tensor) -> str:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from typing import ClassVar
+import math
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from adjsim._noise import Noise, seed_from
-from adjsim._state import State, select
-from adjsim._trajectory import Final, TimeAverage, Trajectory
+from adjsim._noise import Noise
+from adjsim._state import State, detached
+from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, grid
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
+    Chunk,
     Estimator,
-    GradientEstimate,
     Observable,
     Simulation,
-    chunk_slices,
+    checked,
+    jacobian,
     mean_and_stderr,
+    observe,
 )
-from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import run
+from adjsim.solvers.base import SteppingSolver
 
 
 class Pathwise(Estimator):
@@ -30,101 +32,123 @@ class Pathwise(Estimator):
 
     It answers the path question, with little variance at short times. In a chaotic system the gradient of a single path
     grows as exp(lambda T) while that of the mean does not: beyond a few Lyapunov times its variance makes it useless, however
-    exact each path's gradient is.
+    exact each path's gradient is. ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the
+    start over that by the end, averaged over replicas (positive where paths part); ``diagnostics["lost_at"]`` is the time at
+    which the standard error reaches the gradient if it goes on growing so.
 
     Args:
         adjoint: how each path is differentiated.
+        truncate: a time, a multiple of dt. The way back is cut after so long: with a :class:`Final`, parameters act through the
+            last part of the run only; with a :class:`TimeAverage` the run is cut into parts of that length, and parameters act
+            within each. It bounds the growth and answers another question: what acts later is left out, and no error bar
+            knows of it. The estimate says so.
     """
 
     estimand: ClassVar[str] = "path"
 
-    def __init__(self, adjoint: Adjoint = DirectAdjoint()) -> None:
-        self.adjoint = adjoint
+    def __init__(self, adjoint: Adjoint = DirectAdjoint(), *, truncate: float | None = None) -> None:
+        if truncate is not None and not truncate > 0:
+            raise ValueError(f"truncate must be a positive time; got {truncate}.")
+        self.adjoint, self.truncate = adjoint, truncate
 
-    def __call__(
-        self,
-        simulation: Simulation,
-        observable: Observable,
-        *,
-        replicas: int,
-        chunks: int = 16,
-        generator: torch.Generator | None = None,
-    ) -> GradientEstimate:
-        starts = simulation.starts(replicas, generator)
-        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+    def check(self, simulation: Simulation, observable: Observable) -> None:
+        if self.truncate is None:
+            return
+        if not isinstance(simulation.solver, SteppingSolver):
+            raise TypeError(f"truncate goes with solvers of a fixed step, not with {type(simulation.solver).__name__}.")
+        if not isinstance(observable, TimeAverage | Final):
+            raise TypeError("truncate goes with Final(fn) and TimeAverage(fn), whose parts are known.")
+        grid(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
+
+    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         parameters = simulation.dynamics.trainable()
-        values, grads, sizes = [], [], []
-        stats: dict[str, float | None] = {"energy_evaluations": 0, "reconstruction_error": None}
-        with PeakMemory(starts.position.device) as memory:
-            begun = time.perf_counter()
-            for part in chunk_slices(replicas, chunks):
-                noise = None if seed is None else Noise(seed, part.start)
-                value, grad, trajectory = self._chunk(simulation, observable, select(starts, part), parameters, noise)
-                values.append(value)
-                grads.append(grad)
-                sizes.append(part.stop - part.start)
-                stats["energy_evaluations"] += trajectory.stats["energy_evaluations"]  # type: ignore[operator]
-                error = trajectory.stats.get("reconstruction_error")
-                if error is not None:
-                    stats["reconstruction_error"] = max(stats["reconstruction_error"] or 0.0, error)
-                del trajectory
-            seconds = time.perf_counter() - begun
-        value, value_stderr = mean_and_stderr(values, sizes)
-        pairs = {name: mean_and_stderr([g[name] for g in grads], sizes) for name in parameters}
-        return GradientEstimate(
-            value,
-            value_stderr,
-            {name: pair[0] for name, pair in pairs.items()},
-            {name: pair[1] for name, pair in pairs.items()},
-            self.estimand,
-            {**stats, "seconds": seconds, "peak_memory": memory.bytes, "ess": float(replicas)},
-        )
-
-    def _chunk(
-        self,
-        simulation: Simulation,
-        observable: Observable,
-        state: State,
-        parameters: dict[str, Tensor],
-        noise: Noise | None,
-    ) -> tuple[Tensor, dict[str, Tensor], Trajectory]:
         with torch.enable_grad():
-            record = observable if isinstance(observable, TimeAverage) else None
-            trajectory = run(simulation.dynamics, state, simulation.ts, simulation.solver, self.adjoint, record, noise)
-            values = _observe(observable, trajectory)
-            count = state.position.shape[0]
-            if values.shape[:1] != (count,):
-                raise ValueError(
-                    f"the observable has shape {tuple(values.shape)}; its leading axis must be the {count} replicas."
-                )
+            begin = type(start)(*(x.detach().requires_grad_() for x in start))
+            if self.truncate is None:
+                values, trajectory = observe(simulation, observable, begin, self.adjoint, noise)
+                final, runs = trajectory.final, [trajectory.stats]
+            else:
+                values, final, runs = self._cut(simulation, observable, begin, noise)
             mean = values.mean(0)
-        return mean.detach(), _jacobian(mean, parameters), trajectory
+        found = jacobian(mean, {**parameters, "": begin.position})
+        growth = self._growth(simulation, observable, found.pop(""), detached(final))
+        errors = [e for stats in runs if (e := stats.get("reconstruction_error")) is not None]
+        stats = {
+            "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
+            "reconstruction_error": max(errors) if errors else None,
+        }
+        return Chunk(mean.detach(), found, stats, growth)
+
+    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+        duration, rates = simulation.duration, [part.extra for part in parts if part.extra is not None]
+        found: dict[str, Any] = {"duration": duration, "growth": None, "truncate": self.truncate, "lost_at": None}
+        if not rates or self.truncate is not None:
+            return found
+        found["growth"] = growth = sum(rates) / len(rates)
+        ratios = []
+        for name in parts[0].grad:
+            grad, stderr = mean_and_stderr([part.grad[name] for part in parts], sizes)
+            ratios.append(float(grad.norm() / stderr.norm()))
+        known = [ratio for ratio in ratios if math.isfinite(ratio) and ratio > 0]
+        if growth > 0 and known:
+            found["lost_at"] = max(0.0, duration + math.log(min(known)) / growth)
+        return found
+
+    def _growth(self, simulation: Simulation, observable: Observable, at_start: Tensor, final: State) -> float | None:
+        """The rate at which the derivative by the position grows on the way back, the mean over replicas."""
+        if not isinstance(observable, TimeAverage | Final):
+            return None
+        with torch.enable_grad():
+            position = final.position.requires_grad_()
+            ends = observable.function(final._replace(position=position))
+            if not ends.requires_grad:
+                return None
+            (at_end,) = torch.autograd.grad(ends.mean(0).sum(), position)
+        axes = list(range(at_start.ndim - position.ndim))
+        whole = (at_start.sum(axes) if axes else at_start).flatten(1).norm(dim=1)
+        ratio = whole / at_end.flatten(1).norm(dim=1)
+        ratio = ratio[torch.isfinite(ratio) & (ratio > 0)]
+        return float(ratio.log().mean()) / simulation.duration if len(ratio) else None
+
+    def _cut(
+        self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
+    ) -> tuple[Tensor, State, list[dict[str, Any]]]:
+        """The observable with its graph cut (at the last part's start, or at that of every part), the end, and the parts'
+        stats."""
+        assert isinstance(simulation.solver, SteppingSolver)
+        assert self.truncate is not None
+        times, dt = check_times(simulation.ts), simulation.solver.dt
+        last, width = grid(times, dt)[-1], round(self.truncate / dt)
+        runs: list[dict[str, Any]] = []
+
+        def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:
+            span = [float(times[0]) + first * dt, float(times[0]) + stop * dt]
+            shifted = None if noise is None else Noise(noise.seed, noise.first, first)
+            made = run(simulation.dynamics, detached(state), span, simulation.solver, self.adjoint, record, shifted)
+            runs.append(made.stats)
+            return made
+
+        if isinstance(observable, Final):
+            if last > width:
+                with torch.no_grad():
+                    state = part(state, 0, last - width).final
+            final = part(state, max(0, last - width), last).final
+            values = observable.function(final)
+        else:
+            assert isinstance(observable, TimeAverage)
+            begin = first_averaged_step(observable.burn_in, dt, last) - 1
+            if begin > 0:
+                with torch.no_grad():
+                    state = part(state, 0, begin).final
+            total = torch.zeros(())
+            for first in range(begin, last, width):
+                stop = min(first + width, last)
+                piece = part(state, first, stop, TimeAverage(observable.function))
+                assert piece.record is not None
+                total, state = total + piece.record * (stop - first), piece.final
+            values, final = total / (last - begin), state
+        return checked(values, state), final, runs
 
     def __repr__(self) -> str:
-        return f"Pathwise({self.adjoint!r})"
-
-
-def _observe(observable: Observable, trajectory: Trajectory) -> Tensor:
-    if isinstance(observable, TimeAverage):
-        assert trajectory.record is not None
-        return trajectory.record
-    if isinstance(observable, Final):
-        return observable.function(trajectory.final)
-    return observable(trajectory)
-
-
-def _jacobian(mean: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The derivative of each entry of the mean, by parameter; zero where it does not depend on one."""
-    if not parameters or not mean.requires_grad:
-        return {name: torch.zeros((*mean.shape, *p.shape), dtype=p.dtype) for name, p in parameters.items()}
-    wanted = list(parameters.values())
-    rows: list[list[Tensor]] = []
-    entries = mean.reshape(-1)
-    for i, entry in enumerate(entries):
-        found = torch.autograd.grad(entry, wanted, retain_graph=i + 1 < len(entries), allow_unused=True)
-        rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, wanted, strict=True)])
-    columns = zip(*rows, strict=True)
-    return {
-        name: torch.stack(column).reshape((*mean.shape, *p.shape))
-        for (name, p), column in zip(parameters.items(), columns, strict=True)
-    }
+        cut = "" if self.truncate is None else f", truncate={self.truncate:g}"
+        return f"Pathwise({self.adjoint!r}{cut})"

@@ -27,8 +27,8 @@ class Splitting(SteppingSolver):
             Only for float64, and for flows made of shears and scales: not for :class:`~adjsim.ESH`. A factor such as
             exp(-friction dt) is replaced by a fraction within 1e-7 of its distance from one, so the trajectory is a staircase
             in the friction at that level and is not for difference quotients.
-            ``trajectory.stats["buffer_bits"]`` is what friction put into the information buffers, a step and degree of
-            freedom, and ``["buffer_bound"]`` the least possible, friction dt / ln 2 (None where it depends on the path).
+            ``trajectory.stats["buffer_bits"]`` is what the information buffers took in, a step and degree of freedom, and
+            ``["buffer_bound"]`` what friction takes in the long run, friction dt / ln 2 (None where it depends on the path).
 
     Raises:
         ValueError: a letter the dynamics has no term for, or a term the word does not use; with ``exact``, a state that is not

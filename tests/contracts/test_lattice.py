@@ -159,6 +159,16 @@ def test_rounding_has_the_derivative_of_the_identity():
     assert slope.tolist() == [0.0, 4.0]
 
 
+def test_a_lone_spill_of_a_large_batch_is_numbered():
+    buffers = torch.ones(1000, 2, dtype=torch.int64)
+    buffers[777, 1] = 2**34 + 3
+    state = NamedTuple("S", [("momentum_buffer", Tensor)])(buffers)
+    after, entry = spill(state, "momentum", 1000, 2.0**40)
+    assert entry.numbered
+    assert entry.bits == 32 * 3
+    assert torch.equal(getattr(refill(after, entry, 1000), buffer_name("momentum")), buffers)
+
+
 def test_a_spill_is_given_back():
     """Systems in which a buffer is full, and only those."""
     state = NamedTuple("S", [("momentum_buffer", Tensor)])(
@@ -167,7 +177,7 @@ def test_a_spill_is_given_back():
     name = buffer_name("momentum")
     after, entry = spill(state, "momentum", 3, 2.0**40)
     assert getattr(after, name).tolist() == [[2, 0], [3, 4], [3, 16]]
-    assert entry.bits == 32 * (4 + 2)  # four words, and which two systems they are of
+    assert entry.bits == 32 * 4 + 8  # four words, and a bit for each system
     assert torch.equal(getattr(refill(after, entry, 3), name), getattr(state, name))
     assert spill(after, "momentum", 3, 2.0**40) == (after, None)
     with pytest.raises(OverflowError, match="smaller dt"):

@@ -438,3 +438,32 @@ def test_buffers_of_conservative_and_thermostatted_runs():
         else:
             assert run.stats["buffer_bound"] is None
             assert 0 < run.stats["buffer_bits"] < 0.02
+
+
+def test_single_particles_cost_little_more():
+    """A hundred systems of one degree of freedom, which spill one by one."""
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(1.0), friction=1.0)
+    start = dynamics.init(torch.ones(100, 1, 1), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAOAB", 0.01, exact=True))
+    assert run.stats["buffer_bits"] < 1.5 * run.stats["buffer_bound"]
+
+
+def test_a_thermostat_that_takes_everything_at_once_is_an_error():
+    dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(parameter(1.0)), kT=1e-6, tau=1e-3)
+    start = dynamics.init(*(100 * x for x in square()))
+    with pytest.raises(OverflowError, match="smaller dt"):
+        adjsim.simulate(dynamics, start, [0.0, 10.0], solver=Splitting("NBABN", 0.1, exact=True))
+
+
+def test_a_potential_whose_force_knows_no_grid_is_refused():
+    class Spring(adjsim.potentials.Potential):
+        def forward(self, position):
+            return 0.5 * (position**2).sum((-1, -2))
+
+        def force(self, position):
+            return -position
+
+    dynamics = adjsim.Hamiltonian(Spring())
+    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must take grid=None"):
+        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True))

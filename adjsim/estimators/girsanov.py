@@ -1,0 +1,282 @@
+"""The score of the path: how likely the increments that were seen are under other parameters of the drift."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._noise import Noise
+from adjsim._params import trainable
+from adjsim._state import State
+from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
+from adjsim.adjoints.march import March, Recorder
+from adjsim.dynamics.langevin import Langevin
+from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.estimators.base import Chunk, Estimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.score_function import outer, outer_mean
+from adjsim.potentials.base import ForceField, force
+from adjsim.solvers.base import Problem
+from adjsim.solvers.euler_maruyama import EulerMaruyama
+from adjsim.solvers.splitting import Splitting
+
+# The effective sample size is that of weights for a parameter moved by this share of itself.
+MOVED = 0.1
+STACKED_STEPS = 32
+
+
+class Girsanov(Estimator):
+    """The gradient from the likelihood of the path: ``d<O>/dtheta = <dO/dtheta> + <(O - b) S>``, ``S = d log P(path)/dtheta``.
+
+    It answers the path question, asks nothing of the observable but its value, so that discontinuous ones are welcome, and
+    propagates nothing, so that chaos does no harm; the variance of S grows in proportion to the time instead. For parameters of
+    the drift alone. P is the density of the positions (and momenta) that the scheme really samples, all of them held fixed
+    while theta moves. With F' = dF/dtheta at the positions that were visited and xi the noise that was drawn:
+
+    ================================== =========================================================================
+    EulerMaruyama                      ``S = sum_k (dt/friction)/s  xi_k . F'_k``,  s = sqrt(2 kT dt/friction)
+    Splitting("OBABO")                 ``S = sum_k h/(2 sigma) (xi_k . F'_k + c xi'_k . F'_{k+1})``
+    Splitting("BAOAB"), positions      ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,  w_0 = 1/2, else 1
+    ================================== =========================================================================
+
+    with c, sigma those of the Ornstein-Uhlenbeck flow and, for BAOAB, whose momenta follow from its positions,
+    ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density, so the observable must not look at its
+    momenta; OBABO has one of both.) The control variate b is the mean of the observable over the other chunks, which leaves the
+    mean as it is.
+
+    ``diagnostics["ess"]`` is the number of paths that would be left of them if a parameter were moved by a tenth of itself and
+    the paths reweighted; it falls exponentially with the time.
+
+    Raises:
+        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: two such path densities have nothing
+            in common as dt goes to zero, and the score diverges. An observable that looks at momenta under BAOAB.
+        TypeError: another dynamics or solver.
+    """
+
+    estimand: ClassVar[str] = "path"
+
+    def check(self, simulation: Simulation, observable: Observable) -> None:
+        dynamics, solver = simulation.dynamics, simulation.solver
+        word = solver.scheme if isinstance(solver, Splitting) else None
+        fits = (type(solver) is EulerMaruyama and isinstance(dynamics, OverdampedLangevin)) or (
+            word in ("BAOAB", "OBABO") and isinstance(dynamics, Langevin)
+        )
+        if not fits:
+            raise TypeError(
+                "Girsanov knows the path density of EulerMaruyama(dt) on OverdampedLangevin and of Splitting('BAOAB', dt) and "
+                f"Splitting('OBABO', dt) on Langevin, not of {solver!r} on {type(dynamics).__name__}."
+            )
+        scaling = [name for name in dynamics.trainable() if not name.startswith("potential.")]
+        if scaling:
+            raise ValueError(
+                f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt goes to zero. Give it as a "
+                "number, and use Pathwise for its gradient."
+            )
+        if word == "BAOAB" and self._sees_momenta(simulation, observable):
+            raise ValueError(
+                "Girsanov: under BAOAB only positions have a path density, and the observable looks at momenta; use "
+                "Splitting('OBABO', dt)."
+            )
+
+    @torch.no_grad()
+    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+        dynamics, solver = simulation.dynamics, simulation.solver
+        times = check_times(simulation.ts)
+        stats: dict[str, Any] = {"energy_evaluations": 0}
+        march = March(Problem(dynamics, start, times, solver, None, {}, noise, stats=stats))
+        average = observable if isinstance(observable, TimeAverage) else None
+        recorder = Recorder(average, march)
+        score = _score(dynamics, solver, march)
+        explicit = _Explicit(dynamics, average)
+        entered = march.enter(start)
+        before = march.leave(entered)
+        recorder.visit(0, before)
+        for step, state in march.forward(entered):
+            after = march.leave(state)
+            score(step - 1, before, after)
+            recorder.visit(step, after)
+            if average is not None and step >= recorder.first:
+                explicit(after)
+            before = after
+        score.settle(march.last)
+        states, record = recorder.result()
+        trajectory = Trajectory(times, states, record, before, stats)
+        with torch.enable_grad():
+            seen = checked(look(observable, trajectory), start)
+            mean = seen.mean(0)
+        values = seen.detach()
+        own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
+        value, S = values.mean(0), score.total
+        # <O S> and <S>: the control variate comes with the other chunks.
+        OS = {name: outer_mean(values, scores) for name, scores in S.items()}
+        return Chunk(value, own, stats, {"OS": OS, "S": S, "explicit": own})
+
+    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+        for i, part in enumerate(parts):
+            others = [(p.value, n) for j, (p, n) in enumerate(zip(parts, sizes, strict=True)) if j != i]
+            b = weighted_mean([v for v, _ in others], [n for _, n in others]) if others else torch.zeros_like(part.value)
+            for name in part.grad:
+                found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
+                part.grad[name] = part.extra["explicit"][name] + found
+        parameters = simulation.dynamics.trainable()
+        left = float("inf")
+        for name, p in parameters.items():
+            scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(sum(sizes), -1)
+            for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
+                weight = torch.softmax(MOVED * (size or 1.0) * scores[:, j], 0)
+                left = min(left, 1.0 / float((weight**2).sum()))
+        return {"ess": left if parameters else float(sum(sizes))}
+
+    @staticmethod
+    def _sees_momenta(simulation: Simulation, observable: Observable) -> bool:
+        probe = simulation.starts(1, torch.Generator().manual_seed(0))
+        with torch.enable_grad():
+            moving = probe._replace(momentum=probe.momentum.detach().requires_grad_())
+            if isinstance(observable, TimeAverage | Final):
+                seen = observable.function(moving)
+            else:
+                frames = type(moving)(*(torch.stack([x] * len(simulation.ts)) for x in moving))
+                seen = observable(Trajectory(check_times(simulation.ts), frames, None, moving, {}))
+        if not seen.requires_grad:
+            return False
+        (slope,) = torch.autograd.grad(seen.sum(), moving.momentum, allow_unused=True)
+        return slope is not None
+
+    def __repr__(self) -> str:
+        return "Girsanov()"
+
+
+class _Explicit:
+    """The observable's own dependence on the parameters, averaged over the steps of a time average."""
+
+    def __init__(self, dynamics: Any, average: TimeAverage | None) -> None:
+        self.parameters, self.average = dynamics.trainable(), average
+        self.total: dict[str, Tensor] = {}
+        self.count = 0
+
+    def __call__(self, state: State) -> None:
+        assert self.average is not None
+        self.count += 1
+        with torch.enable_grad():
+            mean = self.average.function(state).mean(0)
+        if self.count > 1 and not mean.requires_grad:
+            return
+        for name, grad in jacobian(mean, self.parameters).items():
+            self.total[name] = self.total[name] + grad if name in self.total else grad
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: grad / self.count for name, grad in self.total.items()}
+
+
+class _Contraction:
+    """``v . dF/dtheta`` for every replica."""
+
+    def __init__(self, potential: nn.Module) -> None:
+        self.potential = potential
+        self.parameters = {f"potential.{name}": p for name, p in trainable(potential).items()}
+
+    def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
+        names = [name.removeprefix("potential.") for name in self.parameters]
+        wrapped = _ForceOf(self.potential)
+
+        def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
+            named = {f"potential.{name}": value for name, value in values.items()}
+            return (torch.func.functional_call(wrapped, named, (q, t)) * w).sum()
+
+        values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
+        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
+        return {f"potential.{name}": grad for name, grad in found.items()}
+
+
+class _ForceOf(nn.Module):
+    def __init__(self, potential: nn.Module) -> None:
+        super().__init__()
+        self.potential = potential
+
+    def forward(self, position: Tensor, t: Any) -> Tensor:
+        return force(self.potential, position, t)
+
+
+class _Score:
+    """The score of every replica's path, added up along the run."""
+
+    def __init__(self, dynamics: Any, march: March) -> None:
+        self.march, self.contraction = march, _Contraction(dynamics.potential)
+        replicas = march.problem.state.position.shape[0]
+        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.contraction.parameters.items()}
+        # A force in time is taken at its time; others wait, since one call for many steps spares its overhead.
+        self.patience = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, position: Tensor, weight: Tensor, step: int) -> None:
+        self.waiting.append((position, weight))
+        if len(self.waiting) == self.patience:
+            self.settle(step)
+
+    def settle(self, step: int) -> None:
+        """Add what waits."""
+        if self.waiting and self.total:
+            positions, weights = (torch.cat(entries) for entries in zip(*self.waiting, strict=True))
+            for name, found in self.contraction(positions, weights, self.march.time(step)).items():
+                total = self.total[name]
+                self.total[name] = total + found.reshape(len(self.waiting), *total.shape).sum(0)
+        self.waiting.clear()
+
+    def noise(self, step: int) -> tuple[Tensor, ...]:
+        drawn = self.march.noise(step)
+        assert drawn is not None
+        return drawn
+
+    def __call__(self, step: int, before: State, after: State) -> None:
+        """Add the step from one state to the next."""
+        raise NotImplementedError
+
+
+class _EulerMaruyama(_Score):
+    def __init__(self, dynamics: OverdampedLangevin, march: March) -> None:
+        super().__init__(dynamics, march)
+        group = march.coefficients["D"]
+        self.scale = _ratio(group["mobility"], group["noise"])
+
+    def __call__(self, step: int, before: State, after: State) -> None:
+        self.add(before.position, self.scale * self.noise(step)[0], step)
+
+
+class _OBABO(_Score):
+    def __init__(self, dynamics: Langevin, march: March) -> None:
+        super().__init__(dynamics, march)
+        self.c = march.coefficients["O"]["decay"]
+        self.scale = _ratio(march.coefficients["B"]["h"], march.coefficients["O"]["noise"])
+
+    def __call__(self, step: int, before: State, after: State) -> None:
+        first, second = self.noise(step)
+        self.add(before.position, self.scale * first, step)
+        self.add(after.position, self.scale * self.c * second, step + 1)
+
+
+class _BAOAB(_Score):
+    def __init__(self, dynamics: Langevin, march: March) -> None:
+        super().__init__(dynamics, march)
+        group = march.coefficients["O"]
+        # Half a kick, "h" being half of dt, is what the first step sees; the others follow on another half.
+        self.half = _ratio(march.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
+        self.alternating = torch.zeros_like(march.problem.state.position)
+        for step in range(march.last - 1, -1, -1):
+            self.alternating = self.noise(step)[0] - self.alternating
+
+    def __call__(self, step: int, before: State, after: State) -> None:
+        kicks = 1 if step == 0 else 2
+        self.add(before.position, kicks * self.half * self.alternating, step)
+        self.alternating = self.noise(step)[0] - self.alternating
+
+
+def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
+    """Drift over noise, zero for pinned atoms, which have neither."""
+    return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
+
+
+def _score(dynamics: Any, solver: Any, march: March) -> _Score:
+    if isinstance(solver, EulerMaruyama):
+        return _EulerMaruyama(dynamics, march)
+    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, march)

@@ -1,0 +1,202 @@
+"""Samples that are kept, and weighed anew as the parameters move."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from adjsim._noise import Noise, seed_from
+from adjsim._state import State, select
+from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.estimators.base import (
+    Chunk,
+    Estimator,
+    GradientEstimate,
+    Observable,
+    Simulation,
+    chunk_slices,
+    jacobian,
+    weighted_mean,
+)
+from adjsim.estimators.memory import PeakMemory
+from adjsim.estimators.score_function import burn_in, equilibration, outer, stationary
+from adjsim.observables.averages import mean_with_error
+from adjsim.simulation import run
+from adjsim.solvers.base import SteppingSolver
+
+
+class Reweighting(Estimator):
+    """Equilibrium means at parameters near those that were sampled, and their gradient (DiffTRe; Thaler and Zavadlav, Nat.
+    Commun. 12, 6884 (2021); thermodynamic perturbation)::
+
+        <O>_theta = sum_i w_i O_i / sum_i w_i,     w_i = exp(-(u_i(theta) - u_i(theta_0))),     u = H/kT
+
+    It answers the stationary question. Frames of a run at theta_0 are kept and used again as long as the weights leave enough
+    of them: a fit costs a simulation only now and then. The first call samples, and so does one at parameters at which the
+    effective share of the samples, ``(sum w)^2 / sum w^2 / n``, has fallen below ``threshold``. One object serves one
+    simulation; with another, or another number of replicas, it samples anew.
+
+    ``diagnostics["weights_ess"]`` is that share, ``["sampled"]`` whether this call sampled, ``["ess"]`` the number of
+    independent samples left. :meth:`surrogate` gives the weighted mean itself, differentiable.
+
+    Args:
+        every: time between frames that are kept; None: ten steps.
+        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
+        threshold: the share of effective samples below which it samples again.
+    """
+
+    estimand: ClassVar[str] = "stationary"
+
+    def __init__(self, *, every: float | None = None, burn_in: float = 0.0, threshold: float = 0.5) -> None:
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be a share between 0 and 1; got {threshold}.")
+        if not burn_in >= 0 or (every is not None and not every > 0):
+            raise ValueError(f"every and burn_in must be times; got {every} and {burn_in}.")
+        self.every, self.burn_in, self.threshold = every, burn_in, threshold
+        self._samples: _Samples | None = None
+
+    def check(self, simulation: Simulation, observable: Observable) -> None:
+        average = stationary(self, simulation, observable)
+        self._frames(simulation, burn_in(self, self.burn_in, average))
+
+    def __call__(
+        self,
+        simulation: Simulation,
+        observable: Observable,
+        *,
+        replicas: int,
+        chunks: int = 16,
+        generator: torch.Generator | None = None,
+    ) -> GradientEstimate:
+        slices = chunk_slices(replicas, chunks)
+        self.check(simulation, observable)
+        assert isinstance(observable, TimeAverage)
+        sizes, kept, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
+        skip = burn_in(self, self.burn_in, observable)
+        known = kept is not None and kept.simulation is simulation and (kept.sizes, kept.skip) == (sizes, skip)
+        with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0)).position.device) as memory:
+            sampled = kept is None or not known or self._share(kept) < self.threshold
+            if sampled:
+                kept = self._samples = self._sample(simulation, skip, slices, generator)
+            assert kept is not None
+            parts = [self._weigh(kept, i, observable) for i in range(len(sizes))]
+            if sampled:
+                parts[0].stats["energy_evaluations"] += kept.evaluations
+            diagnostics = self.combine(simulation, parts, sizes)
+        diagnostics.update(sampled=sampled, seconds=time.perf_counter() - begun, peak_memory=memory.bytes)
+        return self.finish(parts, sizes, diagnostics)
+
+    def surrogate(self, observable: TimeAverage) -> Tensor:
+        """The weighted mean over the samples that are kept, at the parameters as they are: its value and its gradient are both
+        right, also where the observable depends on the parameters."""
+        if self._samples is None:
+            raise RuntimeError("Reweighting has no samples yet; call it first.")
+        with torch.enable_grad():
+            logs = torch.cat([self._samples.log_weight(i) for i in range(len(self._samples.states))])
+            values = torch.cat([observable.function(state) for state in self._samples.states])
+            return (_like(torch.softmax(logs, 0), values) * values).sum(0)
+
+    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+        raise NotImplementedError("Reweighting weighs samples that it keeps; it is called as a whole.")
+
+    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+        """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and its spread the error."""
+        A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
+        R = A / B
+        for part in parts:
+            part.value = R + (part.extra["A"] - R * part.extra["B"]) / B
+        for name in parts[0].grad:
+            dA, dB = (weighted_mean([part.extra[key][name] for part in parts], sizes) for key in ("dA", "dB"))
+            dR = (dA - outer(R, dB)) / B
+            for part in parts:
+                e = part.extra
+                own = e["dA"][name] - outer(R, e["dB"][name]) - outer(part.value - R, dB)
+                part.grad[name] = dR + (own - dR * e["B"]) / B
+        weights = torch.cat([part.extra["w"] for part in parts])
+        share = float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+        series = torch.cat([part.extra["O"] for part in parts], 1)
+        each = [mean_with_error(column).ess for column in series.unbind(2)]
+        half = len(series) // 2
+        halves = [part.extra["O"][half:].mean((0, 1)) - part.extra["O"][:half].mean((0, 1)) for part in parts]
+        return {
+            "weights_ess": share,
+            "ess": share * min(each),
+            "equilibration": equilibration(torch.stack(halves)) if half > 0 else None,
+        }
+
+    def _frames(self, simulation: Simulation, skip: float) -> list[float]:
+        """The start, and the times of the frames that are kept."""
+        assert isinstance(simulation.solver, SteppingSolver)
+        times, dt = check_times(simulation.ts), simulation.solver.dt
+        last, begin = grid(times, dt)[-1], float(times[0])
+        width = 10 if self.every is None else grid(check_times([0.0, self.every]), dt)[-1]
+        first = first_averaged_step(skip, dt, last)
+        steps = range(first - 1 + width, last + 1, width)
+        if len(steps) < 2:
+            raise ValueError(f"Reweighting: {last} steps leave {len(steps)} frames; run longer, or give a smaller every.")
+        return [begin, *(begin + k * dt for k in steps)]
+
+    def _sample(self, simulation: Simulation, skip: float, slices: list[slice], generator: torch.Generator | None) -> _Samples:
+        starts = simulation.starts(slices[-1].stop, generator)
+        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+        times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
+        with torch.no_grad():
+            for part in slices:
+                noise = None if seed is None else Noise(seed, part.start)
+                made = run(simulation.dynamics, select(starts, part), times, simulation.solver, DirectAdjoint(), None, noise)
+                frames = type(starts)(*(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields))
+                states.append(frames)
+                energies.append(simulation.dynamics.reduced_energy(frames))
+                evaluations += made.stats["energy_evaluations"]
+        return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
+
+    @torch.no_grad()
+    def _share(self, kept: _Samples) -> float:
+        w = torch.softmax(torch.cat([kept.log_weight(i) for i in range(len(kept.states))]), 0)
+        return 1.0 / float((w**2).sum() * len(w))
+
+    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage) -> Chunk:
+        """One chunk's means of w O and of w, and their derivatives."""
+        parameters = kept.simulation.dynamics.trainable()
+        with torch.enable_grad():
+            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i))
+            A, B = (_like(w, values) * values).mean(0), w.mean()
+            both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
+        size = A.numel()
+        frames = len(w) // kept.sizes[i]
+        extra = {
+            "A": A.detach(),
+            "B": B.detach(),
+            "dA": {name: x[:size].reshape((*A.shape, *parameters[name].shape)) for name, x in both.items()},
+            "dB": {name: x[size] for name, x in both.items()},
+            "w": w.detach(),
+            "O": values.detach().reshape(frames, kept.sizes[i], -1),
+        }
+        return Chunk(extra["A"], dict(extra["dA"]), {"energy_evaluations": 1}, extra)
+
+    def __repr__(self) -> str:
+        return f"Reweighting(threshold={self.threshold:g})"
+
+
+@dataclass
+class _Samples:
+    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they were sampled."""
+
+    simulation: Simulation
+    sizes: list[int]
+    skip: float
+    states: list[State]
+    energies: list[Tensor]
+    evaluations: int
+
+    def log_weight(self, i: int) -> Tensor:
+        return self.energies[i] - self.simulation.dynamics.reduced_energy(self.states[i])
+
+
+def _like(weights: Tensor, values: Tensor) -> Tensor:
+    return weights.reshape(-1, *[1] * (values.ndim - 1))

@@ -1,0 +1,505 @@
+"""Every estimator against exact answers, within its own errors; and errors that cover."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import nn
+
+import adjsim
+from adjsim import (
+    CheckpointAdjoint,
+    Final,
+    FiniteDifference,
+    ForwardSensitivity,
+    Girsanov,
+    ImplicitDifferentiation,
+    Pathwise,
+    ReversibleAdjoint,
+    Reweighting,
+    ScoreFunction,
+    Simulation,
+    TimeAverage,
+)
+from tests.problems import parameter, square
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def within(estimate, exact, bias=0.0):
+    """Four of its own standard errors."""
+    for name, truth in exact.items():
+        grad, stderr = estimate.grad[name], estimate.grad_stderr[name]
+        assert bool((stderr >= 0).all()), name
+        assert bool(((grad - torch.as_tensor(truth)).abs() <= 4 * stderr + bias).all()), (name, grad, stderr, truth)
+
+
+# The path from x = 1 in a harmonic well, by the moments of the Euler-Maruyama chain:
+
+
+def path_gradient(k=1.0, kT=1.0, friction=1.0, dt=0.01, steps=100):
+    """<x_T^2>, d<x_T^2>/dk and d/dkT of the chain x' = a x + s xi, exactly."""
+
+    def mean(k, kT):
+        a, s2 = 1 - k * dt / friction, 2 * kT * dt / friction
+        m2 = 1.0
+        for _ in range(steps):
+            m2 = a * a * m2 + s2
+        return m2
+
+    h = 1e-5
+    return mean(k, kT), (mean(k + h, kT) - mean(k - h, kT)) / (2 * h), (mean(k, kT + h) - mean(k, kT - h)) / (2 * h)
+
+
+def path_problem(kT=1.0, dt=0.01):
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), kT=kT, friction=1.0)
+    return Simulation(dynamics, lambda n, generator: dynamics.init(torch.ones(n, 1, 1)), [0.0, 1.0], adjsim.EulerMaruyama(dt))
+
+
+def squared(state):
+    return state.position[:, 0, 0] ** 2
+
+
+def test_the_exact_path_gradient_is_that_of_the_reference():
+    assert path_gradient()[1] == pytest.approx(-0.8646, abs=5e-5)
+
+
+PATH = [
+    Pathwise(),
+    Pathwise(CheckpointAdjoint()),
+    FiniteDifference(),
+    ForwardSensitivity(),
+    Girsanov(),
+]
+
+
+@pytest.mark.parametrize("estimator", PATH, ids=repr)
+def test_path_gradient(estimator):
+    estimate = estimator(path_problem(), Final(squared), replicas=20_000, generator=seeded())
+    assert estimate.estimand == "path"
+    value, dk, _ = path_gradient()
+    within(estimate, {"potential.k": dk})
+    assert abs(float(estimate.value) - value) < 4 * float(estimate.value_stderr)
+    assert float(estimate.grad_stderr["potential.k"]) < 0.05
+
+
+@pytest.mark.parametrize("estimator", [Pathwise(), FiniteDifference(), ForwardSensitivity()], ids=repr)
+def test_path_gradient_by_temperature(estimator):
+    estimate = estimator(path_problem(parameter(1.0)), Final(squared), replicas=20_000, generator=seeded())
+    _, dk, dkT = path_gradient()
+    within(estimate, {"potential.k": dk, "kT": dkT})
+
+
+@pytest.mark.parametrize("scheme", ["BAOAB", "OBABO"])
+def test_girsanov_on_langevin_equals_pathwise(scheme):
+    """Another mass, kT and friction than one; several steps, so that all weights of the score count."""
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)), 1.4, 0.7, 1.3)
+
+    def initial(n, generator):
+        return dynamics.init(torch.ones(n, 2, 1), generator=generator)
+
+    simulation = Simulation(dynamics, initial, [0.0, 0.6], adjsim.Splitting(scheme, 0.06))
+    observable = Final(lambda state: (state.position**2).sum((-1, -2)))
+    one = Pathwise()(simulation, observable, replicas=100_000, generator=seeded(1))
+    two = Girsanov()(simulation, observable, replicas=100_000, generator=seeded(2))
+    difference = float(one.grad["potential.barrier"] - two.grad["potential.barrier"])
+    stderr = math.hypot(float(one.grad_stderr["potential.barrier"]), float(two.grad_stderr["potential.barrier"]))
+    assert abs(difference) < 4 * stderr
+    assert stderr < 0.05 * abs(float(one.grad["potential.barrier"]))
+
+
+def test_girsanov_of_momenta_under_obabo():
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), 1.4, 0.7, 1.3)
+
+    def initial(n, generator):
+        return dynamics.init(torch.ones(n, 1, 1), generator=generator)
+
+    simulation = Simulation(dynamics, initial, [0.0, 0.6], adjsim.Splitting("OBABO", 0.06))
+    observable = Final(lambda state: state.momentum[:, 0, 0] * state.position[:, 0, 0])
+    one = Pathwise()(simulation, observable, replicas=40_000, generator=seeded(1))
+    two = Girsanov()(simulation, observable, replicas=40_000, generator=seeded(2))
+    within(two, {"potential.k": one.grad["potential.k"]}, bias=4 * float(one.grad_stderr["potential.k"]))
+
+
+class Tilted(nn.Module):
+    """An observable with a parameter of its own: alpha x^2, alpha being the potential's k as well."""
+
+    def __init__(self, dynamics):
+        super().__init__()
+        self.dynamics = dynamics
+
+    def __call__(self, state):
+        return self.dynamics.potential.k * state.position[:, 0, 0] ** 2
+
+
+@pytest.mark.parametrize("estimator", [Girsanov(), Pathwise(), ForwardSensitivity()], ids=repr)
+def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
+    simulation = path_problem()
+    value, dk, _ = path_gradient()
+    for observable in (Final(Tilted(simulation.dynamics)), lambda run: Tilted(simulation.dynamics)(run.final)):
+        estimate = estimator(simulation, observable, replicas=20_000, generator=seeded())
+        within(estimate, {"potential.k": dk + value})  # k = 1
+
+
+# Equilibrium, by quadrature.
+
+
+def boltzmann(energy, kT, function):
+    weight = quad(lambda x: math.exp(-energy(x) / kT), -6, 6)[0]
+    return quad(lambda x: function(x) * math.exp(-energy(x) / kT), -6, 6)[0] / weight
+
+
+def derivative(f, x, h=1e-4):
+    return (f(x + h) - f(x - h)) / (2 * h)
+
+
+def equilibrium(potential, kT, start, time=30.0, dt=0.02, burn_in=5.0):
+    dynamics = adjsim.OverdampedLangevin(potential, kT=kT, friction=1.0)
+
+    def initial(n, generator):
+        return dynamics.init(start + 0.3 * torch.randn(n, 1, 1, generator=generator))
+
+    return Simulation(dynamics, initial, [0.0, time], adjsim.LeimkuhlerMatthews(dt)), burn_in
+
+
+STATIONARY = [ScoreFunction, lambda burn_in: Reweighting(burn_in=burn_in)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
+@pytest.mark.parametrize("k", [0.5, 1.0, 2.0])
+def test_harmonic(make, k):
+    """d<x^2>/dk = -kT/k^2 and d<x^2>/dkT = 1/k; LeimkuhlerMatthews has no bias here."""
+    kT = 0.8
+    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), parameter(kT), 0.0, 40.0, 0.05, 10.0)
+    estimate = make(burn_in)(simulation, TimeAverage(squared), replicas=1024, generator=seeded(3))
+    assert estimate.estimand == "stationary"
+    within(estimate, {"potential.k": -kT / k**2, "kT": 1 / k})
+    assert float(estimate.grad_stderr["potential.k"]) < 0.05 * kT / k**2
+    assert estimate.diagnostics["ess"] > 1000
+    assert not estimate.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
+@pytest.mark.parametrize(("b", "exact"), [(0.0, -1.704272), (-0.67, -0.634558)])
+def test_asymmetric_double_well(make, b, exact):
+    """d<x>/db of the reference, at a = 1 and kT = 0.5, sampled across the barrier."""
+    kT = 0.5
+
+    def mean(b):
+        return boltzmann(lambda x: (x * x - 1) ** 2 + b * x, kT, lambda x: x)
+
+    assert derivative(mean, b) == pytest.approx(exact, abs=2e-6)
+    simulation, burn_in = equilibrium(adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT, 0.0, 120.0, 0.01, 20.0)
+    estimate = make(burn_in)(simulation, TimeAverage(lambda s: s.position[:, 0, 0]), replicas=1024, generator=seeded(4))
+    # The step's own error, second order: the difference to half the step was below 1e-3 of the gradient.
+    within(estimate, {"potential.asymmetry": exact}, bias=2e-3 * abs(exact))
+    assert float(estimate.grad_stderr["potential.asymmetry"]) < 0.05 * abs(exact)
+
+
+@pytest.mark.slow
+def test_muller_brown_occupation():
+    """The share in the deep basin and its derivative by kT, by quadrature on the plane."""
+    kT, potential = 15.0, adjsim.MullerBrown()
+
+    def energy(x, y):
+        return float(potential(torch.tensor([[x, y]])))
+
+    def share(kT):
+        # Relative to the deep minimum, so that nothing overflows.
+        grid = torch.cartesian_prod(torch.linspace(-1.8, 1.3, 621), torch.linspace(-0.6, 2.2, 561))
+        weight = torch.exp(-(potential(grid.unsqueeze(1)) + 146.7) / kT)
+        return float((weight * torch.sigmoid(8 * (grid[:, 1] - 0.8))).sum() / weight.sum())
+
+    dynamics = adjsim.OverdampedLangevin(potential, kT=parameter(kT), friction=1.0)
+
+    def initial(n, generator):
+        wells = torch.tensor([[-0.558, 1.442], [0.623, 0.028]])
+        pick = (torch.rand(n, generator=generator) > share(kT)).long()
+        return dynamics.init(wells[pick].unsqueeze(1))
+
+    simulation = Simulation(dynamics, initial, [0.0, 4.0], adjsim.LeimkuhlerMatthews(1e-4))
+    observable = TimeAverage(lambda s: torch.sigmoid(8 * (s.position[:, 0, 1] - 0.8)), burn_in=0.5)
+    estimate = ScoreFunction()(simulation, observable, replicas=256, generator=seeded(5))
+    assert abs(float(estimate.value) - share(kT)) < 4 * float(estimate.value_stderr)
+    within(estimate, {"kT": derivative(share, kT, 0.05)})
+    assert energy(-0.558, 1.442) < -146
+
+
+@pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
+def test_the_observable_may_depend_on_the_parameters_at_equilibrium(make):
+    """<k x^2> = kT whatever k: the explicit part and the covariance cancel. The surrogate has both value and gradient."""
+    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(1.3)), parameter(0.8), 0.0, 20.0, 0.05, 5.0)
+    observable = TimeAverage(Tilted(simulation.dynamics))
+    estimator = make(burn_in)
+    estimate = estimator(simulation, observable, replicas=256, generator=seeded(3))
+    within(estimate, {"potential.k": 0.0, "kT": 1.0})
+    surrogates = [estimate.surrogate(simulation.dynamics)]
+    if isinstance(estimator, Reweighting):
+        surrogates.append(estimator.surrogate(observable))
+    for surrogate in surrogates:
+        assert float(surrogate) == pytest.approx(float(estimate.value), rel=1e-12)
+        found = torch.autograd.grad(surrogate, list(simulation.dynamics.parameters()))
+        names = [name for name, _ in simulation.dynamics.named_parameters()]
+        for name, grad in zip(names, found, strict=True):
+            assert float(grad) == pytest.approx(float(estimate.grad[name]), rel=1e-3, abs=1e-3)
+
+
+def test_reweighting_keeps_its_samples_until_they_wear_out():
+    potential = adjsim.Harmonic(parameter(1.0))
+    simulation, burn_in = equilibrium(potential, 0.8, 0.0, 20.0, 0.05, 5.0)
+    estimator, observable = Reweighting(burn_in=burn_in, threshold=0.5), TimeAverage(squared)
+    first = estimator(simulation, observable, replicas=512, generator=seeded(1))
+    assert first.diagnostics["sampled"]
+    assert first.diagnostics["weights_ess"] == pytest.approx(1.0)
+    potential.k.data.fill_(1.15)
+    near = estimator(simulation, observable, replicas=512, generator=seeded(2))
+    assert not near.diagnostics["sampled"]
+    assert 0.9 < near.diagnostics["weights_ess"] < 1
+    assert near.diagnostics["energy_evaluations"] < 0.1 * first.diagnostics["energy_evaluations"]
+    within(near, {"potential.k": -0.8 / 1.15**2})
+    assert abs(float(near.value) - 0.8 / 1.15) < 4 * float(near.value_stderr)
+    potential.k.data.fill_(8.0)
+    assert estimator(simulation, observable, replicas=512, generator=seeded(3)).diagnostics["sampled"]
+
+
+@pytest.mark.slow
+def test_variance_of_the_score_falls_as_one_over_the_samples():
+    """Slope -1 within 0.1 in log-log, over two decades, from the spread of repetitions."""
+    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(1.0)), 1.0, 0.0, 6.0, 0.05, 4.0)
+    sizes = [16, 64, 256, 1024]
+    spreads = []
+    for size in sizes:
+        found = [
+            float(
+                ScoreFunction(burn_in)(simulation, TimeAverage(squared), replicas=size, chunks=1, generator=seeded(s)).grad[
+                    "potential.k"
+                ]
+            )
+            for s in range(120)
+        ]
+        spreads.append(float(torch.tensor(found).var()))
+    x, y = torch.log(torch.tensor(sizes, dtype=torch.float64)), torch.log(torch.tensor(spreads, dtype=torch.float64))
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+    # 120 repetitions know a variance to 13 %, and the slope over a factor of 64 to 0.04.
+    assert abs(slope + 1) < 0.1, slope
+
+
+@pytest.mark.slow
+def test_girsanov_wears_out_with_time():
+    """The variance of the score grows in proportion to the time; the effective sample size falls."""
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
+
+    def initial(n, generator):
+        return dynamics.init(torch.randn(n, 1, 1, generator=generator))
+
+    ess, errors = [], []
+    for time in (1.0, 4.0, 16.0, 64.0):
+        simulation = Simulation(dynamics, initial, [0.0, time], adjsim.EulerMaruyama(0.02))
+        estimate = Girsanov()(simulation, Final(squared), replicas=4096, generator=seeded())
+        ess.append(estimate.diagnostics["ess"])
+        errors.append(float(estimate.grad_stderr["potential.k"]))
+    assert ess == sorted(ess, reverse=True)
+    # Twice the error for four times the time, once the start is forgotten.
+    assert 1.5 < errors[3] / errors[2] < 2.7
+
+
+# Errors that cover.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["path", "stationary", "girsanov"])
+def test_intervals_cover(kind):
+    """95 % intervals hold the truth in 90 to 99 % of 200 repetitions."""
+    if kind == "stationary":
+        k, kT = 1.0, 1.0
+        simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), kT, 0.0, 14.0, 0.1, 4.0)
+        observable, estimator, truth = TimeAverage(squared), ScoreFunction(burn_in), -kT / k**2
+    else:
+        simulation, observable, truth = path_problem(dt=0.05), Final(squared), path_gradient(dt=0.05, steps=20)[1]
+        estimator = Girsanov() if kind == "girsanov" else Pathwise()
+    covered = 0
+    for seed in range(200):
+        estimate = estimator(simulation, observable, replicas=256, chunks=8, generator=seeded(1000 + seed))
+        low, high = estimate.interval("potential.k")
+        covered += bool(low <= truth <= high)
+    assert 180 <= covered <= 198, covered
+
+
+# What each says of itself.
+
+
+def test_growth_is_the_rate_of_the_flow():
+    """A stable well contracts at k/friction, a barrier expands at its curvature: the tangent's rate, exactly."""
+    for k in (1.0, -0.8):
+        dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(k)), 1.0, 1.0)
+        simulation = Simulation(
+            dynamics, lambda n, generator, d=dynamics: d.init(torch.ones(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.01)
+        )
+        estimate = Pathwise(CheckpointAdjoint())(
+            simulation, Final(lambda s: s.position[:, 0, 0]), replicas=64, chunks=1, generator=seeded()
+        )
+        # log(1 - k dt)/dt, which is -k to the first order.
+        assert estimate.diagnostics["growth"] == pytest.approx(math.log(1 - k * 0.01) / 0.01, rel=1e-9)
+
+
+def test_chaos_is_said():
+    """A chaotic cluster: the gradient of a path grows, the estimate says so and when it is lost."""
+    from adjsim.systems import cluster
+
+    dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0), parameter(1.0)))
+
+    def initial(n, generator):
+        position = cluster().position.expand(n, -1, -1)
+        return dynamics.init(position, 0.9 * torch.randn(position.shape, generator=generator))
+
+    observable = Final(lambda s: (s.position**2).mean((-1, -2)))
+    found = []
+    for time in (1.0, 8.0):
+        simulation = Simulation(dynamics, initial, [0.0, time], adjsim.Splitting("BAB", 0.005, exact=True))
+        found.append(Pathwise(ReversibleAdjoint())(simulation, observable, replicas=8, chunks=4, generator=seeded()))
+    assert found[1].diagnostics["growth"] > 0.5
+    assert any("grows as exp(" in reason for reason in found[1].warnings)
+    assert "not to be trusted" in str(found[1])
+    assert found[1].diagnostics["lost_at"] < 8.0
+
+
+def test_a_start_out_of_equilibrium_is_said():
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
+    simulation = Simulation(
+        dynamics, lambda n, generator: dynamics.init(torch.full((n, 1, 1), 9.0)), [0.0, 6.0], adjsim.EulerMaruyama(0.05)
+    )
+    raw = ScoreFunction()(simulation, TimeAverage(squared), replicas=256, generator=seeded())
+    assert any("had not come to equilibrium" in reason for reason in raw.warnings)
+
+
+def test_few_samples_are_said():
+    simulation = path_problem()
+    estimate = Pathwise()(simulation, Final(squared), replicas=20, generator=seeded())
+    assert any("worth 20 independent samples" in reason for reason in estimate.warnings)
+
+
+def test_truncation_is_another_question_and_says_so():
+    """With one piece it is the whole gradient; with a shorter one it is that of the last part, by the chain's moments."""
+    simulation, observable = path_problem(), Final(squared)
+    whole = Pathwise()(simulation, observable, replicas=512, generator=seeded())
+    same = Pathwise(truncate=1.0)(simulation, observable, replicas=512, generator=seeded())
+    assert torch.equal(whole.value, same.value)
+    torch.testing.assert_close(whole.grad["potential.k"], same.grad["potential.k"], rtol=1e-12, atol=0)
+    cut = Pathwise(truncate=0.3)(simulation, observable, replicas=20_000, generator=seeded())
+    # From x_70, with its own second moment m: m2 = a^60 m + s2 (1 - a^60)/(1 - a^2), differentiated by k with m held fixed.
+    dt, steps = 0.01, 30
+    start = path_gradient(steps=70)[0]
+
+    def mean(k):
+        a = (1 - k * dt) ** 2
+        return a**steps * start + 2 * dt * (1 - a**steps) / (1 - a)
+
+    within(cut, {"potential.k": derivative(mean, 1.0)})
+    assert any("cut off after 0.3" in reason for reason in cut.warnings)
+    average = TimeAverage(squared)
+    one, many = (Pathwise(truncate=t)(simulation, average, replicas=512, generator=seeded()) for t in (1.0, 0.1))
+    plain = Pathwise()(simulation, average, replicas=512, generator=seeded())
+    torch.testing.assert_close(one.grad["potential.k"], plain.grad["potential.k"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(many.value, plain.value, rtol=1e-12, atol=0)
+    assert abs(float(many.grad["potential.k"])) < 0.5 * abs(float(plain.grad["potential.k"]))
+
+
+# What is refused.
+
+
+def test_a_score_of_parameters_that_scale_the_noise_is_refused():
+    with pytest.raises(ValueError, match="'kT' scales the noise"):
+        Girsanov()(path_problem(parameter(1.0)), Final(squared), replicas=10)
+
+
+def test_girsanov_refuses_what_it_has_no_density_of():
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)))
+
+    def initial(n, generator):
+        return dynamics.init(torch.ones(n, 1, 1), generator=generator)
+
+    with pytest.raises(TypeError, match="knows the path density of"):
+        Girsanov()(Simulation(dynamics, initial, [0.0, 1.0], adjsim.Splitting("ABOBA", 0.1)), Final(squared), replicas=10)
+    with pytest.raises(ValueError, match="looks at momenta"):
+        Girsanov()(
+            Simulation(dynamics, initial, [0.0, 1.0], adjsim.BAOAB(0.1)),
+            Final(lambda s: s.momentum[:, 0, 0] ** 2),
+            replicas=10,
+        )
+
+
+@pytest.mark.parametrize("estimator", [ScoreFunction(), Reweighting()], ids=repr)
+def test_stationary_estimators_refuse_path_questions(estimator):
+    with pytest.raises(TypeError, match=r"first passage.*use Pathwise"):
+        estimator(path_problem(), Final(squared), replicas=10)
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    simulation = Simulation(
+        dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1), torch.ones(n, 1, 1)), [0.0, 1.0], adjsim.VelocityVerlet(0.1)
+    )
+    with pytest.raises(TypeError, match="does not sample a density"):
+        estimator(simulation, TimeAverage(squared), replicas=10)
+
+
+def test_burn_ins_that_disagree_are_refused():
+    with pytest.raises(ValueError, match="burn_in = 2 and the observable 1"):
+        ScoreFunction(2.0)(path_problem(), TimeAverage(squared, burn_in=1.0), replicas=10)
+
+
+# Minima.
+
+
+def test_the_derivative_of_a_minimum():
+    """A pair at 2^(1/6) sigma, a cluster by central differences, and the harmonic centre in many dimensions."""
+    find = ImplicitDifferentiation()
+    potential = adjsim.LennardJones(parameter(1.3), parameter(1.1))
+    pair = find(potential, torch.tensor([[0.0, 0.0, 0.0], [1.3, 0.1, 0.0]]))
+    distance = (pair[1] - pair[0]).norm()
+    assert float(distance) == pytest.approx(2 ** (1 / 6) * 1.1, rel=1e-9)
+    epsilon, sigma = torch.autograd.grad(distance, [potential.epsilon, potential.sigma])
+    assert float(sigma) == pytest.approx(2 ** (1 / 6), rel=1e-7)
+    assert abs(float(epsilon)) < 1e-8
+    center = nn.Parameter(torch.randn(20, 3))
+    bowl = adjsim.Harmonic(torch.rand(20, 3) + 0.5, center)
+    found = find(bowl, torch.zeros(20, 3))
+    (slope,) = torch.autograd.grad((found * torch.arange(60.0).reshape(20, 3)).sum(), center)
+    torch.testing.assert_close(slope, torch.arange(60.0).reshape(20, 3), rtol=1e-7, atol=1e-7)
+
+
+def test_the_derivative_of_a_cluster_against_differences():
+    from tests.problems import Cage
+
+    def size(value=None):
+        torch.manual_seed(0)
+        cage = Cage()
+        if value is not None:
+            cage.width.data.fill_(value)
+        found = ImplicitDifferentiation()(cage, torch.cat([square()[0], square()[0] + torch.tensor([0.5, 2.0])]))
+        return (found**2).sum(), cage
+
+    total, cage = size()
+    grads = torch.autograd.grad(total, list(cage.parameters()))
+    h = 1e-4
+    slope = float(size(1.1 + h)[0] - size(1.1 - h)[0]) / (2 * h)
+    assert float(grads[1]) == pytest.approx(slope, rel=1e-5)
+
+
+def test_saddles_and_unfinished_minima_are_errors():
+    with pytest.raises(RuntimeError, match="saddle"):
+        ImplicitDifferentiation()(adjsim.DoubleWell(parameter(1.0)), torch.zeros(1, 2))
+    with pytest.raises(RuntimeError, match="the minimiser stopped"):
+        ImplicitDifferentiation(tol=1e-30)(adjsim.LennardJones(parameter(1.0)), square()[0])
+
+
+def test_batches_of_minima():
+    potential = adjsim.AsymmetricDoubleWell(parameter(1.0), parameter(0.2))
+    found = ImplicitDifferentiation()(potential, torch.tensor([[[-1.1]], [[1.2]]]))
+    (slope,) = torch.autograd.grad(found.sum(), potential.asymmetry)
+    expected = sum(-1 / (12 * float(q) ** 2 - 4) for q in found.detach().flatten())
+    assert float(slope) == pytest.approx(expected, rel=1e-8)
