@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress, TextColumn
-from torch import nn
 
-from adjsim._state import State
-from adjsim._trajectory import Final, check_times, grid
-from adjsim.adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
-from adjsim.compare import Comparison, compare, plot_horizons, write_whole
-from adjsim.dynamics import (
-    Dynamics,
-    GeneralizedLangevin,
-    Hamiltonian,
-    Langevin,
-    MassiveDynamics,
-    NoseHooverChain,
-    OverdampedLangevin,
-)
-from adjsim.estimators import Pathwise, Simulation
-from adjsim.solvers import EulerMaruyama, LeimkuhlerMatthews, ODESolver, SDESolver, Splitting
-from adjsim.solvers.base import SteppingSolver
-from adjsim.systems import System, cluster, structure
+from adjsim._trajectory import check_times, grid
+from adjsim.compare import Comparison, plot_horizons, write_whole
+from adjsim.job import ADJOINTS, PLAIN, SCHEMES, Bath, Job, adjoints_of, model_of, solver_of
+from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-ADJOINTS: dict[str, Adjoint] = {
-    "direct": DirectAdjoint(),
-    "checkpoint": CheckpointAdjoint(),
-    "reversible": ReversibleAdjoint(),
-    "backsolve": BacksolveAdjoint(),
-}
-PLAIN = "reversible, plain"
-SCHEMES = {
-    "hamiltonian": "BAB",
-    "nose-hoover": "NBABN",
-    "langevin": "BAOAB",
-    "generalised": "BAGAB",
-    "overdamped": "LeimkuhlerMatthews",
-}
-OVERDAMPED = {"EulerMaruyama": EulerMaruyama, "LeimkuhlerMatthews": LeimkuhlerMatthews}
 
 
 @app.callback()
@@ -163,139 +130,19 @@ def compare_command(
         horizons = _horizons(horizon or [usual], step)
         warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
         rate = friction if friction is not None else (0.001 if real else 1.0)
-        bath = _Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
-        model = _model(system, dynamics, bath)
+        bath = Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
+        model = model_of(system, dynamics, bath)
         word = scheme or SCHEMES[dynamics]
-        solver = _solver(word, dynamics, step * system.time, exact)
-        adjoints = _adjoints(adjoint, dynamics, exact)
-        work = _Work(system, model, word, solver, adjoints, horizons, warmth, replicas, seed)
-        work.check()
+        solver = solver_of(word, dynamics, step * system.time, exact)
+        adjoints = adjoints_of(adjoint, dynamics, exact)
+        job = Job(system, model, word, solver, adjoints, horizons, warmth, replicas, seed)
+        job.check()
         if output.exists() and not output.is_dir():
             raise ValueError(f"output '{output}' is a file; name a folder.")
     except (ValueError, TypeError) as error:
         _refuse(error)
-    comparisons = work.run()
-    _report(work, comparisons, output)
-
-
-@dataclass
-class _Bath:
-    """The numbers of a thermostat, in the units of the command line."""
-
-    temperature: float
-    tau: float
-    friction: float
-    rates: list[float]
-    strengths: list[float]
-
-
-@dataclass
-class _Work:
-    """What the command line asked for, in the library's words."""
-
-    system: System
-    model: Dynamics
-    scheme: str
-    solver: SteppingSolver
-    adjoints: dict[str, Adjoint]
-    horizons: list[float]
-    temperature: float
-    replicas: int
-    seed: int
-
-    def initial(self, replicas: int, generator: torch.Generator | None) -> State:
-        """Thermal momenta, less their mean motion, on the system's positions."""
-        position = self.system.position.expand(replicas, -1, -1)
-        if isinstance(self.model, OverdampedLangevin):
-            return self.model.init(position)
-        assert isinstance(self.model, MassiveDynamics)
-        kT = torch.tensor(self.temperature * self.system.temperature, dtype=position.dtype)
-        momentum = self.model.thermal_momentum(position, kT, generator)
-        mass = self.model.masses(position).expand(position.shape[-2], 1)
-        drift = momentum.sum(-2, keepdim=True) / mass.sum()
-        return self.model.init(position, momentum - mass * drift, generator)
-
-    def energy_per_atom(self, state: State) -> torch.Tensor:
-        return self.system.potential(state.position) / state.position.shape[-2]
-
-    def check(self) -> None:
-        """Whatever would be refused later is refused now."""
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1; got {self.replicas}.")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
-        state = self.initial(self.replicas, torch.Generator().manual_seed(self.seed))
-        self.model.check(state)
-        self.solver.program(self.model, state)
-
-    @property
-    def exact(self) -> bool:
-        return isinstance(self.solver, Splitting) and self.solver.exact
-
-    @property
-    def continuous(self) -> ODESolver | SDESolver:
-        """What the continuous adjoint is solved with."""
-        if self.model.stochastic:
-            return SDESolver("midpoint", dt=self.solver.dt)
-        return ODESolver("dopri5", rtol=1e-7, atol=1e-9)
-
-    def run(self) -> dict[float, Comparison]:
-        """A comparison for each horizon, warm, with a progress bar on a terminal."""
-        console = Console(stderr=True)
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("comparing", total=1 + len(self.horizons) * len(self.adjoints), doing="warming up")
-            for name in self.adjoints:
-                self.estimate(name, self.solver.dt / self.system.time)
-            results = {}
-            for horizon in self.horizons:
-                parts = []
-                for name in self.adjoints:
-                    progress.update(task, advance=1, doing=f"{name}, horizon {horizon:g}")
-                    parts.append(self.estimate(name, horizon))
-                estimates = {k: v for part in parts for k, v in part.estimates.items()}
-                failures = {k: v for part in parts for k, v in part.failures.items()}
-                results[horizon] = Comparison(estimates, failures, reference=next(iter(self.adjoints)))
-        return results
-
-    def estimate(self, name: str, horizon: float) -> Comparison:
-        """One method at one horizon."""
-        solver = self.continuous if name == "backsolve" else self.solver
-        if name == PLAIN:
-            solver = Splitting(self.scheme, self.solver.dt)
-        simulation = Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
-        estimator = Pathwise(self.adjoints[name])
-        generator = torch.Generator().manual_seed(self.seed)
-        return compare(simulation, Final(self.energy_per_atom), {name: estimator}, replicas=self.replicas, generator=generator)
-
-
-def _model(system: System, dynamics: str, bath: _Bath) -> Dynamics:
-    def number(value: float | list[float] | torch.Tensor, unit: float) -> nn.Parameter:
-        return nn.Parameter(torch.as_tensor(value, dtype=torch.float64) * unit)
-
-    potential, mass, time = system.potential, system.mass, system.time
-    if dynamics == "hamiltonian":
-        return Hamiltonian(potential, mass)
-    kT = number(bath.temperature, system.temperature)
-    if dynamics == "nose-hoover":
-        atoms, dim = system.position.shape
-        return NoseHooverChain(potential, mass, kT, number(bath.tau, time), dof=atoms * dim - dim)
-    if dynamics == "langevin":
-        return Langevin(potential, mass, kT, number(bath.friction, 1 / time))
-    if dynamics == "generalised":
-        return GeneralizedLangevin(potential, mass, kT, number(bath.rates, 1 / time), number(bath.strengths, 1 / time**2))
-    common = mass if len(mass.unique()) > 1 else mass.unique()[0]
-    return OverdampedLangevin(potential, kT, number(common * bath.friction, 1 / time))
-
-
-def _solver(scheme: str, dynamics: str, dt: float, exact: bool) -> SteppingSolver:
-    if dynamics != "overdamped":
-        return Splitting(scheme, dt, exact=exact)
-    if exact:
-        raise ValueError("--exact needs steps that can be undone, unlike those of overdamped; choose another dynamics.")
-    if scheme not in OVERDAMPED:
-        raise ValueError(f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}.")
-    return OVERDAMPED[scheme](dt)
+    comparisons = job.run()
+    _report(job, comparisons, output)
 
 
 def _memory(friction: float, rates: str | None, strengths: str | None) -> tuple[list[float], list[float]]:
@@ -313,25 +160,6 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--{option} '{text}' is not a list of numbers; write such as 1,4.") from None
-
-
-def _adjoints(asked: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
-    fitting = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
-    usual = [name for name in fitting if not exact or name != "backsolve"]
-    names = [name.strip() for entry in asked for name in entry.split(",")] if asked else usual
-    for name in names:
-        if name not in ADJOINTS:
-            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(fitting)}.")
-        if name not in fitting:
-            raise ValueError(
-                f"adjoint '{name}' needs steps that can be undone, unlike those of {dynamics}; "
-                f"choose from {', '.join(fitting)}."
-            )
-    chosen = {name: ADJOINTS[name] for name in names}
-    if exact and "reversible" in chosen:
-        # With neither checkpoints nor a tolerance, so that what is lost is seen.
-        chosen[PLAIN] = ReversibleAdjoint(checkpoint_every=sys.maxsize, tol=float("inf"))
-    return chosen
 
 
 def _horizons(asked: list[str], dt: float) -> list[float]:
@@ -355,13 +183,13 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
     return sorted(horizons)
 
 
-def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> None:
-    system, steps = work.system, {h: round(h * work.system.time / work.solver.dt) for h in comparisons}
+def _report(job: Job, comparisons: dict[float, Comparison], output: Path) -> None:
+    system, steps = job.system, {h: round(h * job.system.time / job.solver.dt) for h in comparisons}
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    word = f"{work.scheme} exact" if work.exact else work.scheme
+    word = f"{job.scheme} exact" if job.exact else job.scheme
     console.print(
-        f"{system.name}, {type(work.model).__name__}, {word} at dt = {work.solver.dt / system.time:g}, "
-        f"{work.temperature:g} {system.temperature_name}, seed {work.seed}. Value: potential energy per atom at the horizon.",
+        f"{system.name}, {type(job.model).__name__}, {word} at dt = {job.solver.dt / system.time:g}, "
+        f"{job.temperature:g} {system.temperature_name}, seed {job.seed}. Value: potential energy per atom at the horizon.",
         soft_wrap=True,
     )
     for horizon, comparison in comparisons.items():
@@ -370,16 +198,16 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
             console.print(comparison.table())
         for name, reason in comparison.failures.items():
             console.print(f"{name}: {reason}", soft_wrap=True)
-    if "backsolve" in work.adjoints:
-        solver, other = repr(work.continuous), "the exact flow"
-        if work.model.stochastic:
+    if "backsolve" in job.adjoints:
+        solver, other = repr(job.continuous), "the exact flow"
+        if job.model.stochastic:
             solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
         console.print(
             f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
             soft_wrap=True,
         )
-    if PLAIN in work.adjoints:
+    if PLAIN in job.adjoints:
         console.print(
             f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that is another path of the same "
             "system before long, with another gradient; and where its reconstruction error is not small, the gradient of none.",
@@ -391,14 +219,14 @@ def _report(work: _Work, comparisons: dict[float, Comparison], output: Path) -> 
     plot_horizons(comparisons, system.time_name).savefig(picture, format="png", dpi=130)
     document: dict[str, Any] = {
         "system": system.name,
-        "dynamics": type(work.model).__name__,
-        "scheme": work.scheme,
-        "exact": work.exact,
-        "dt": work.solver.dt / system.time,
-        "temperature": work.temperature,
+        "dynamics": type(job.model).__name__,
+        "scheme": job.scheme,
+        "exact": job.exact,
+        "dt": job.solver.dt / system.time,
+        "temperature": job.temperature,
         "units": {"time": system.time_name, "temperature": system.temperature_name},
-        "replicas": work.replicas,
-        "seed": work.seed,
+        "replicas": job.replicas,
+        "seed": job.seed,
         "horizons": [
             {"horizon": horizon, "steps": steps[horizon], "methods": comparison.rows()}
             for horizon, comparison in comparisons.items()
