@@ -8,12 +8,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
+from adjsim._progress import shown
 from adjsim._trajectory import check_times, grid
-from adjsim.compare import Comparison, plot_horizons, write_whole
+from adjsim.compare import Comparison, compare, plot_horizons, write_whole
 from adjsim.job import ADJOINTS, PLAIN, SCHEMES, Bath, Job, adjoints_of, model_of, solver_of
+from adjsim.presets import ESTIMATORS, presets
+from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -26,6 +30,23 @@ def main() -> None:
 
 @app.command("compare")
 def compare_command(
+    context: typer.Context,
+    preset: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PRESET]",
+            help="lj13 (the Lennard-Jones cluster, or with --structure another, by every adjoint), or a problem to set "
+            f"estimators beside each other on, with its exact answer where there is one: {', '.join(presets())}.",
+        ),
+    ] = "lj13",
+    estimators: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"For a preset other than lj13: estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by "
+            "commas.",
+            show_default="all",
+        ),
+    ] = None,
     structure_file: Annotated[
         Path | None,
         typer.Option(
@@ -109,7 +130,12 @@ def compare_command(
             show_default="all that go with the dynamics",
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Starts to average over, each with momenta and noise of its own.")] = 1,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Starts to average over, each with momenta and noise of its own.", show_default="1, or 4096 for a preset"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
 ) -> None:
@@ -118,10 +144,18 @@ def compare_command(
     The observable is the potential energy per atom at the horizon. Its gradient with respect to epsilon and sigma (and to
     kT, tau, friction, rates and strengths of a thermostat) is taken by each adjoint from the same starts and the same noise.
     Writes compare.png and compare.json into the output folder.
+
+    With another preset, gradient estimators are set beside each other on a small problem: those of what happens along a path,
+    and those of the equilibrium mean, which are two questions and are shown apart.
     """
-    real = structure_file is not None
+    if preset != "lj13":
+        _compare_estimators(context, preset, estimators, horizon, 4096 if replicas is None else replicas, seed, output)
+        return
+    real, replicas = structure_file is not None, 1 if replicas is None else replicas
     try:
-        system = structure(structure_file, epsilon, sigma, cutoff) if real else cluster(epsilon, sigma, cutoff)
+        if estimators:
+            raise ValueError(f"--estimators goes with the presets {', '.join(presets())}; lj13 compares adjoints (--adjoint).")
+        system = structure(structure_file, epsilon, sigma, cutoff) if structure_file else cluster(epsilon, sigma, cutoff)
         if dynamics not in SCHEMES:
             raise ValueError(f"unknown dynamics '{dynamics}'; choose one of {', '.join(SCHEMES)}.")
         stiff = dynamics == "overdamped"
@@ -137,12 +171,94 @@ def compare_command(
         adjoints = adjoints_of(adjoint, dynamics, exact)
         job = Job(system, model, word, solver, adjoints, horizons, warmth, replicas, seed)
         job.check()
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"output '{output}' is a file; name a folder.")
+        _check_output(output)
     except (ValueError, TypeError) as error:
         _refuse(error)
     comparisons = job.run()
     _report(job, comparisons, output)
+
+
+def _compare_estimators(
+    context: typer.Context,
+    preset: str,
+    names: list[str] | None,
+    horizon: list[str] | None,
+    replicas: int,
+    seed: int,
+    output: Path,
+) -> None:
+    try:
+        known = presets()
+        if preset not in known:
+            raise ValueError(f"unknown preset '{preset}'; choose one of lj13, {', '.join(known)}.")
+        mine = {"preset", "estimators", "horizon", "replicas", "seed", "output"}
+        others = [name for name in context.params if name not in mine and _given(context, name)]
+        if others:
+            option = "structure" if others[0] == "structure_file" else others[0]
+            raise ValueError(f"--{option} goes with the preset lj13, not with {preset}.")
+        asked = [name.strip() for entry in names for name in entry.split(",")] if names else list(ESTIMATORS)
+        for name in asked:
+            if name not in ESTIMATORS:
+                raise ValueError(f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}.")
+        problem = known[preset]
+        solver = problem.simulation(problem.horizon).solver
+        assert isinstance(solver, SteppingSolver)
+        horizons = _horizons(horizon or [f"{problem.horizon:g}"], solver.dt)
+        if replicas < 2:
+            raise ValueError(f"replicas must be at least 2 for an error bar; got {replicas}.")
+        _check_output(output)
+    except ValueError as error:
+        _refuse(error)
+    chosen = {name: ESTIMATORS[name]() for name in asked}
+    results: dict[float, Comparison] = {}
+    progress = Console(stderr=True)
+    for time in shown(horizons, "horizons", len(horizons), progress.is_terminal):
+        generator = torch.Generator().manual_seed(seed)
+        results[time] = compare(problem.simulation(time), problem.observable, chosen, replicas=replicas, generator=generator)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(f"{problem.title}. {replicas} replicas, seed {seed}.", soft_wrap=True)
+    exact = problem.exact() if problem.exact is not None else None
+    if exact is not None:
+        slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in exact[1].items())
+        console.print(f"equilibrium, by quadrature: {exact[0]:.6g}, {slopes}", soft_wrap=True)
+    for time, comparison in results.items():
+        console.print(f"\nhorizon {time:g}")
+        _print_comparison(console, comparison)
+    document: dict[str, Any] = {
+        "preset": preset,
+        "title": problem.title,
+        "replicas": replicas,
+        "seed": seed,
+        "exact": None if exact is None else {"value": exact[0], "grad": exact[1]},
+        "horizons": [{"horizon": time, "methods": comparison.rows()} for time, comparison in results.items()],
+    }
+    _write(console, results, "", document, output)
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an option was written on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output '{output}' is a file; name a folder.")
+
+
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    if comparison.estimates:
+        console.print(comparison.table())
+    for remark in comparison.remarks():
+        console.print(remark, soft_wrap=True)
+
+
+def _write(console: Console, results: dict[float, Comparison], unit: str, document: dict[str, Any], output: Path) -> None:
+    picture = BytesIO()
+    plot_horizons(results, unit).savefig(picture, format="png", dpi=130)
+    write_whole(output / "compare.png", picture.getvalue())
+    write_whole(output / "compare.json", json.dumps(document, indent=2).encode())
+    console.print(f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}", soft_wrap=True)
 
 
 def _memory(friction: float, rates: str | None, strengths: str | None) -> tuple[list[float], list[float]]:
@@ -194,10 +310,7 @@ def _report(job: Job, comparisons: dict[float, Comparison], output: Path) -> Non
     )
     for horizon, comparison in comparisons.items():
         console.print(f"\nhorizon {horizon:g} {system.time_name} ({steps[horizon]} steps)")
-        if comparison.estimates:
-            console.print(comparison.table())
-        for name, reason in comparison.failures.items():
-            console.print(f"{name}: {reason}", soft_wrap=True)
+        _print_comparison(console, comparison)
     if "backsolve" in job.adjoints:
         solver, other = repr(job.continuous), "the exact flow"
         if job.model.stochastic:
@@ -215,8 +328,6 @@ def _report(job: Job, comparisons: dict[float, Comparison], output: Path) -> Non
         )
     if not any(comparison.estimates for comparison in comparisons.values()):
         _fail("every method was lost, so nothing was written; use a smaller dt, a lower temperature or a shorter horizon.")
-    picture = BytesIO()
-    plot_horizons(comparisons, system.time_name).savefig(picture, format="png", dpi=130)
     document: dict[str, Any] = {
         "system": system.name,
         "dynamics": type(job.model).__name__,
@@ -232,9 +343,7 @@ def _report(job: Job, comparisons: dict[float, Comparison], output: Path) -> Non
             for horizon, comparison in comparisons.items()
         ],
     }
-    write_whole(output / "compare.png", picture.getvalue())
-    write_whole(output / "compare.json", json.dumps(document, indent=2).encode())
-    console.print(f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}", soft_wrap=True)
+    _write(console, comparisons, system.time_name, document, output)
 
 
 def _refuse(error: Exception) -> NoReturn:

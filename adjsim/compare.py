@@ -81,14 +81,18 @@ class Comparison:
         parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
+        kinds = {estimate.estimand for estimate in self.estimates.values()}
+        if len(kinds) > 1:
+            table.add_column("estimand")
         for heading in ("value", *(f"d/d {_short(name, parameters)}" for name in parameters)):
             table.add_column(heading, justify="right", no_wrap=True)
         for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for estimand in sorted({estimate.estimand for estimate in self.estimates.values()}):
+        for estimand in sorted(kinds):
             for name, estimate in self.estimates.items():
                 if estimate.estimand == estimand:
-                    table.add_row(name, *self._cells(name, estimate, parameters))
+                    label = [estimand] if len(kinds) > 1 else []
+                    table.add_row(name, *label, *self._cells(name, estimate, parameters))
             table.add_section()
         return table
 
@@ -109,9 +113,14 @@ class Comparison:
         text = StringIO()
         console = Console(file=text, width=160)
         console.print(self.table())
-        for name, reason in self.failures.items():
-            console.print(f"{name}: {reason}", highlight=False, soft_wrap=True)
+        for remark in self.remarks():
+            console.print(remark, highlight=False, soft_wrap=True)
         return text.getvalue().rstrip()
+
+    def remarks(self) -> list[str]:
+        """What is to be said of single methods: why not to trust a number, or why there is none."""
+        doubts = [f"{name}: not to be trusted, {why}." for name, e in self.estimates.items() for why in e.warnings]
+        return doubts + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
         """Gradient, time and memory of each method, as bars."""
@@ -149,8 +158,9 @@ def compare(
         generator: seeds starts and noise; None: torch's default generator.
 
     Returns:
-        A :class:`Comparison`, which prints as a table. A method whose run is lost (reversal beyond its tolerance, numbers no
-        longer finite or off the lattice) is listed with the reason.
+        A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary one to a path question, a
+        path score to a parameter that scales the noise) is listed with the reason, and so is one whose run is lost (reversal
+        beyond its tolerance, numbers no longer finite or off the lattice).
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
@@ -158,6 +168,11 @@ def compare(
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
+        try:
+            estimator.check(simulation, observable)
+        except (TypeError, ValueError) as unfit:
+            result.failures[name] = f"does not apply. {unfit}"
+            continue
         try:
             result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:

@@ -16,6 +16,7 @@ import torch
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, Final, Pathwise, ReversibleAdjoint, Simulation, TimeAverage, compare
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
+from adjsim.presets import presets
 from adjsim.systems import structure
 from tests.problems import parameter, square
 
@@ -324,4 +325,71 @@ def test_command_line_refuses_exact_steps_that_cannot_be_undone(tmp_path):
     done = command("--exact", "--dynamics", "overdamped", "--output", "out", cwd=tmp_path)
     assert done.returncode == 2
     assert "unlike those of overdamped" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line_on_a_preset(tmp_path):
+    """Path and stationary estimates apart, each within its errors of the quadrature; what does not apply says why."""
+    done = command(
+        "harmonic",
+        "--estimators",
+        "finite-difference,girsanov,score-function",
+        "--replicas",
+        "512",
+        "--output",
+        "out",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "equilibrium, by quadrature: 1, d/d potential.k -1" in done.stdout
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["exact"]["value"] == pytest.approx(1.0, abs=1e-8)
+    (horizon,) = document["horizons"]
+    methods = {row["method"]: row for row in horizon["methods"]}
+    assert {name: row["estimand"] for name, row in methods.items()} == {
+        "finite-difference": "path",
+        "girsanov": "path",
+        "score-function": "stationary",
+    }
+    score = methods["score-function"]
+    assert abs(score["grad"]["potential.k"] + 1) < 4 * score["grad_stderr"]["potential.k"] + 0.01  # dt/2 of Euler-Maruyama
+
+
+def test_command_line_first_passage_refuses_stationary_estimators(tmp_path):
+    done = command(
+        "first-passage", "--estimators", "girsanov,score-function", "--replicas", "64", "--horizon", "0.5,1", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("score-function: does not apply.") == 2
+    document = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())
+    assert [horizon["horizon"] for horizon in document["horizons"]] == [0.5, 1.0]
+    assert document["exact"] is None
+
+
+def test_presets_have_the_answers_of_the_references():
+    known = presets()
+    value, grads = known["asymmetric-double-well"].exact()
+    assert grads["potential.asymmetry"] == pytest.approx(-0.634558, abs=1e-6)
+    assert -1 < value < 1.2
+    value, grads = known["muller-brown"].exact()
+    assert 0.8 < value < 0.95
+    assert grads["kT"] < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["quartic"], "unknown preset 'quartic'; choose one of lj13, harmonic"),
+        (["harmonic", "--estimators", "reinforce"], "unknown estimator 'reinforce'; choose from pathwise"),
+        (["harmonic", "--structure", "x.xyz"], "--structure goes with the preset lj13, not with harmonic"),
+        (["harmonic", "--replicas", "1"], "replicas must be at least 2"),
+        (["harmonic", "--horizon", "0.005"], "not a multiple of dt"),
+        (["--estimators", "girsanov"], "--estimators goes with the presets harmonic"),
+    ],
+)
+def test_command_line_refuses_preset_nonsense(tmp_path, options, says):
+    done = command(*options, "--output", "out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
