@@ -41,7 +41,7 @@ Initial = Callable[[int, torch.Generator | None], State]
 # Below so many independent samples an error bar is not to be trusted either.
 FEW_SAMPLES = 50
 # Beyond such a growth of tangents along the run, few paths make up the mean of all.
-LARGE_GROWTH = 1e3
+LARGE_GROWTH = 1e2
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,12 @@ class GradientEstimate:
             found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
-        if growth is not None and math.exp(min(700.0, growth * info["duration"])) > LARGE_GROWTH:
-            lost = info.get("lost_at")
+        lost = info.get("lost_at")
+        if growth is not None and (growth * info["duration"] > math.log(LARGE_GROWTH) or (lost or math.inf) < info["duration"]):
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
             found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
+        if info.get("smooth") is False:
+            found.append("the observable has no derivative along a path (is it a step?), so its zero says nothing")
         if info.get("truncate") is not None:
             found.append(f"it was cut off after {info['truncate']:g}, which leaves out what acts later")
         drift = info.get("equilibration")

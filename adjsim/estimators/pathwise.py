@@ -33,8 +33,8 @@ class Pathwise(Estimator):
     It answers the path question, with little variance at short times. In a chaotic system the gradient of a single path
     grows as exp(lambda T) while that of the mean does not: beyond a few Lyapunov times its variance makes it useless, however
     exact each path's gradient is. ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the
-    start over that by the end, averaged over replicas (positive where paths part); ``diagnostics["lost_at"]`` is the time at
-    which the standard error reaches the gradient if it goes on growing so.
+    start over that by the end, root mean square over replicas (positive where some paths part); ``diagnostics["lost_at"]`` is
+    the time at which the standard error reaches the gradient if it grows so.
 
     Args:
         adjoint: how each path is differentiated.
@@ -77,14 +77,15 @@ class Pathwise(Estimator):
             "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
             "reconstruction_error": max(errors) if errors else None,
         }
-        return Chunk(mean.detach(), found, stats, growth)
+        return Chunk(mean.detach(), found, stats, (growth, mean.requires_grad or not parameters))
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        duration, rates = simulation.duration, [part.extra for part in parts if part.extra is not None]
+        duration, squares = simulation.duration, [part.extra[0] for part in parts if part.extra[0] is not None]
         found: dict[str, Any] = {"duration": duration, "growth": None, "truncate": self.truncate, "lost_at": None}
-        if not rates or self.truncate is not None:
+        found["smooth"] = all(part.extra[1] for part in parts)
+        if not squares or self.truncate is not None:
             return found
-        found["growth"] = growth = sum(rates) / len(rates)
+        found["growth"] = growth = 0.5 * math.log(sum(squares) / len(squares)) / duration
         ratios = []
         for name in parts[0].grad:
             grad, stderr = mean_and_stderr([part.grad[name] for part in parts], sizes)
@@ -95,7 +96,8 @@ class Pathwise(Estimator):
         return found
 
     def _growth(self, simulation: Simulation, observable: Observable, at_start: Tensor, final: State) -> float | None:
-        """The rate at which the derivative by the position grows on the way back, the mean over replicas."""
+        """How much larger the derivative by the start is than that by the end, squared, the mean over replicas: the few that
+        part make up the variance."""
         if not isinstance(observable, TimeAverage | Final):
             return None
         with torch.enable_grad():
@@ -107,8 +109,8 @@ class Pathwise(Estimator):
         axes = list(range(at_start.ndim - position.ndim))
         whole = (at_start.sum(axes) if axes else at_start).flatten(1).norm(dim=1)
         ratio = whole / at_end.flatten(1).norm(dim=1)
-        ratio = ratio[torch.isfinite(ratio) & (ratio > 0)]
-        return float(ratio.log().mean()) / simulation.duration if len(ratio) else None
+        square = float(ratio[torch.isfinite(ratio)].square().mean())
+        return square if square > 0 else None
 
     def _cut(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None

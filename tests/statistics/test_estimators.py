@@ -335,6 +335,11 @@ def test_intervals_cover(kind):
 # What each says of itself.
 
 
+def test_a_step_along_a_path_is_said():
+    estimate = Pathwise()(path_problem(), Final(lambda s: (s.position[:, 0, 0] > 0).double()), replicas=64, generator=seeded())
+    assert any("no derivative along a path" in reason for reason in estimate.warnings)
+
+
 def test_growth_is_the_rate_of_the_flow():
     """A stable well contracts at k/friction, a barrier expands at its curvature: the tangent's rate, exactly."""
     for k in (1.0, -0.8):
