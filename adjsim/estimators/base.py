@@ -184,10 +184,11 @@ class Chunk:
 
 
 class Estimator(ABC):
-    """A way to estimate the gradient of an expectation. Subclasses say what one chunk of replicas gives."""
+    """A way to estimate the gradient of an expectation."""
 
     estimand: ClassVar[str]
 
+    @abstractmethod
     def __call__(
         self,
         simulation: Simulation,
@@ -208,20 +209,10 @@ class Estimator(ABC):
                 noise of a replica does not depend on it.
             generator: seeds starts and noise; None: torch's default generator.
         """
-        slices = chunk_slices(replicas, chunks)
-        self.check(simulation, observable)
-        starts = simulation.starts(replicas, generator)
-        seed = seed_from(generator) if simulation.dynamics.stochastic else None
-        parts: list[Chunk] = []
-        with PeakMemory(starts.position.device) as memory:
-            begun = time.perf_counter()
-            for part in slices:
-                noise = None if seed is None else Noise(seed, part.start)
-                parts.append(self.chunk(simulation, observable, select(starts, part), noise))
-            sizes = [part.stop - part.start for part in slices]
-            diagnostics = self.combine(simulation, parts, sizes)
-            seconds = time.perf_counter() - begun
-        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, **diagnostics})
+
+    def check(self, simulation: Simulation, observable: Observable) -> None:
+        """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
+        return
 
     def finish(self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]) -> GradientEstimate:
         """The estimate that the chunks make up."""
@@ -243,9 +234,33 @@ class Estimator(ABC):
             },
         )
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
-        """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
-        return
+
+class ChunkedEstimator(Estimator):
+    """One that runs its replicas chunk by chunk. Subclasses say what a chunk gives."""
+
+    def __call__(
+        self,
+        simulation: Simulation,
+        observable: Observable,
+        *,
+        replicas: int,
+        chunks: int = 16,
+        generator: torch.Generator | None = None,
+    ) -> GradientEstimate:
+        slices = chunk_slices(replicas, chunks)
+        self.check(simulation, observable)
+        starts = simulation.starts(replicas, generator)
+        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+        parts: list[Chunk] = []
+        with PeakMemory(starts.position.device) as memory:
+            begun = time.perf_counter()
+            for part in slices:
+                noise = None if seed is None else Noise(seed, part.start)
+                parts.append(self.chunk(simulation, observable, select(starts, part), noise))
+            sizes = [part.stop - part.start for part in slices]
+            diagnostics = self.combine(simulation, parts, sizes)
+            seconds = time.perf_counter() - begun
+        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, **diagnostics})
 
     @abstractmethod
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:

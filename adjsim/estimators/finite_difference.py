@@ -10,10 +10,10 @@ from torch import Tensor
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, Estimator, Observable, Simulation, observe
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe
 
 
-class FiniteDifference(Estimator):
+class FiniteDifference(ChunkedEstimator):
     """``(O(theta + step) - O(theta - step)) / 2 step``, every run from the same starts on the same noise.
 
     It answers the path question, asks nothing of the observable or of the force but to be evaluated, and costs two runs for

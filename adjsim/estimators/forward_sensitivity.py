@@ -11,11 +11,11 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, Estimator, Observable, Simulation, checked, look
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, look
 from adjsim.simulation import run
 
 
-class ForwardSensitivity(Estimator):
+class ForwardSensitivity(ChunkedEstimator):
     """The pathwise gradient by forward differentiation: the tangent of the state, by one entry of one parameter, is carried
     along with the run.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.adjoints.march import March, Recorder
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.estimators.base import Chunk, Estimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.base import Problem
@@ -26,7 +27,7 @@ MOVED = 0.1
 STACKED_STEPS = 32
 
 
-class Girsanov(Estimator):
+class Girsanov(ChunkedEstimator):
     """The gradient from the likelihood of the path: ``d<O>/dtheta = <dO/dtheta> + <(O - b) S>``, ``S = d log P(path)/dtheta``.
 
     It answers the path question, asks nothing of the observable but its value, so that discontinuous ones are welcome, and
@@ -198,7 +199,7 @@ class _ForceOf(nn.Module):
         return force(self.potential, position, t)
 
 
-class _Score:
+class _Score(ABC):
     """The score of every replica's path, added up along the run."""
 
     def __init__(self, dynamics: Any, march: March) -> None:
@@ -228,9 +229,9 @@ class _Score:
         assert drawn is not None
         return drawn
 
+    @abstractmethod
     def __call__(self, step: int, before: State, after: State) -> None:
         """Add the step from one state to the next."""
-        raise NotImplementedError
 
 
 class _EulerMaruyama(_Score):

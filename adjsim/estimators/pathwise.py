@@ -15,7 +15,7 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
     Chunk,
-    Estimator,
+    ChunkedEstimator,
     Observable,
     Simulation,
     checked,
@@ -27,7 +27,7 @@ from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
 
-class Pathwise(Estimator):
+class Pathwise(ChunkedEstimator):
     """``d<O>/dtheta = <dO/dtheta>`` along each path, its noise and its start held fixed, by any adjoint.
 
     It answers the path question, with little variance at short times. In a chaotic system the gradient of a single path

@@ -87,7 +87,7 @@ class Reweighting(Estimator):
             parts = [self._weigh(kept, i, observable) for i in range(len(sizes))]
             if sampled:
                 parts[0].stats["energy_evaluations"] += kept.evaluations
-            diagnostics = self.combine(simulation, parts, sizes)
+            diagnostics = self._combine(parts, sizes)
         diagnostics.update(sampled=sampled, seconds=time.perf_counter() - begun, peak_memory=memory.bytes)
         return self.finish(parts, sizes, diagnostics)
 
@@ -101,10 +101,8 @@ class Reweighting(Estimator):
             values = torch.cat([observable.function(state) for state in self._samples.states])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
-        raise NotImplementedError("Reweighting weighs samples that it keeps; it is called as a whole.")
-
-    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+    @staticmethod
+    def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and its spread the error."""
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B

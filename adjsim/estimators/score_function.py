@@ -13,12 +13,12 @@ from adjsim._state import State
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.dynamics.base import Dynamics
-from adjsim.estimators.base import Chunk, Estimator, Observable, Simulation, checked, weighted_mean
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Estimator, Observable, Simulation, checked, weighted_mean
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
 
-class ScoreFunction(Estimator):
+class ScoreFunction(ChunkedEstimator):
     """How an equilibrium mean changes, from a covariance at equal times (REINFORCE; Williams, Mach. Learn. 8, 229 (1992))::
 
         d<O>/dtheta = <dO/dtheta> - <(O - <O>) (du/dtheta - <du/dtheta>)>,     u = H(q, p; theta)/kT
