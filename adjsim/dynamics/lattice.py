@@ -115,9 +115,9 @@ class Lattice:
                 f"exact=True: friction takes {fastest:.3g} bits a step from the momenta, and an information buffer can take in "
                 f"{spare:.3g}. Use a smaller dt, or exact=False."
             )
-        return Growth(
-            None if self._varies else bits, max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9)))), 2.0 ** (FULL + spare)
-        )
+        wait = max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9))))
+        # Half a bit more than is planned for, so that a buffer that grew by all of it is none that overflowed.
+        return Growth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
 
     def enter(self, state: State) -> State:
         """The nearest state of the lattice, with empty buffers."""
