@@ -124,21 +124,25 @@ def hot_start(dynamics, temperature=0.6):
     return dynamics.init(position, momentum - momentum.mean(0), generator)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOT)
-def test_a_hundred_thousand_steps_come_back_bit_for_bit(name):
-    """And empty buffers with them. The number of steps is prime."""
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *(pytest.param(name, 100_003, marks=pytest.mark.slow) for name in ("BAB", "BAOAB, friction 10")),
+        *(pytest.param(name, 20_011, marks=pytest.mark.slow) for name in ("NBABN", "BAGAB")),
+        *(pytest.param(name, 100_003, marks=pytest.mark.marathon) for name in ("BAOAB, friction 1", "NBABN", "BAGAB")),
+    ],
+)
+def test_long_runs_come_back_bit_for_bit(name, steps):
+    """And empty buffers with them. The numbers of steps are prime."""
     dynamics = HOT[name]()
-    before, after, back = forth_and_back(
-        dynamics, hot_start(dynamics), Splitting(name.split(",")[0], 0.005, exact=True), 100_003
-    )
+    before, after, back = forth_and_back(dynamics, hot_start(dynamics), Splitting(name.split(",")[0], 0.005, exact=True), steps)
     assert float((before.position - after.position).abs().max()) > 0.1
     for field, a, b in zip(before._fields, before, back, strict=True):
         assert torch.equal(a, b), field
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("BAB", 20_000), ("BAOAB, friction 1", 8_000), ("NBABN", 4_000)])
+@pytest.mark.parametrize(("name", "steps"), [("BAOAB, friction 1", 7_000), ("NBABN", 2_500)])
 def test_gradient_where_floating_point_is_lost(name, steps):
     """A chaotic cluster, fewer steps of the costlier schemes: plain reversal fails, the exact one does not."""
     word = name.split(",")[0]
@@ -166,18 +170,23 @@ def test_gradient_where_floating_point_is_lost(name, steps):
 
 
 @pytest.mark.slow
-def test_direct_over_twenty_thousand_chaotic_steps():
-    """Backpropagation through the same exact run, two gigabytes of it."""
-    found = {}
-    for adjoint in (ReversibleAdjoint(), DirectAdjoint()):
+def test_twenty_thousand_chaotic_steps():
+    """Reversal and checkpoints against backpropagation through the same exact run, two gigabytes of it."""
+
+    def gradients(adjoint, exact):
         dynamics = HOT["BAB"]()
         start = hot_start(dynamics)
         start = type(start)(*(x.requires_grad_() for x in start))
-        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAB", 0.005, exact=True), adjoint=adjoint)
-        found[adjoint] = torch.autograd.grad((run.final.position**2).mean(), [*dynamics.parameters(), *start])
-    for mine, theirs in zip(*found.values(), strict=True):
-        assert float(theirs.norm()) > 1e12  # chaos
-        assert float((mine - theirs).norm()) <= 1e-9 * float(theirs.norm())
+        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAB", 0.005, exact=exact), adjoint=adjoint)
+        return torch.autograd.grad((run.final.position**2).mean(), [*dynamics.parameters(), *start])
+
+    mine, checkpointed, direct = (gradients(a, True) for a in (ReversibleAdjoint(), CheckpointAdjoint(), DirectAdjoint()))
+    for a, b, c in zip(mine, checkpointed, direct, strict=True):
+        assert float(c.norm()) > 1e12  # chaos
+        assert float((a - c).norm()) <= 1e-9 * float(c.norm())
+        assert float((a - b).norm()) <= 1e-9 * float(b.norm())
+    with pytest.raises(ReconstructionError):
+        gradients(ReversibleAdjoint(checkpoint_every=20_000), False)
 
 
 @pytest.mark.parametrize(

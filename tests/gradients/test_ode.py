@@ -33,12 +33,20 @@ def solver_for(method: str) -> ODESolver:
 
 def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
     """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of one of them."""
+    if shift is not None:
+        with torch.no_grad():
+            return float(loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0])
+    loss, inputs = loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(inputs, found, strict=True))
+
+
+def loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift):
     made = DYNAMICS[dynamics](POTENTIALS[potential]())
     position, momentum = square()
     inputs = {**dict(made.named_parameters()), "position": position, "momentum": momentum}
     if shift is not None:
-        with torch.no_grad():
-            inputs[shift[0]] += shift[1]
+        inputs[shift[0]] += shift[1]
     position.requires_grad_()
     momentum.requires_grad_()
     record = {"record": moment, "average": TimeAverage(moment, burn_in=0.1)}.get(kind)
@@ -51,10 +59,7 @@ def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="
         loss = sum(moment([getattr(run, f)[i] for f in run.final._fields]) * (1 + i) for i in range(len(TIMES)))
     else:
         loss = run.record.sum()
-    if shift is not None:
-        return float(loss.detach())
-    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(inputs, found, strict=True))
+    return loss, inputs
 
 
 def test_every_method_of_torchdiffeq_is_there():
