@@ -3,7 +3,7 @@
 from adjsim._state import PhaseState
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
-from adjsim.compare import Comparison, compare, plot_horizons
+from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
     ESH,
     ChainState,
@@ -29,7 +29,9 @@ from adjsim.estimators import (
     ScoreFunction,
     Simulation,
 )
+from adjsim.figures import plot_sweep
 from adjsim.observables import (
+    first_passage_time,
     kinetic_temperature,
     mean_squared_displacement,
     mean_with_error,
@@ -75,6 +77,7 @@ __all__ = [  # noqa: RUF022
     "Final",
     "TimeAverage",
     "kinetic_temperature",
+    "first_passage_time",
     "mean_squared_displacement",
     "mean_with_error",
     "pair_distances",
@@ -126,5 +129,5 @@ __all__ = [  # noqa: RUF022
     # comparison
     "Comparison",
     "compare",
-    "plot_horizons",
+    "plot_sweep",
 ]

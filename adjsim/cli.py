@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import torch
 import typer
-from rich.console import Console
 
-from adjsim._progress import shown
 from adjsim._trajectory import check_times, grid
-from adjsim.compare import Comparison, compare, plot_horizons, write_whole
-from adjsim.job import ADJOINTS, PLAIN, SCHEMES, Bath, Job, adjoints_of, model_of, solver_of
-from adjsim.presets import ESTIMATORS, presets
+from adjsim.job import ADJOINTS, LOOKS, SCHEMES, Bath, Job, Sweep, adjoints_of, estimators_of, model_of, run_sweep, solver_of
+from adjsim.presets import ESTIMATORS, Preset, Question, presets
+from adjsim.report import report_adjoints, report_estimators
 from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+# Options that go with every preset; the others make up the system of lj13.
+COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output"}
+
+
+def _observables() -> str:
+    known = {"lj13": list(LOOKS), **{name: list(preset.questions) for name, preset in presets().items()}}
+    return "; ".join(f"{', '.join(looks)} for {name}" for name, looks in known.items())
 
 
 @app.callback()
@@ -35,17 +37,21 @@ def compare_command(
         str,
         typer.Argument(
             metavar="[PRESET]",
-            help="lj13 (the Lennard-Jones cluster, or with --structure another, by every adjoint), or a problem to set "
-            f"estimators beside each other on, with its exact answer where there is one: {', '.join(presets())}.",
+            help="lj13 (the Lennard-Jones cluster, or with --structure another), or a problem to set estimators beside each "
+            f"other on, with its exact answer: {', '.join(presets())}.",
         ),
     ] = "lj13",
     estimators: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"For a preset other than lj13: estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by "
-            "commas.",
-            show_default="all",
+            help=f"Estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by commas; or all. With lj13 they are "
+            "of the mean over the second half of the run, by epsilon and sigma.",
+            show_default="all; for lj13 none, and adjoints are compared",
         ),
+    ] = None,
+    observable: Annotated[
+        str | None,
+        typer.Option(help=f"What is observed: {_observables()}.", show_default="the first"),
     ] = None,
     structure_file: Annotated[
         Path | None,
@@ -67,12 +73,13 @@ def compare_command(
         typer.Option(help="Cutoff distance.", show_default="in a box 3 sigma or half its width, else none"),
     ] = None,
     dynamics: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, generalised (Langevin with a "
-            "memory) or overdamped."
+            "memory) or overdamped.",
+            show_default="hamiltonian, or langevin with --estimators",
         ),
-    ] = "hamiltonian",
+    ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +102,8 @@ def compare_command(
         list[str] | None,
         typer.Option(
             help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure",
+            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
+            "--estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
         ),
     ] = None,
     temperature: Annotated[
@@ -131,134 +139,125 @@ def compare_command(
         ),
     ] = None,
     replicas: Annotated[
-        int | None,
+        list[str] | None,
         typer.Option(
-            help="Starts to average over, each with momenta and noise of its own.", show_default="1, or 4096 for a preset"
+            help="Starts to average over, each with momenta and noise of its own. Several, by repeating it or by commas, give "
+            "the figure an axis instead of the horizon.",
+            show_default="1, with --estimators 64, or 4096 for a preset",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
 ) -> None:
-    """Set adjoint gradients beside backpropagation on a Lennard-Jones system.
+    """Set adjoint gradients beside backpropagation, or gradient estimators beside each other.
 
-    The observable is the potential energy per atom at the horizon. Its gradient with respect to epsilon and sigma (and to
-    kT, tau, friction, rates and strengths of a thermostat) is taken by each adjoint from the same starts and the same noise.
+    Adjoints: the observable of a Lennard-Jones system at the horizon, by epsilon and sigma (and kT, tau, friction, rates and
+    strengths of a thermostat), is differentiated by each adjoint from the same starts and the same noise.
+
+    Estimators (--estimators, or a preset other than lj13): means with error bars, of what happens along a path and of the
+    equilibrium, which are two questions and are shown apart.
+
     Writes compare.png and compare.json into the output folder.
-
-    With another preset, gradient estimators are set beside each other on a small problem: those of what happens along a path,
-    and those of the equilibrium mean, which are two questions and are shown apart.
     """
-    if preset != "lj13":
-        _compare_estimators(context, preset, estimators, horizon, 4096 if replicas is None else replicas, seed, output)
-        return
-    real, replicas = structure_file is not None, 1 if replicas is None else replicas
     try:
-        if estimators:
-            raise ValueError(f"--estimators goes with the presets {', '.join(presets())}; lj13 compares adjoints (--adjoint).")
-        system = structure(structure_file, epsilon, sigma, cutoff) if structure_file else cluster(epsilon, sigma, cutoff)
-        if dynamics not in SCHEMES:
-            raise ValueError(f"unknown dynamics '{dynamics}'; choose one of {', '.join(SCHEMES)}.")
-        stiff = dynamics == "overdamped"
-        step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
-        usual = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
-        horizons = _horizons(horizon or [usual], step)
-        warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
-        rate = friction if friction is not None else (0.001 if real else 1.0)
-        bath = Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
-        model = model_of(system, dynamics, bath)
-        word = scheme or SCHEMES[dynamics]
-        solver = solver_of(word, dynamics, step * system.time, exact)
-        adjoints = adjoints_of(adjoint, dynamics, exact)
-        job = Job(system, model, word, solver, adjoints, horizons, warmth, replicas, seed)
-        job.check()
-        _check_output(output)
+        names, job, adjoints, several = _estimators(estimators), None, {}, ""
+        if preset == "lj13":
+            system = structure(structure_file, epsilon, sigma, cutoff) if structure_file else cluster(epsilon, sigma, cutoff)
+            kind = dynamics or ("langevin" if names else "hamiltonian")
+            if kind not in SCHEMES:
+                raise ValueError(f"unknown dynamics '{kind}'; choose one of {', '.join(SCHEMES)}.")
+            real, stiff = structure_file is not None, kind == "overdamped"
+            step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
+            warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
+            rate = friction if friction is not None else (0.001 if real else 1.0)
+            bath = Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
+            word = scheme or SCHEMES[kind]
+            job = Job(
+                system, model_of(system, kind, bath), word, solver_of(word, kind, step * system.time, exact), warmth, seed
+            )
+            job.check()
+            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
+            problem = Preset(job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions())
+            question = _question(problem, preset, observable)
+            if names:
+                if adjoint:
+                    raise ValueError("--adjoint compares adjoints, and --estimators estimators; give one of the two.")
+                # The bath is held: most estimators have no gradient by it, and one table holds one set of parameters.
+                for number in job.model.parameters(recurse=False):
+                    number.requires_grad_(False)
+            else:
+                adjoints = adjoints_of(adjoint, kind, exact)
+        else:
+            problem = _preset(preset)
+            others = [name for name in context.params if name not in COMMON and _given(context, name)]
+            if others:
+                option = "structure" if others[0] == "structure_file" else others[0]
+                raise ValueError(f"--{option} goes with the preset lj13, not with {preset}.")
+            question = _question(problem, preset, observable)
+            names = names or list(ESTIMATORS)
+            solver = question.simulation(problem.horizon).solver
+            assert isinstance(solver, SteppingSolver)
+            step = solver.dt
+        # An error bar takes two replicas.
+        usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
+        sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"output '{output}' is a file; name a folder.")
     except (ValueError, TypeError) as error:
         _refuse(error)
-    comparisons = job.run()
-    _report(job, comparisons, output)
+    if names:
+        results = run_sweep(estimators_of(names, question, step, seed), sweep, None)
+        report = report_estimators(problem, preset, question, job, seed, sweep, results)
+    else:
+        assert job is not None
+        look = observable or next(iter(problem.questions))
+        results = run_sweep(job.adjoints(adjoints, look), sweep, next(iter(adjoints)))
+        report = report_adjoints(job, look, adjoints, sweep, results)
+    if report.empty:
+        print("adjsim: no method gave a number, so nothing was written; the reasons are above.", file=sys.stderr)
+        raise typer.Exit(1)
+    report.write(output)
 
 
-def _compare_estimators(
-    context: typer.Context,
-    preset: str,
-    names: list[str] | None,
-    horizon: list[str] | None,
-    replicas: int,
-    seed: int,
-    output: Path,
-) -> None:
-    try:
-        known = presets()
-        if preset not in known:
-            raise ValueError(f"unknown preset '{preset}'; choose one of lj13, {', '.join(known)}.")
-        mine = {"preset", "estimators", "horizon", "replicas", "seed", "output"}
-        others = [name for name in context.params if name not in mine and _given(context, name)]
-        if others:
-            option = "structure" if others[0] == "structure_file" else others[0]
-            raise ValueError(f"--{option} goes with the preset lj13, not with {preset}.")
-        asked = [name.strip() for entry in names for name in entry.split(",")] if names else list(ESTIMATORS)
-        for name in asked:
-            if name not in ESTIMATORS:
-                raise ValueError(f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}.")
-        problem = known[preset]
-        solver = problem.simulation(problem.horizon).solver
-        assert isinstance(solver, SteppingSolver)
-        horizons = _horizons(horizon or [f"{problem.horizon:g}"], solver.dt)
-        if replicas < 2:
-            raise ValueError(f"replicas must be at least 2 for an error bar; got {replicas}.")
-        _check_output(output)
-    except ValueError as error:
-        _refuse(error)
-    chosen = {name: ESTIMATORS[name]() for name in asked}
-    results: dict[float, Comparison] = {}
-    progress = Console(stderr=True)
-    for time in shown(horizons, "horizons", len(horizons), progress.is_terminal):
-        generator = torch.Generator().manual_seed(seed)
-        results[time] = compare(problem.simulation(time), problem.observable, chosen, replicas=replicas, generator=generator)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(f"{problem.title}. {replicas} replicas, seed {seed}.", soft_wrap=True)
-    exact = problem.exact() if problem.exact is not None else None
-    if exact is not None:
-        slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in exact[1].items())
-        console.print(f"equilibrium, by quadrature: {exact[0]:.6g}, {slopes}", soft_wrap=True)
-    for time, comparison in results.items():
-        console.print(f"\nhorizon {time:g}")
-        _print_comparison(console, comparison)
-    document: dict[str, Any] = {
-        "preset": preset,
-        "title": problem.title,
-        "replicas": replicas,
-        "seed": seed,
-        "exact": None if exact is None else {"value": exact[0], "grad": exact[1]},
-        "horizons": [{"horizon": time, "methods": comparison.rows()} for time, comparison in results.items()],
-    }
-    _write(console, results, "", document, output)
+def _preset(name: str) -> Preset:
+    known = presets()
+    if name not in known:
+        raise ValueError(f"unknown preset '{name}'; choose one of lj13, {', '.join(known)}.")
+    return known[name]
+
+
+def _question(problem: Preset, preset: str, observable: str | None) -> Question:
+    known = problem.questions
+    if observable is not None and observable not in known:
+        raise ValueError(f"unknown observable '{observable}' of {preset}; choose from {', '.join(known)}.")
+    return known[observable or next(iter(known))]
+
+
+def _estimators(asked: list[str] | None) -> list[str]:
+    names = [name.strip() for entry in asked or [] for name in entry.split(",")]
+    if names == ["all"]:
+        return list(ESTIMATORS)
+    for name in names:
+        if name not in ESTIMATORS:
+            raise ValueError(f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all.")
+    return names
+
+
+def _sweep(horizons: list[str], dt: float, replicas: list[str], least: int) -> Sweep:
+    counts = set()
+    for text in (part.strip() for entry in replicas for part in entry.split(",")):
+        if not text.lstrip("-").isdigit():
+            raise ValueError(f"replicas '{text}' is not a whole number.")
+        counts.add(int(text))
+    sweep = Sweep(_horizons(horizons, dt), sorted(counts))
+    sweep.check(least)
+    return sweep
 
 
 def _given(context: typer.Context, name: str) -> bool:
     """Whether an option was written on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _check_output(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output '{output}' is a file; name a folder.")
-
-
-def _print_comparison(console: Console, comparison: Comparison) -> None:
-    if comparison.estimates:
-        console.print(comparison.table())
-    for remark in comparison.remarks():
-        console.print(remark, soft_wrap=True)
-
-
-def _write(console: Console, results: dict[float, Comparison], unit: str, document: dict[str, Any], output: Path) -> None:
-    picture = BytesIO()
-    plot_horizons(results, unit).savefig(picture, format="png", dpi=130)
-    write_whole(output / "compare.png", picture.getvalue())
-    write_whole(output / "compare.json", json.dumps(document, indent=2).encode())
-    console.print(f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}", soft_wrap=True)
 
 
 def _memory(friction: float, rates: str | None, strengths: str | None) -> tuple[list[float], list[float]]:
@@ -299,58 +298,6 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
     return sorted(horizons)
 
 
-def _report(job: Job, comparisons: dict[float, Comparison], output: Path) -> None:
-    system, steps = job.system, {h: round(h * job.system.time / job.solver.dt) for h in comparisons}
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    word = f"{job.scheme} exact" if job.exact else job.scheme
-    console.print(
-        f"{system.name}, {type(job.model).__name__}, {word} at dt = {job.solver.dt / system.time:g}, "
-        f"{job.temperature:g} {system.temperature_name}, seed {job.seed}. Value: potential energy per atom at the horizon.",
-        soft_wrap=True,
-    )
-    for horizon, comparison in comparisons.items():
-        console.print(f"\nhorizon {horizon:g} {system.time_name} ({steps[horizon]} steps)")
-        _print_comparison(console, comparison)
-    if "backsolve" in job.adjoints:
-        solver, other = repr(job.continuous), "the exact flow"
-        if job.model.stochastic:
-            solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
-        console.print(
-            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
-            "the others is the discretisation error of dt, not of the adjoint.",
-            soft_wrap=True,
-        )
-    if PLAIN in job.adjoints:
-        console.print(
-            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that is another path of the same "
-            "system before long, with another gradient; and where its reconstruction error is not small, the gradient of none.",
-            soft_wrap=True,
-        )
-    if not any(comparison.estimates for comparison in comparisons.values()):
-        _fail("every method was lost, so nothing was written; use a smaller dt, a lower temperature or a shorter horizon.")
-    document: dict[str, Any] = {
-        "system": system.name,
-        "dynamics": type(job.model).__name__,
-        "scheme": job.scheme,
-        "exact": job.exact,
-        "dt": job.solver.dt / system.time,
-        "temperature": job.temperature,
-        "units": {"time": system.time_name, "temperature": system.temperature_name},
-        "replicas": job.replicas,
-        "seed": job.seed,
-        "horizons": [
-            {"horizon": horizon, "steps": steps[horizon], "methods": comparison.rows()}
-            for horizon, comparison in comparisons.items()
-        ],
-    }
-    _write(console, comparisons, system.time_name, document, output)
-
-
 def _refuse(error: Exception) -> NoReturn:
     print(f"adjsim: {' '.join(str(error).split())}", file=sys.stderr)
     raise typer.Exit(2)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"adjsim: {message}", file=sys.stderr)
-    raise typer.Exit(1)

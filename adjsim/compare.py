@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ class Comparison:
         kinds = {estimate.estimand for estimate in self.estimates.values()}
         if len(kinds) > 1:
             table.add_column("estimand")
-        for heading in ("value", *(f"d/d {_short(name, parameters)}" for name in parameters)):
+        for heading in ("value", *(f"d/d {short(name, parameters)}" for name in parameters)):
             table.add_column(heading, justify="right", no_wrap=True)
         for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -123,18 +122,19 @@ class Comparison:
         return doubts + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
-        """Gradient, time and memory of each method, as bars."""
+        """Gradient with two standard errors, time and memory of each method, as bars."""
         parameters = list(next(iter(self.estimates.values())).grad)
         names = list(self.estimates)
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
         axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
-        panels: list[tuple[str, Callable[[GradientEstimate], float]]] = [
-            *((f"gradient d/d {_short(key, parameters)}", _norm_of(key)) for key in parameters),
-            ("seconds", lambda estimate: estimate.diagnostics["seconds"]),
-            ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6),
+        bars: list[tuple[str, Callable[[GradientEstimate], float], str | None]] = [
+            *((f"gradient d/d {short(key, parameters)}", norm_of(key), key) for key in parameters),
+            ("seconds", lambda estimate: estimate.diagnostics["seconds"], None),
+            ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6, None),
         ]
-        for axis, (title, number) in zip(axes, panels, strict=True):
-            axis.bar(names, [number(self.estimates[name]) for name in names], color="C0")
+        for axis, (title, number, key) in zip(axes, bars, strict=True):
+            errors = None if key is None else [2 * float(self.estimates[name].grad_stderr[key].norm()) for name in names]
+            axis.bar(names, [number(self.estimates[name]) for name in names], yerr=errors, capsize=3, color="C0")
             axis.set_title(title)
             axis.tick_params(axis="x", rotation=45)
         return figure
@@ -180,55 +180,6 @@ def compare(
     return result
 
 
-def plot_horizons(comparisons: Mapping[float, Comparison], unit: str = "") -> Figure:
-    """Gradient, time and memory of each method against the horizon of the run."""
-    names = list(dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates))
-    any_estimate = next(e for comparison in comparisons.values() for e in comparison.estimates.values())
-    parameters = list(any_estimate.grad)
-    estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
-    panels: list[tuple[str, Callable[[GradientEstimate], float]]] = []
-    for key in parameters:
-        title, number = f"gradient d/d {_short(key, parameters)}", _norm_of(key)
-        sizes = [abs(number(e)) for e in estimates if number(e) != 0]
-        # In chaos it grows by decades; its size then says more than its sign.
-        if sizes and max(sizes) > 1e3 * min(sizes):
-            title, number = f"|{title}|", partial(_size, number)
-        panels.append((title, number))
-    errors = [e.diagnostics["reconstruction_error"] for e in estimates if e.diagnostics["reconstruction_error"] is not None]
-    if errors and max(errors) > 1e-6:
-        panels.append(("reconstruction error (0: exact)", lambda e: e.diagnostics["reconstruction_error"]))
-    panels.append(("time / s", lambda estimate: estimate.diagnostics["seconds"]))
-    panels.append(("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6))
-    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    markers = "osD^v<>P"
-    for axis, (title, number) in zip(axes, panels, strict=True):
-        for i, name in enumerate(names):
-            points = [(h, number(c.estimates[name])) for h, c in comparisons.items() if name in c.estimates]
-            points = [(h, value) for h, value in points if value is not None]
-            size = 11 - 2.2 * (i % 4)
-            axis.plot(
-                [h for h, _ in points],
-                [value for _, value in points],
-                marker=markers[i % 8],
-                ms=size,
-                mfc="none",
-                mew=1.4,
-                label=name,
-            )
-        if title.startswith("|"):
-            axis.set_yscale("log")
-        elif title.startswith("reconstruction"):
-            axis.set_yscale("symlog", linthresh=1e-16)
-            axis.set_ylim(bottom=-1e-17)
-        axis.set_title(title)
-        axis.set_xlabel(f"horizon / {unit}" if unit else "horizon")
-    axes[-1].set_ylim(bottom=0)
-    axes[-2].set_ylim(bottom=0)
-    axes[0].legend(fontsize="small")
-    return figure
-
-
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,11 +194,7 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _size(number: Callable[[GradientEstimate], float], estimate: GradientEstimate) -> float:
-    return abs(number(estimate))
-
-
-def _norm_of(key: str) -> Callable[[GradientEstimate], float]:
+def norm_of(key: str) -> Callable[[GradientEstimate], float]:
     def norm(estimate: GradientEstimate) -> float:
         grad = estimate.grad[key]
         return float(grad) if grad.numel() == 1 else float(grad.norm())
@@ -261,7 +208,7 @@ def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
 
 
-def _short(name: str, names: list[str]) -> str:
+def short(name: str, names: list[str]) -> str:
     """The last part of a qualified name, where that says which one is meant."""
     last = name.rsplit(".", 1)[-1]
     return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name

@@ -1,17 +1,18 @@
-"""What a comparison from the command line consists of: a system, its dynamics, a scheme, adjoints and horizons."""
+"""What a comparison from the command line consists of: a system, its dynamics, a scheme, methods, horizons and replicas."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from torch import nn
+from torch import Tensor, nn
 
 from adjsim._state import State
-from adjsim._trajectory import Final
+from adjsim._trajectory import Final, TimeAverage
 from adjsim.adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
@@ -24,6 +25,8 @@ from adjsim.dynamics import (
     OverdampedLangevin,
 )
 from adjsim.estimators import Pathwise, Simulation
+from adjsim.observables import radius_of_gyration
+from adjsim.presets import ESTIMATORS, Question
 from adjsim.solvers import EulerMaruyama, LeimkuhlerMatthews, ODESolver, SDESolver, Splitting
 from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import System
@@ -56,18 +59,97 @@ class Bath:
     strengths: list[float]
 
 
+# What may be observed of a system of atoms, by the names of the command line.
+LOOKS: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
+    "energy": ("potential energy per atom", lambda system, position: system.potential(position) / position.shape[-2]),
+    "gyration": ("radius of gyration", lambda system, position: radius_of_gyration(position)),
+}
+
+
+@dataclass
+class Sweep:
+    """Lengths of the run and numbers of replicas, of which one may have several values, the axis of the figure."""
+
+    horizons: list[float]
+    replicas: list[int]
+
+    def check(self, least: int) -> None:
+        if min(self.replicas) < least:
+            why = " for an error bar" if least > 1 else ""
+            raise ValueError(f"replicas must be at least {least}{why}; got {min(self.replicas)}.")
+        if len(self.horizons) > 1 and len(self.replicas) > 1:
+            raise ValueError("give several horizons or several numbers of replicas, not both: the figure has one axis.")
+
+    @property
+    def axis(self) -> str:
+        return "replicas" if len(self.replicas) > 1 else "horizon"
+
+    def points(self) -> dict[float, tuple[float, int]]:
+        """By the value on the axis: horizon and replicas."""
+        pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
+        return {(count if self.axis == "replicas" else horizon): (horizon, count) for horizon, count in pairs}
+
+
+# One method's numbers at a horizon, with so many replicas.
+Method = Callable[[float, int], Comparison]
+
+
+def run_sweep(methods: dict[str, Method], sweep: Sweep, reference: str | None) -> dict[float, Comparison]:
+    """A comparison for each point, with a progress bar on a terminal."""
+    console, points = Console(stderr=True), sweep.points()
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
+    results = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
+        for x, (horizon, replicas) in points.items():
+            parts = []
+            for name, method in methods.items():
+                progress.update(task, doing=f"{name}, {sweep.axis} {x:g}")
+                parts.append(method(horizon, replicas))
+                progress.advance(task)
+            estimates = {k: v for part in parts for k, v in part.estimates.items()}
+            failures = {k: v for part in parts for k, v in part.failures.items()}
+            results[x] = Comparison(estimates, failures, reference)
+    return results
+
+
+def estimators_of(names: list[str], question: Question, step: float, seed: int) -> dict[str, Method]:
+    """Estimators of a question's gradient, warm, and each to begin anew at every point."""
+
+    def method(name: str) -> Method:
+        def estimate(horizon: float, replicas: int) -> Comparison:
+            generator = torch.Generator().manual_seed(seed)
+            simulation, observable = question.simulation(horizon), question.observable(horizon)
+            return compare(simulation, observable, {name: ESTIMATORS[name]()}, replicas=replicas, generator=generator)
+
+        return warmed(estimate, step)
+
+    return {name: method(name) for name in names}
+
+
+def warmed(method: Method, step: float) -> Method:
+    """Run a step of two replicas first, so that what is loaded only once is in nobody's time and memory."""
+    cold = True
+
+    def run(horizon: float, replicas: int) -> Comparison:
+        nonlocal cold
+        if cold:
+            method(step, 2)
+            cold = False
+        return method(horizon, replicas)
+
+    return run
+
+
 @dataclass
 class Job:
-    """What the command line asked for, in the library's words."""
+    """A system of atoms, run as the command line asked, in the library's words."""
 
     system: System
     model: Dynamics
     scheme: str
     solver: SteppingSolver
-    adjoints: dict[str, Adjoint]
-    horizons: list[float]
     temperature: float
-    replicas: int
     seed: int
 
     def initial(self, replicas: int, generator: torch.Generator | None) -> State:
@@ -82,16 +164,14 @@ class Job:
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
         return self.model.init(position, momentum - mass * drift, generator)
 
-    def energy_per_atom(self, state: State) -> torch.Tensor:
-        return self.system.potential(state.position) / state.position.shape[-2]
+    def observed(self, look: str) -> Callable[[State], Tensor]:
+        return lambda state: LOOKS[look][1](self.system, state.position)
 
     def check(self) -> None:
         """Whatever would be refused later is refused now."""
-        if self.replicas < 1:
-            raise ValueError(f"replicas must be at least 1; got {self.replicas}.")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
-        state = self.initial(self.replicas, torch.Generator().manual_seed(self.seed))
+        state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         self.solver.program(self.model, state)
 
@@ -100,40 +180,55 @@ class Job:
         return isinstance(self.solver, Splitting) and self.solver.exact
 
     @property
+    def title(self) -> str:
+        word = f"{self.scheme} exact" if self.exact else self.scheme
+        return (
+            f"{self.system.name}, {type(self.model).__name__}, {word} at dt = {self.solver.dt / self.system.time:g}, "
+            f"{self.temperature:g} {self.system.temperature_name}"
+        )
+
+    def steps(self, horizon: float) -> int:
+        return round(horizon * self.system.time / self.solver.dt)
+
+    @property
     def continuous(self) -> ODESolver | SDESolver:
         """What the continuous adjoint is solved with."""
         if self.model.stochastic:
             return SDESolver("midpoint", dt=self.solver.dt)
         return ODESolver("dopri5", rtol=1e-7, atol=1e-9)
 
-    def run(self) -> dict[float, Comparison]:
-        """A comparison for each horizon, warm, with a progress bar on a terminal."""
-        console = Console(stderr=True)
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("comparing", total=1 + len(self.horizons) * len(self.adjoints), doing="warming up")
-            for name in self.adjoints:
-                self.estimate(name, self.solver.dt / self.system.time)
-            results = {}
-            for horizon in self.horizons:
-                parts = []
-                for name in self.adjoints:
-                    progress.update(task, advance=1, doing=f"{name}, horizon {horizon:g}")
-                    parts.append(self.estimate(name, horizon))
-                estimates = {k: v for part in parts for k, v in part.estimates.items()}
-                failures = {k: v for part in parts for k, v in part.failures.items()}
-                results[horizon] = Comparison(estimates, failures, reference=next(iter(self.adjoints)))
-        return results
+    def simulation(self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver) -> Simulation:
+        return Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
 
-    def estimate(self, name: str, horizon: float) -> Comparison:
-        """One method at one horizon."""
-        solver = self.continuous if name == "backsolve" else self.solver
-        if name == PLAIN:
-            solver = Splitting(self.scheme, self.solver.dt)
-        simulation = Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
-        estimator = Pathwise(self.adjoints[name])
-        generator = torch.Generator().manual_seed(self.seed)
-        return compare(simulation, Final(self.energy_per_atom), {name: estimator}, replicas=self.replicas, generator=generator)
+    def adjoints(self, adjoints: dict[str, Adjoint], look: str) -> dict[str, Method]:
+        """Adjoint gradients of the observable at the horizon, warm."""
+
+        def method(name: str) -> Method:
+            solver = self.continuous if name == "backsolve" else self.solver
+            if name == PLAIN:
+                solver = Splitting(self.scheme, self.solver.dt)
+            estimators = {name: Pathwise(adjoints[name])}
+
+            def estimate(horizon: float, replicas: int) -> Comparison:
+                generator = torch.Generator().manual_seed(self.seed)
+                simulation = self.simulation(horizon, solver)
+                return compare(simulation, Final(self.observed(look)), estimators, replicas=replicas, generator=generator)
+
+            return warmed(estimate, self.solver.dt / self.system.time)
+
+        return {name: method(name) for name in adjoints}
+
+    def questions(self) -> dict[str, Question]:
+        """For estimators: means over the second half of the run."""
+
+        def question(look: str) -> Question:
+            return Question(
+                f"{LOOKS[look][0]}, mean over the second half of the run",
+                lambda horizon: self.simulation(horizon, self.solver),
+                lambda horizon: TimeAverage(self.observed(look), burn_in=horizon * self.system.time / 2),
+            )
+
+        return {look: question(look) for look in LOOKS}
 
 
 def model_of(system: System, dynamics: str, bath: Bath) -> Dynamics:

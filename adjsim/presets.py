@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._state import State
-from adjsim._trajectory import Final, TimeAverage
+from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import CheckpointAdjoint
 from adjsim.dynamics import OverdampedLangevin
 from adjsim.estimators import (
@@ -22,7 +23,10 @@ from adjsim.estimators import (
     ScoreFunction,
     Simulation,
 )
+from adjsim.estimators.base import Observable
+from adjsim.observables import first_passage_time
 from adjsim.potentials import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
+from adjsim.potentials.base import force
 from adjsim.solvers import EulerMaruyama
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
@@ -34,19 +38,36 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reweighting": Reweighting,
 }
 
+# A mean and, by parameter, its derivative.
+Answer = tuple[float, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An answer known without sampling: how it is found, and itself, by horizon."""
+
+    how: str
+    answer: Callable[[float], Answer]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is run and what is observed, by horizon."""
+
+    title: str
+    simulation: Callable[[float], Simulation]
+    observable: Callable[[float], Observable]
+    exact: Exact | None = None
+
 
 @dataclass(frozen=True)
 class Preset:
-    """A problem: what is run for how long, what is observed, and its equilibrium answer where there is one.
-
-    ``exact`` gives the mean and, by parameter, its derivative, by quadrature.
-    """
+    """A problem, and what may be asked of it by the names of ``--observable``, the usual question first."""
 
     title: str
     horizon: float
-    simulation: Callable[[float], Simulation]
-    observable: TimeAverage | Final
-    exact: Callable[[], tuple[float, dict[str, float]]] | None
+    replicas: int
+    questions: dict[str, Question]
 
 
 def presets() -> dict[str, Preset]:
@@ -64,27 +85,19 @@ def _parameter(value: float) -> nn.Parameter:
 
 
 def _harmonic() -> Preset:
-    kT = 1.0
-    dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=kT)
-    grid = _line(4000, 8.0)
-    return Preset(
-        "harmonic well, k = kT = friction = 1: <x^2> from equilibrium",
-        10.0,
-        _from_equilibrium(dynamics, grid, 0.01),
-        TimeAverage(lambda state: state.position[:, 0, 0] ** 2),
-        lambda: _quadrature(dynamics, grid, lambda x: x[:, 0, 0] ** 2),
-    )
+    dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
+    looks = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
+    return Preset("harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, looks))
 
 
 def _asymmetric() -> Preset:
     dynamics = OverdampedLangevin(AsymmetricDoubleWell(1.0, _parameter(-0.67)), kT=0.5)
-    grid = _line(4000, 3.0)
+    looks = {"position": ("<x>", lambda q: q[:, 0, 0]), "square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
     return Preset(
-        "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1: <x> from equilibrium",
+        "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1",
         10.0,
-        _from_equilibrium(dynamics, grid, 0.01),
-        TimeAverage(lambda state: state.position[:, 0, 0]),
-        lambda: _quadrature(dynamics, grid, lambda x: x[:, 0, 0]),
+        4096,
+        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, looks),
     )
 
 
@@ -92,35 +105,83 @@ def _muller_brown() -> Preset:
     dynamics = OverdampedLangevin(MullerBrown(), kT=_parameter(15.0))
     x, y = (torch.linspace(a, b, n, dtype=torch.float64) for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561)))
     grid = torch.cartesian_prod(x, y).unsqueeze(1)
+    looks = {
+        "deep": ("share in the deep basin, its edge smoothed over 1/8", lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8))),
+        "energy": ("<U>", dynamics.potential),
+    }
+    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, looks))
 
-    def deep(position: Tensor) -> Tensor:
-        return torch.sigmoid(8 * (position[:, 0, 1] - 0.8))
 
-    return Preset(
-        "Muller-Brown surface, kT = 15, friction 1: share in the deep basin, its edge smoothed over 1/8, from equilibrium",
-        0.02,
-        _from_equilibrium(dynamics, grid, 5e-5),
-        TimeAverage(lambda state: deep(state.position)),
-        lambda: _quadrature(dynamics, grid, deep),
-    )
+def _square(position: Tensor) -> Tensor:
+    return position[:, 0, 0] ** 2
+
+
+def _at_equilibrium(
+    dynamics: OverdampedLangevin, grid: Tensor, dt: float, looks: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
+) -> dict[str, Question]:
+    """Time averages from starts drawn from the distribution on a fine grid, so that there is nothing to equilibrate."""
+
+    def weights() -> Tensor:
+        return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
+
+    def initial(replicas: int, generator: torch.Generator | None) -> State:
+        return dynamics.init(grid[torch.multinomial(weights(), replicas, replacement=True, generator=generator)])
+
+    def simulation(horizon: float) -> Simulation:
+        return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
+
+    def question(title: str, look: Callable[[Tensor], Tensor]) -> Question:
+        return Question(
+            f"{title} from equilibrium",
+            simulation,
+            lambda horizon: TimeAverage(lambda state: look(state.position)),
+            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * look(grid)).sum())),
+        )
+
+    return {name: question(*look) for name, look in looks.items()}
 
 
 def _first_passage() -> Preset:
-    dynamics = OverdampedLangevin(DoubleWell(_parameter(1.0)), kT=0.5)
+    dynamics, dt, width = OverdampedLangevin(DoubleWell(_parameter(1.0)), kT=0.5), 0.01, 0.1
+    start = torch.full((1, 1), -1.0, dtype=torch.float64)
 
-    def simulation(horizon: float) -> Simulation:
-        def initial(replicas: int, generator: torch.Generator | None) -> State:
-            return dynamics.init(-torch.ones(replicas, 1, 1, dtype=torch.float64))
+    def simulation(times: Tensor) -> Simulation:
+        return Simulation(dynamics, lambda replicas, _: dynamics.init(start.repeat(replicas, 1, 1)), times, EulerMaruyama(dt))
 
-        return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(0.01))
+    def beyond(position: Tensor) -> Tensor:
+        return torch.sigmoid(position[..., 0, 0] / width)
 
+    def passage(run: Trajectory) -> Tensor:
+        return first_passage_time(beyond(run.position) / width, run.times)
+
+    def crossed(horizon: float) -> Answer:
+        x, densities = _densities(dynamics, start, dt, round(horizon / dt), None)
+        return _answer(dynamics, (densities[-1] * beyond(x)).sum())
+
+    def time(horizon: float) -> Answer:
+        steps = round(horizon / dt)
+        _, densities = _densities(dynamics, start, dt, steps - 1, lambda x: torch.exp(-beyond(x) / width * dt))
+        return _answer(dynamics, dt * torch.stack([density.sum() for density in densities]).sum())
+
+    how = "at the horizon, by propagating the density of the steps"
     return Preset(
-        "double well, barrier 1, kT = 0.5, friction 1: share beyond the barrier after the horizon, from the left well; the "
-        "step at the barrier is smoothed over 0.1, as pathwise gradients need it to be",
+        "double well, barrier 1, kT = 0.5, friction 1, from the left well",
         4.0,
-        simulation,
-        Final(lambda state: torch.sigmoid(state.position[:, 0, 0] / 0.1)),
-        None,
+        4096,
+        {
+            "crossed": Question(
+                f"share beyond the barrier at the horizon, a step smoothed over {width:g}, as pathwise gradients need it",
+                lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
+                lambda horizon: Final(lambda state: beyond(state.position)),
+                Exact(how, crossed),
+            ),
+            "time": Question(
+                f"mean time until absorbed, beyond the barrier at a rate of sigmoid(x / {width:g}) / {width:g}, or the horizon",
+                lambda horizon: simulation(torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt),
+                lambda horizon: passage,
+                Exact(how, time),
+            ),
+        },
     )
 
 
@@ -128,25 +189,37 @@ def _line(points: int, half: float) -> Tensor:
     return torch.linspace(-half, half, points, dtype=torch.float64).reshape(-1, 1, 1)
 
 
-def _weights(dynamics: OverdampedLangevin, grid: Tensor) -> Tensor:
-    return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
+def _densities(
+    dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The density of a walker's steps on the nodes of a line, times their spacing, after 0, 1, ... steps.
+
+    ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density p to
+    ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame; on nodes
+    s/5 apart the trapezoidal rule leaves 1e-16 of it, since all of it is as smooth as a Gaussian of width s. The start, a
+    point, has no density of its own and appears as its mass.
+    """
+    s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
+    x = _line(2 * math.ceil(15 / s) + 1, 3.0)
+    spacing = float(x[1] - x[0])
+
+    def step_from(position: Tensor) -> Tensor:
+        mean = position + force(dynamics.potential, position) * dt / dynamics.friction
+        return spacing / (s * math.sqrt(2 * math.pi)) * torch.exp(-((x[:, 0] - mean[:, 0, 0]) ** 2) / (2 * s * s))
+
+    def alive(position: Tensor) -> Tensor:
+        return torch.ones_like(position[:, 0, 0]) if survival is None else survival(position)
+
+    point, kernel, share = start.unsqueeze(0), step_from(x), alive(x)
+    densities = [alive(point)]
+    if steps > 0:
+        densities.append(step_from(point)[:, 0] * densities[0] * share)
+    for _ in range(steps - 1):
+        densities.append((kernel @ densities[-1]) * share)
+    return x, densities
 
 
-def _from_equilibrium(dynamics: OverdampedLangevin, grid: Tensor, dt: float) -> Callable[[float], Simulation]:
-    """Runs whose starts are drawn from the distribution on a fine grid, so that there is nothing to equilibrate."""
-
-    def initial(replicas: int, generator: torch.Generator | None) -> State:
-        pick = torch.multinomial(_weights(dynamics, grid), replicas, replacement=True, generator=generator)
-        return dynamics.init(grid[pick])
-
-    return lambda horizon: Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
-
-
-def _quadrature(
-    dynamics: OverdampedLangevin, grid: Tensor, function: Callable[[Tensor], Tensor]
-) -> tuple[float, dict[str, float]]:
-    """The equilibrium mean and its derivatives, by sums on the grid."""
+def _answer(dynamics: OverdampedLangevin, mean: Tensor) -> Answer:
     parameters = dynamics.trainable()
-    mean = (_weights(dynamics, grid) * function(grid)).sum()
     grads = torch.autograd.grad(mean, list(parameters.values()))
     return float(mean.detach()), {name: float(grad) for name, grad in zip(parameters, grads, strict=True)}

@@ -199,7 +199,7 @@ class NoseHooverChain(MassiveDynamics):
         kT: Number = 1.0,
         tau: Number = 1.0,
         length: int = 3,
-        dof: float | None = None,
+        dof: float | int | None = None,
     ) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)

@@ -149,7 +149,7 @@ class GradientEstimate:
         """Reasons not to trust it, a sentence each; empty if none is known."""
         info, found = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
-        if ess is not None and ess < FEW_SAMPLES:
+        if ess is not None and ess < FEW_SAMPLES and info.get("chunks", 1) > 1:
             found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")

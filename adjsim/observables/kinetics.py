@@ -24,3 +24,22 @@ def velocity_autocorrelation(velocity: Frames, lags: int) -> Float[Tensor, "lags
         raise ValueError(f"lags must be between 1 and the number of frames, {frames}; got {lags}.")
     products = [(velocity[: frames - k] * velocity[k:]).mean((0, -1, -2)) for k in range(lags)]
     return torch.stack(products)
+
+
+def first_passage_time(rate: Float[Tensor, "time *batch"], times: Float[Tensor, " time"]) -> Float[Tensor, "*batch"]:
+    """The time until a walker is absorbed, or that of the last frame if it is not by then, counted from the first::
+
+        T = sum_n (t_{n+1} - t_n) exp(-sum_{j<=n} rate_j (t_{j+1} - t_j))
+
+    Its mean over paths is the mean first-passage time once the run is much longer; before, it is the mean of the shorter of the
+    two. Frames have to be so close that nobody slips through between them: save every step.
+
+    Args:
+        rate: how fast a walker is absorbed where each frame finds it, 1/time. Infinite beyond a boundary and zero before it is
+            the sharp question, piecewise constant along a path, so that :class:`~adjsim.Pathwise` sees no gradient and
+            :class:`~adjsim.Girsanov` does. A smooth rate, such as ``sigmoid(x / width) / lifetime``, is another question,
+            which both can answer.
+        times: of the frames.
+    """
+    dt = (times[1:] - times[:-1]).to(rate).reshape(-1, *[1] * (rate.ndim - 1))
+    return (dt * torch.exp(-(rate[:-1] * dt).cumsum(0))).sum(0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from adjsim._typing import Energies, Number, Positions
 
 
-def kinetic_temperature(momentum: Positions, mass: Number = 1.0, dof: float | None = None) -> Energies:
+def kinetic_temperature(momentum: Positions, mass: Number = 1.0, dof: float | int | None = None) -> Energies:
     """``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
     Args:

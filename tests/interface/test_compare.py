@@ -12,9 +12,11 @@ import ase
 import ase.io
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, Final, Pathwise, ReversibleAdjoint, Simulation, TimeAverage, compare
+from adjsim.cli import app
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
 from adjsim.presets import presets
 from adjsim.systems import structure
@@ -156,18 +158,26 @@ def test_a_lost_method_is_listed_with_its_reason():
     assert json.loads(result.to_json())[1] == {"method": "reversible", "failure": result.failures["reversible"]}
 
 
-def command(*arguments, cwd):
+def as_a_user(*arguments, cwd):
+    """``adjsim compare`` in a process of its own, where nothing is checked against annotations in every step."""
     return subprocess.run([sys.executable, "-m", "adjsim", "compare", *arguments], cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """``adjsim compare`` in a folder of its own, without the seconds that a fresh process takes to import."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, ["compare", *arguments])
+
+
 def test_command_line_on_the_default(tmp_path):
-    done = command("--horizon", "0.1,0.2", cwd=tmp_path)
+    done = as_a_user("--horizon", "0.1,0.2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "adjsim-compare/compare.png" in done.stdout
     assert (tmp_path / "adjsim-compare" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     document = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())
-    assert [h["horizon"] for h in document["horizons"]] == [0.1, 0.2]
-    methods = {row["method"]: row for row in document["horizons"][1]["methods"]}
+    assert [run["horizon"] for run in document["runs"]] == [0.1, 0.2]
+    methods = {row["method"]: row for row in document["runs"][1]["methods"]}
     assert set(methods) == {"direct", "checkpoint", "reversible", "backsolve"}
     assert methods["reversible"]["relative_difference"] < 1e-10
     assert methods["backsolve"]["relative_difference"] < 0.05
@@ -176,7 +186,7 @@ def test_command_line_on_the_default(tmp_path):
         assert f"{row['value']:.8g}" in done.stdout, name
 
 
-def test_command_line_on_a_structure(tmp_path):
+def test_command_line_on_a_structure(command, tmp_path):
     atoms = ase.Atoms(
         "Ar4Kr", positions=[[0, 0, 0], [3.8, 0, 0], [0, 3.8, 0], [0, 0, 3.8], [3.8, 3.8, 3.8]], cell=[14, 14, 14], pbc=True
     )
@@ -186,10 +196,8 @@ def test_command_line_on_a_structure(tmp_path):
     assert system.potential.box.tolist() == [14, 14, 14]
     assert system.potential.cutoff == 7.0
     for name in ("a.xyz", "a.cif", "a.pdb"):
-        done = command(
-            "--structure", name, "--horizon", "40", "--adjoint", "direct,reversible", "--dynamics", "nose-hoover", cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
+        done = command("--structure", name, "--horizon", "40", "--adjoint", "direct,reversible", "--dynamics", "nose-hoover")
+        assert done.exit_code == 0, done.output
         assert "Ar4Kr" in done.stdout
 
 
@@ -227,14 +235,14 @@ def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
         (["--output", "iron.xyz"], "output 'iron.xyz' is a file"),
     ],
 )
-def test_command_line_refuses_in_one_line(tmp_path, arguments, says):
+def test_command_line_refuses_in_one_line(command, tmp_path, arguments, says):
     (tmp_path / "empty.xyz").write_text("0\n\n")
     (tmp_path / "garbage.xyz").write_text("not a structure\nat all\n")
     ase.io.write(tmp_path / "iron.xyz", ase.Atoms("Fe2", positions=[[0, 0, 0], [2.5, 0, 0]]))
     ase.io.write(tmp_path / "slab.extxyz", ase.Atoms("Ar2", positions=[[0, 0, 0], [3.8, 0, 0]], cell=[9, 9, 9], pbc=[1, 1, 0]))
     before = sorted(path.name for path in tmp_path.iterdir())
-    done = command(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
+    done = command(*arguments)
+    assert done.exit_code == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stderr
@@ -270,10 +278,10 @@ def test_version_of_the_readme_data():
         ),
     ],
 )
-def test_command_line_on_stochastic_dynamics(tmp_path, options, parameters, refused):
-    done = command(*options, "--horizon", "0.2", "--output", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["horizons"]
+def test_command_line_on_stochastic_dynamics(command, tmp_path, options, parameters, refused):
+    done = command(*options, "--horizon", "0.2", "--output", "out")
+    assert done.exit_code == 0, done.output
+    (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
     methods = {row["method"]: row for row in horizon["methods"]}
     lost = {name for name, row in methods.items() if "failure" in row}
     assert lost == ({refused} if refused else set())
@@ -298,9 +306,9 @@ def test_command_line_on_stochastic_dynamics(tmp_path, options, parameters, refu
         (["--dynamics", "generalised", "--rates", "1", "--strengths", "1,2"], "give as many of each"),
     ],
 )
-def test_command_line_refuses_stochastic_nonsense(tmp_path, options, says):
-    done = command(*options, "--output", "out", cwd=tmp_path)
-    assert done.returncode == 2
+def test_command_line_refuses_stochastic_nonsense(command, tmp_path, options, says):
+    done = command(*options, "--output", "out")
+    assert done.exit_code == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -308,12 +316,12 @@ def test_command_line_refuses_stochastic_nonsense(tmp_path, options, says):
 
 def test_command_line_exact(tmp_path):
     """Reversal on the lattice beside the plain one, which is shown with what it loses."""
-    done = command("--exact", "--horizon", "1,20", "--adjoint", "checkpoint,reversible", "--output", "out", cwd=tmp_path)
+    done = as_a_user("--exact", "--horizon", "1,20", "--adjoint", "checkpoint,reversible", "--output", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "BAB exact at dt" in done.stdout
     document = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert document["exact"] is True
-    short, long = ({row["method"]: row for row in h["methods"]} for h in document["horizons"])
+    short, long = ({row["method"]: row for row in h["methods"]} for h in document["runs"])
     for methods in (short, long):
         assert methods["reversible"]["reconstruction_error"] == 0.0
         assert methods["reversible"]["relative_difference"] < 1e-12
@@ -321,16 +329,16 @@ def test_command_line_exact(tmp_path):
     assert long["reversible, plain"]["reconstruction_error"] > 1e-3
 
 
-def test_command_line_refuses_exact_steps_that_cannot_be_undone(tmp_path):
-    done = command("--exact", "--dynamics", "overdamped", "--output", "out", cwd=tmp_path)
-    assert done.returncode == 2
+def test_command_line_refuses_exact_steps_that_cannot_be_undone(command, tmp_path):
+    done = command("--exact", "--dynamics", "overdamped", "--output", "out")
+    assert done.exit_code == 2
     assert "unlike those of overdamped" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_command_line_on_a_preset(tmp_path):
     """Path and stationary estimates apart, each within its errors of the quadrature; what does not apply says why."""
-    done = command(
+    done = as_a_user(
         "harmonic",
         "--estimators",
         "finite-difference,girsanov,score-function",
@@ -343,8 +351,8 @@ def test_command_line_on_a_preset(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "equilibrium, by quadrature: 1, d/d potential.k -1" in done.stdout
     document = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert document["exact"]["value"] == pytest.approx(1.0, abs=1e-8)
-    (horizon,) = document["horizons"]
+    (horizon,) = document["runs"]
+    assert horizon["answer"]["value"] == pytest.approx(1.0, abs=1e-8)
     methods = {row["method"]: row for row in horizon["methods"]}
     assert {name: row["estimand"] for name, row in methods.items()} == {
         "finite-difference": "path",
@@ -355,25 +363,78 @@ def test_command_line_on_a_preset(tmp_path):
     assert abs(score["grad"]["potential.k"] + 1) < 4 * score["grad_stderr"]["potential.k"] + 0.01  # dt/2 of Euler-Maruyama
 
 
-def test_command_line_first_passage_refuses_stationary_estimators(tmp_path):
-    done = command(
-        "first-passage", "--estimators", "girsanov,score-function", "--replicas", "64", "--horizon", "0.5,1", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+def test_command_line_first_passage_refuses_stationary_estimators(command, tmp_path):
+    done = command("first-passage", "--estimators", "girsanov,score-function", "--replicas", "64", "--horizon", "0.5,1")
+    assert done.exit_code == 0, done.output
     assert done.stdout.count("score-function: does not apply.") == 2
     document = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())
-    assert [horizon["horizon"] for horizon in document["horizons"]] == [0.5, 1.0]
-    assert document["exact"] is None
+    assert [run["horizon"] for run in document["runs"]] == [0.5, 1.0]
+
+
+def test_command_line_sweeps_over_replicas(command, tmp_path):
+    """The mean first-passage time, whose exact answer is within four errors; which fall with the replicas."""
+    done = command(
+        "first-passage", "--observable", "time", "--estimators", "girsanov", "--replicas", "64,1024", "--horizon", "1"
+    )
+    assert done.exit_code == 0, done.output
+    runs = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
+    assert [run["replicas"] for run in runs] == [64, 1024]
+    errors = []
+    for run in runs:
+        (method,) = run["methods"]
+        errors.append(method["grad_stderr"]["potential.barrier"])
+        assert abs(method["value"] - run["answer"]["value"]) < 4 * method["value_stderr"]
+        assert abs(method["grad"]["potential.barrier"] - run["answer"]["grad"]["potential.barrier"]) < 4 * errors[-1]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_command_line_estimators_on_the_cluster(command, tmp_path):
+    """By epsilon and sigma, the bath being held; path and stationary estimates of the same mean apart."""
+    done = command(
+        "--estimators", "pathwise,girsanov,score-function", "--observable", "gyration", "--horizon", "0.5", "--replicas", "8"
+    )
+    assert done.exit_code == 0, done.output
+    assert "radius of gyration, mean over the second half of the run" in done.stdout
+    (run,) = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
+    methods = {row["method"]: row for row in run["methods"]}
+    assert set(methods) == {"pathwise", "girsanov", "score-function"}
+    for row in methods.values():
+        assert set(row["grad"]) == {"potential.epsilon", "potential.sigma"}
+
+
+def test_command_line_adjoints_of_another_observable(command, tmp_path):
+    done = command("--observable", "gyration", "--adjoint", "direct,reversible", "--horizon", "0.1", "--replicas", "1,3")
+    assert done.exit_code == 0, done.output
+    assert "Value: radius of gyration at the horizon" in done.stdout
+    runs = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
+    assert [run["replicas"] for run in runs] == [1, 3]
+    for run in runs:
+        assert run["methods"][0]["value"] == pytest.approx(1.03, abs=0.05)
+        assert run["methods"][1]["relative_difference"] < 1e-10
 
 
 def test_presets_have_the_answers_of_the_references():
-    known = presets()
-    value, grads = known["asymmetric-double-well"].exact()
+    def answer(preset, observable, horizon=1.0):
+        return presets()[preset].questions[observable].exact.answer(horizon)
+
+    assert answer("harmonic", "square")[1]["potential.k"] == pytest.approx(-1, abs=1e-9)
+    assert answer("harmonic", "energy")[1]["potential.k"] == pytest.approx(0, abs=1e-9)
+    value, grads = answer("asymmetric-double-well", "position")
     assert grads["potential.asymmetry"] == pytest.approx(-0.634558, abs=1e-6)
     assert -1 < value < 1.2
-    value, grads = known["muller-brown"].exact()
+    value, grads = answer("muller-brown", "deep")
     assert 0.8 < value < 0.95
     assert grads["kT"] < 0
+
+
+def test_densities_of_the_steps_forget_their_start():
+    """By symmetry half of them end up beyond the barrier; and who is absorbed lives for a time that stops growing."""
+    questions = presets()["first-passage"].questions
+    crossed, slopes = questions["crossed"].exact.answer(150.0)
+    assert crossed == pytest.approx(0.5, abs=1e-6)
+    assert slopes["potential.barrier"] == pytest.approx(0, abs=1e-5)
+    (_, early), (_, late) = (questions["time"].exact.answer(t)[1].popitem() for t in (100.0, 150.0))
+    assert early == pytest.approx(late, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -384,12 +445,16 @@ def test_presets_have_the_answers_of_the_references():
         (["harmonic", "--structure", "x.xyz"], "--structure goes with the preset lj13, not with harmonic"),
         (["harmonic", "--replicas", "1"], "replicas must be at least 2"),
         (["harmonic", "--horizon", "0.005"], "not a multiple of dt"),
-        (["--estimators", "girsanov"], "--estimators goes with the presets harmonic"),
+        (["--estimators", "girsanov", "--adjoint", "direct"], "--adjoint compares adjoints, and --estimators estimators"),
+        (["harmonic", "--observable", "crossed"], "unknown observable 'crossed' of harmonic; choose from square, energy"),
+        (["--observable", "square"], "unknown observable 'square' of lj13; choose from energy, gyration"),
+        (["harmonic", "--horizon", "1,2", "--replicas", "64,128"], "several horizons or several numbers of replicas, not both"),
+        (["harmonic", "--replicas", "many"], "replicas 'many' is not a whole number"),
     ],
 )
-def test_command_line_refuses_preset_nonsense(tmp_path, options, says):
-    done = command(*options, "--output", "out", cwd=tmp_path)
-    assert done.returncode == 2
+def test_command_line_refuses_preset_nonsense(command, tmp_path, options, says):
+    done = command(*options, "--output", "out")
+    assert done.exit_code == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
-"""Run in a fresh process: print the growth of the resident set over one forward and backward, in bytes.
+"""Run in a fresh process: print the growth of the resident set over one forward and backward, or one estimate, in bytes.
 
-Arguments: adjoint, number of steps, problem ("cluster", "exact", "batch", "langevin" or "generalised").
+Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or "generalised"); or "score" or
+"pathwise", a number of steps and one of replicas.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,8 +24,35 @@ def resident(which: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
-def main(adjoint_name: str, steps: int, problem: str) -> None:
-    torch.set_num_threads(1)
+def growth(work: Callable[[int], object], steps: int) -> int:
+    """Over work of so many steps, once kernels and allocators are in place."""
+    work(20)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = resident("VmRSS")
+    work(steps)
+    return resident("VmHWM") - before
+
+
+def estimate(name: str, replicas: int) -> Callable[[int], object]:
+    """The score function on a time average at equilibrium, or the pathwise estimator by reversal."""
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(torch.nn.Parameter(torch.tensor(1.0))), kT=0.5)
+
+    def initial(count, generator):
+        return dynamics.init(torch.ones(count, 1, 3, dtype=torch.float64), generator=generator)
+
+    observable = adjsim.TimeAverage(lambda state: (state.position**2).sum((-1, -2)))
+    estimator = {"score": adjsim.ScoreFunction(), "pathwise": adjsim.Pathwise(adjsim.ReversibleAdjoint())}[name]
+
+    def work(count: int) -> object:
+        simulation = adjsim.Simulation(dynamics, initial, [0.0, count * 0.01], adjsim.BAOAB(0.01))
+        return estimator(simulation, observable, replicas=replicas, chunks=4, generator=torch.Generator().manual_seed(0))
+
+    return work
+
+
+def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
     adjoint = {
         "direct": adjsim.DirectAdjoint(),
         "checkpoint": adjsim.CheckpointAdjoint(),
@@ -62,14 +91,11 @@ def main(adjoint_name: str, steps: int, problem: str) -> None:
         run = adjsim.simulate(dynamics, start, [0.0, count * dt], solver=solver, adjoint=adjoint)
         run.final.position.square().sum().backward()
 
-    work(20)  # kernels and allocators are in place before the baseline
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = resident("VmRSS")
-    work(steps)
-    print(resident("VmHWM") - before)
+    return work
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    torch.set_num_threads(1)
+    method, steps, third = sys.argv[1:]
+    work = estimate(method, int(third)) if third.isdigit() else differentiated(method, third)
+    print(growth(work, int(steps)))

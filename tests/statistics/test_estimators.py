@@ -24,7 +24,8 @@ from adjsim import (
     Simulation,
     TimeAverage,
 )
-from tests.problems import parameter, square
+from adjsim.systems import cluster
+from tests.problems import Cage, parameter, square
 
 
 def seeded(seed=0):
@@ -356,8 +357,6 @@ def test_growth_is_the_rate_of_the_flow():
 
 def test_chaos_is_said():
     """A chaotic cluster: the gradient of a path grows, the estimate says so and when it is lost."""
-    from adjsim.systems import cluster
-
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0), parameter(1.0)))
 
     def initial(n, generator):
@@ -478,8 +477,6 @@ def test_the_derivative_of_a_minimum():
 
 
 def test_the_derivative_of_a_cluster_against_differences():
-    from tests.problems import Cage
-
     def size(value=None):
         torch.manual_seed(0)
         cage = Cage()
