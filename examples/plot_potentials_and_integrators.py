@@ -2,8 +2,9 @@
 Potentials and integrators
 ==========================
 
-What the library simulates, and how well. The potentials are drawn, velocity Verlet is checked for its order, and two
-deterministic samplers are compared with averages that are known exactly. All quantities are in reduced units.
+What the library simulates, and how well. The potentials are drawn, velocity Verlet is checked for its order, two deterministic
+samplers are compared with averages that are known exactly, and every integrator is run in one well, its density beside the
+exact one. All quantities are in reduced units.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -177,3 +178,67 @@ plt.show()
 # Four standard errors, and a hundredth for the step ds and for a start that was not drawn from the distribution.
 assert abs(mean - exact) < 4 * stderr + 0.01 * exact
 assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
+
+# %%
+# Every integrator in one well
+# ----------------------------
+#
+# The same two wells in each of two coordinates, at kT = 1, under each dynamics of the library: one path, and the density of all
+# replicas over the second half of the run beside the exact one. Conserved energy samples nothing by itself; what it does is
+# leave a density alone that its starts were drawn from, momenta and all. The others start at one point. Frames of ESH are
+# weighted as above, and its time is the scaled one.
+
+potential, replicas = adjsim.DoubleWell(1.0), 400
+reference = torch.exp(-potential(grid[:, None, None]))
+spread = torch.multinomial(reference, 2 * replicas, replacement=True, generator=generator)
+drawn, corner = grid[spread].reshape(replicas, 1, 2), torch.ones(replicas, 1, 2)
+reference /= torch.trapezoid(reference, grid)
+
+cases = {
+    "Hamiltonian, BAB": (adjsim.Hamiltonian(potential), adjsim.VelocityVerlet(0.05), drawn),
+    "NoseHooverChain, NBABN": (adjsim.NoseHooverChain(potential, tau=0.5), adjsim.Splitting("NBABN", 0.05), corner),
+    "ESH, EAE": (adjsim.ESH(potential), adjsim.Splitting("EAE", 0.05), corner),
+    "Langevin, BAOAB": (adjsim.Langevin(potential), adjsim.BAOAB(0.05), corner),
+    "GeneralizedLangevin, BAGAB": (
+        adjsim.GeneralizedLangevin(potential, rates=(2.0,), strengths=(4.0,)),
+        adjsim.Splitting("BAGAB", 0.05),
+        corner,
+    ),
+    "OverdampedLangevin, LeimkuhlerMatthews": (adjsim.OverdampedLangevin(potential), adjsim.LeimkuhlerMatthews(0.02), corner),
+}
+steps, every, edges = 2000, 2, np.linspace(-2.0, 2.0, 41)
+centres = (edges[1:] + edges[:-1]) / 2
+expected = np.interp(centres, grid.numpy(), reference.numpy())
+
+fig, axes = plt.subplots(len(cases), 2, figsize=(9, 11), layout="constrained", width_ratios=[2.2, 1])
+for (left, right), (name, (dynamics, solver, position)) in zip(axes, cases.items(), strict=True):
+    momentum = torch.randn(position.shape, generator=generator) if isinstance(dynamics, adjsim.Hamiltonian) else None
+    start = dynamics.init(position, momentum, generator)
+    times = torch.arange(0, steps + 1, every) * solver.dt
+    with torch.no_grad():
+        run = adjsim.simulate(dynamics, start, times, solver=solver, generator=generator)
+    frames = run.position[..., 0, 0]
+    left.plot(times, frames[:, 0], lw=0.7)
+    left.set(ylabel="x", title=name, ylim=(-2.2, 2.2), xlim=(0, float(times[-1])))
+    weights = adjsim.canonical_weights(run.log_speed) if name.startswith("ESH") else torch.ones_like(frames)
+    half = slice(len(times) // 2, None)
+    # One histogram for each replica gives the error of their mean, however correlated the frames of one are.
+    counts = np.stack(
+        [
+            np.histogram(frames[half, i], bins=edges, weights=weights[half, i] / weights[half, i].sum())[0]
+            for i in range(replicas)
+        ]
+    ) / (edges[1] - edges[0])
+    found, stderr = counts.mean(0), counts.std(0, ddof=1) / replicas**0.5
+    right.bar(centres, found, width=edges[1] - edges[0], color="C0", alpha=0.5)
+    right.errorbar(centres, found, 2 * stderr, fmt="none", ecolor="C0", lw=0.8)
+    right.plot(grid, reference, "k", lw=1.2, label="exact")
+    right.set(xlim=(-2, 2), ylim=(0, 0.75), title="density of x")
+    seen = stderr > 1e-3
+    off = float((np.abs(found - expected)[seen] / stderr[seen]).max())
+    print(f"{name}: at most {off:.1f} standard errors from the exact density")
+    assert off < 4.5  # the largest of thirty for each of six
+axes[-1, 0].set_xlabel("t (reduced units)")
+axes[-1, 1].set_xlabel("x (reduced units)")
+axes[0, 1].legend(fontsize="small")
+plt.show()
