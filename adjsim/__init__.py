@@ -2,7 +2,14 @@
 
 from adjsim._state import PhaseState
 from adjsim._trajectory import Final, TimeAverage, Trajectory
-from adjsim.adjoints import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
+from adjsim.adjoints import (
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    CompileError,
+    DirectAdjoint,
+    ReconstructionError,
+    ReversibleAdjoint,
+)
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
     ESH,
@@ -110,6 +117,7 @@ __all__ = [  # noqa: RUF022
     "BacksolveAdjoint",
     "CheckpointAdjoint",
     "DirectAdjoint",
+    "CompileError",
     "ReconstructionError",
     "ReversibleAdjoint",
     # simulation

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from adjsim._typing import Positions
 
@@ -37,6 +38,29 @@ def select(state: S, index: Any) -> S:
 def stack(states: list[S]) -> S:
     """Put states one after the other along a new leading axis (time)."""
     return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
+
+
+def traced() -> bool:
+    """Whether the operations of a chunk of steps are being written down, by :mod:`adjsim.adjoints.compiled`."""
+    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
+
+
+# What is to be stored of the steps that are being written down; see keep().
+_kept: list[Tensor] = []
+
+
+def keep(x: Tensor) -> None:
+    """Have a tensor stored where it is computed when a step is compiled, instead of being computed again wherever it is read:
+    for what every pair of atoms reads."""
+    if traced():
+        _kept.append(x)
+
+
+def kept() -> list[Tensor]:
+    """What was to be kept since this was last asked."""
+    found = list({id(x): x for x in _kept}.values())
+    _kept.clear()
+    return found
 
 
 def in_transform() -> bool:

@@ -8,11 +8,12 @@ import torch
 
 from adjsim._noise import Noise, seed_from
 from adjsim._params import refuse_captured
-from adjsim._state import State, in_transform
+from adjsim._state import State, all_finite, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
 from adjsim._typing import Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
@@ -29,6 +30,7 @@ def simulate(
     adjoint: Adjoint = DirectAdjoint(),
     record: Record = None,
     generator: torch.Generator | None = None,
+    compile: bool = False,
     progress: bool = False,
 ) -> Trajectory:
     """Run the dynamics from a state and return what was saved, connected to autograd.
@@ -48,6 +50,11 @@ def simulate(
         generator: seeds the noise of stochastic dynamics; None: torch's default generator. The noise is a function of the seed,
             the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample sees the
             same noise; give the state a batch axis instead.)
+        compile: run forward and backward in compiled chunks of steps. For :class:`~adjsim.Splitting` with
+            :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. The first run of a kind
+            takes some seconds to compile (``trajectory.stats["compile_seconds"]``), which torch remembers across processes;
+            another number of steps, seed, value of a parameter or save time does not compile again. Gradients agree with those
+            not compiled to rounding, and exact runs to the last bit.
         progress: show a progress bar, on a terminal.
 
     Raises:
@@ -58,7 +65,7 @@ def simulate(
         OverflowError: an exact run left its lattice; likewise.
     """
     noise = Noise(seed_from(generator)) if dynamics.stochastic else None
-    return run(dynamics, state, ts, solver, adjoint, record, noise, progress)
+    return run(dynamics, state, ts, solver, adjoint, record, noise, progress, compile)
 
 
 def run(
@@ -70,6 +77,7 @@ def run(
     record: Record,
     noise: Noise | None,
     progress: bool = False,
+    compile: bool = False,
 ) -> Trajectory:
     """:func:`simulate` on noise that is given: a part of a larger batch is run on its part of the noise."""
     _check_pair(solver, adjoint)
@@ -85,7 +93,9 @@ def run(
     stats: dict[str, Any] = {"energy_evaluations": 0}
     if noise is not None:
         stats["seed"] = noise.seed
-    problem = Problem(dynamics, state, times, solver, record, parameters, noise, progress, stats)
+    problem = Problem(dynamics, state, times, solver, record, parameters, noise, progress, compile, stats)
+    if compile:
+        _check_compiled(problem, adjoint)
     adjoint.check(problem)
     states, saved, final = adjoint.run(problem)
     return Trajectory(times, states, saved, final, stats)
@@ -99,6 +109,24 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
     if not isinstance(solver, adjoint.accepts):
         fitting = sorted(kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts))
         raise TypeError(f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: {', '.join(fitting)}.")
+
+
+def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
+    if not isinstance(problem.solver, SteppingSolver):
+        raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {problem.solver!r}.")
+    if in_transform():
+        raise RuntimeError("compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it out there.")
+    asked = torch.is_grad_enabled() and (bool(problem.parameters) or any(x.requires_grad for x in problem.state))
+    if asked and not isinstance(adjoint, ReversibleAdjoint):
+        raise TypeError(
+            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where a gradient is asked for. "
+            "Use it, run under torch.no_grad(), or leave compile=True out."
+        )
+    with torch.no_grad():
+        rates = problem.dynamics.drift(float(problem.times[0]), problem.state)
+    if not all_finite(rates):
+        # A compiled loop over pairs takes what is at no distance for the atom itself.
+        raise FloatingPointError("the forces at the start are not finite: are two atoms in one place?")
 
 
 def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:

@@ -3,7 +3,16 @@
 from adjsim.adjoints.backsolve import BacksolveAdjoint
 from adjsim.adjoints.base import Adjoint, ReconstructionError
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
+from adjsim.adjoints.compiled import CompileError
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 
-__all__ = ["Adjoint", "BacksolveAdjoint", "CheckpointAdjoint", "DirectAdjoint", "ReconstructionError", "ReversibleAdjoint"]
+__all__ = [
+    "Adjoint",
+    "BacksolveAdjoint",
+    "CheckpointAdjoint",
+    "CompileError",
+    "DirectAdjoint",
+    "ReconstructionError",
+    "ReversibleAdjoint",
+]

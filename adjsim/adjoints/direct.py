@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from adjsim.adjoints.base import Adjoint, Result
+from adjsim.adjoints.compiled import Chunks
 from adjsim.adjoints.march import March, Recorder
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous import ContinuousSolver
@@ -28,7 +29,10 @@ class DirectAdjoint(Adjoint):
         recorder = Recorder(problem.record, march)
         state = start = march.enter(problem.state)
         recorder.visit(0, march.leave(start))
-        for step, state in march.forward(start):
+        steps = march.forward(start)
+        if problem.compile:
+            steps = Chunks(march, [], recorder).walk(start, march.frames)
+        for step, state in steps:
             recorder.visit(step, march.leave(state))
         states, record = recorder.result()
         return states, record, march.leave(state)

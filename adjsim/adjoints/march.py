@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from adjsim.dynamics.sources import Coefficients, Gradients
 from adjsim.solvers.base import Problem, SteppingSolver
 
 FINITE_EVERY = 64
+# Takes a state after some steps to that after more.
+Advance = Callable[[State, int, int], State]
 
 
 class March:
@@ -50,10 +52,11 @@ class March:
         """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
         if self.program.draws == 0:
             return None
-        seen = [draw for k in range(step, step + self.program.sees) for draw in self._draws(k)]
+        seen = [draw for k in range(step, step + self.program.sees) for draw in self.draws(k)]
         return tuple(seen)
 
-    def _draws(self, step: int) -> tuple[Tensor, ...]:
+    def draws(self, step: int) -> tuple[Tensor, ...]:
+        """The noise that is drawn for step number ``step``."""
         assert self.problem.noise is not None
         draws, position = self.program.draws, self.problem.state.position
         drawn = self.problem.noise(step, (self._replicas, draws * self._dof), position)
@@ -69,30 +72,49 @@ class March:
         """The state of the dynamics, of what the steps step."""
         return state if self.lattice is None else self.lattice.leave(state)
 
-    def forward(self, start: State) -> Iterator[tuple[int, State]]:
+    def forward(
+        self, start: State, advance: Advance | None = None, stops: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, State]]:
         """(k, state after k steps) for k from 1 to the last, from a start that has entered.
+
+        Args:
+            start: the state.
+            advance: takes a state from one stop to the next; None: step by step.
+            stops: the steps to stop after, if not all.
 
         Raises:
             FloatingPointError: numbers that are no longer finite, with the step that made them.
             OverflowError: numbers that have left the lattice of an exact run, likewise.
         """
-        forces = self.program.forces(self.problem.stats)
-        state, good, good_step, spilled = start, detached(start), 0, 0
-        for k in shown(range(self.last), "forward", self.last, self.problem.progress):
-            state = self.program.step(self.time(k), state, self.coefficients, self.noise(k), forces)
-            state, entries = self._spill(k + 1, state)
+        advance = advance or self._stepper()
+        state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
+        for stop in shown(
+            stops or range(1, self.last + 1), "forward", len(stops) if stops else self.last, self.problem.progress
+        ):
+            state, k = advance(state, k, stop), stop
+            state, entries = self._spill(k, state)
             if entries:
                 spilled += sum(entry.bits for entry in entries)
                 if self.spills is not None:
-                    self.spills[k + 1] = entries
-            if (k + 1) % FINITE_EVERY == 0 or k + 1 == self.last:
+                    self.spills[k] = entries
+            if k - good_step >= FINITE_EVERY or k == self.last:
                 if not self._sound(state):
-                    self._name_the_step(good, good_step, k + 1)
-                good, good_step = detached(state), k + 1
-            yield k + 1, state
+                    self._name_the_step(good, good_step, k)
+                good, good_step = detached(state), k
+            yield k, state
         if self.lattice is not None:
             bits = spilled + self.lattice.held(state)
             self.problem.stats["buffer_bits"] = bits / (self.last * state.position.numel()) if self.last else 0.0
+
+    def _stepper(self) -> Advance:
+        forces = self.program.forces(self.problem.stats)
+
+        def advance(state: State, start: int, stop: int) -> State:
+            for k in range(start, stop):
+                state = self.program.step(self.time(k), state, self.coefficients, self.noise(k), forces)
+            return state
+
+        return advance
 
     def trail(self, state: State, start: int, stop: int) -> list[State]:
         """Every state before every move of steps start to stop - 1, in order."""
@@ -171,17 +193,17 @@ class Recorder:
         if isinstance(self.record, TimeAverage):
             cotangent = cotangents[0]
             if step >= self.first and cotangent is not None:
-                self._pull_function(self.record.function, state, cotangent * self.weight, grads)
+                self.pull_function(self.record.function, state, cotangent * self.weight, grads)
         elif step in self.frame:
             if self.record is None:
                 for name, cotangent in zip(state._fields, cotangents, strict=True):
                     if cotangent is not None:
                         grads.state[name] = grads.state[name] + cotangent[self.frame[step]]
             elif cotangents[0] is not None:
-                self._pull_function(self.record, state, cotangents[0][self.frame[step]], grads)
+                self.pull_function(self.record, state, cotangents[0][self.frame[step]], grads)
 
     @staticmethod
-    def _pull_function(function, state: State, cotangent: Tensor, grads: Gradients) -> None:  # type: ignore[no-untyped-def]
+    def pull_function(function, state: State, cotangent: Tensor, grads: Gradients) -> None:  # type: ignore[no-untyped-def]
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
             value = function(leaves)

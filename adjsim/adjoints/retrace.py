@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from adjsim._state import State, detached
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.march import March
@@ -30,6 +32,10 @@ class Retrace(Backtrack):
             self.prints[step] = fingerprint(state)
         if step == march.last:
             self.final = detached(state)
+
+    def watches(self, march: March) -> Iterable[int]:
+        every = {*march.frames, *range(0, march.last + 1, march.growth.look_every)}
+        return sorted(every if self.every is None else every | set(range(0, march.last + 1, self.every)))
 
     def begin(self, march: March, outputs: State | None, final: State) -> State:
         self.problem.stats["reconstruction_error"] = 0.0

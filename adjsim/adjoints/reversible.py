@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -92,6 +93,9 @@ class _Undo(Backtrack):
         if checkpoint or step in march.frames or step == march.last:
             sizes = magnitudes(state)
             self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
+
+    def watches(self, march: March) -> Iterable[int]:
+        return sorted({*march.frames, *([] if self.every is None else range(0, march.last, self.every))})
 
     def begin(self, march: March, outputs: State | None, final: State) -> State:
         self.frames = {} if outputs is None else {s: select(outputs, i) for i, s in enumerate(march.saves)}

@@ -14,6 +14,8 @@ whatever :class:`Backtrack` keeps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from torch import Tensor
 
 from adjsim._progress import shown
 from adjsim._state import State
+from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.base import Result, refuse_graph
+from adjsim.adjoints.compiled import Chunks
 from adjsim.adjoints.march import March, Recorder
 from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem
@@ -33,6 +37,10 @@ class Backtrack(ABC):
     @abstractmethod
     def keep(self, march: March, step: int, state: State) -> None:
         """See the state after ``step`` steps on the way forward, and keep it or not."""
+
+    def watches(self, march: March) -> Iterable[int]:
+        """The steps that it keeps states of or arrives at with something to do, besides those that are saved."""
+        return range(march.last + 1)
 
     @abstractmethod
     def begin(self, march: March, outputs: State | None, final: State) -> State:
@@ -53,7 +61,8 @@ def run_swept(problem: Problem, backtrack: Backtrack) -> Result:
     recorder = Recorder(problem.record, march)
     keys = [(letter, name) for letter, group in march.coefficients.items() for name in group]
     inputs = [*problem.state, *(march.coefficients[a][n] for a, n in keys), *problem.parameters.values()]
-    plan = _Plan(problem, march, recorder, backtrack, keys)
+    chunks = Chunks(march, list(problem.parameters.values()), recorder) if problem.compile else None
+    plan = _Plan(problem, march, recorder, backtrack, keys, chunks)
     outputs = _Swept.apply(plan, *inputs)
     width = len(problem.state)
     final = type(problem.state)(*outputs[-width:])
@@ -72,8 +81,10 @@ class _Plan:
         recorder: Recorder,
         backtrack: Backtrack,
         keys: list[tuple[str, str]],
+        chunks: Chunks | None,
     ) -> None:
         self.problem, self.march, self.recorder, self.backtrack, self.keys = problem, march, recorder, backtrack, keys
+        self.chunks = chunks
         # The tensors live in autograd's care; a reference here would keep their graph alive.
         march.coefficients = {}
         self.width = len(problem.state)
@@ -94,7 +105,8 @@ class _Plan:
         state = start = march.enter(self.unpack(inputs)[0])
         self.recorder.visit(0, march.leave(start))
         self.backtrack.keep(march, 0, start)
-        for step, state in march.forward(start):
+        steps = march.forward(start) if self.chunks is None else self.chunks.walk(start, self.backtrack.watches(march))
+        for step, state in steps:
             self.recorder.visit(step, march.leave(state))
             self.backtrack.keep(march, step, state)
         state = march.leave(state)
@@ -120,9 +132,20 @@ class _Plan:
         )
         saved = list(cotangents[: -self.width])
         march, state = self.march, self.backtrack.begin(self.march, frames, final)
+        if self.chunks is None:
+            self._back(state, grads, saved)
+        else:
+            self._back_in_chunks(state, grads, saved)
+        grads.finish()
+        self.recorder.pull(0, march.leave(march.enter(start)), saved, grads)
+        self.problem.stats["energy_evaluations"] += grads.evaluations
+        found = [grads.state[name] for name in final._fields]
+        return (*found, *(grads.coefficient_grads.get(key) for key in self.keys), *grads.parameter_grads)
+
+    def _back(self, state: State, grads: Gradients, saved: list[Tensor | None]) -> None:
+        march = self.march
         moves, forces = march.program.moves, march.program.forces()
-        steps = range(march.last, 0, -1)
-        for step in shown(steps, "backward", march.last, self.problem.progress):
+        for step in shown(range(march.last, 0, -1), "backward", march.last, self.problem.progress):
             self.recorder.pull(step, march.leave(state), saved, grads)
             before, noise = self.backtrack.moves_before(step), march.noise(step - 1)
             for i in range(len(moves) - 1, -1, -1):
@@ -131,11 +154,17 @@ class _Plan:
                 at = march.program.at(march.time(step - 1), stage, march.coefficients, noise, forces)
                 state = move.retreat(state, at, grads, None if before is None else before[i])
             state = self.backtrack.arrive(step - 1, state, grads)
-        grads.finish()
-        self.recorder.pull(0, march.leave(march.enter(start)), saved, grads)
-        self.problem.stats["energy_evaluations"] += grads.evaluations
-        found = [grads.state[name] for name in final._fields]
-        return (*found, *(grads.coefficient_grads.get(key) for key in self.keys), *grads.parameter_grads)
+
+    def _back_in_chunks(self, state: State, grads: Gradients, saved: list[Tensor | None]) -> None:
+        assert self.chunks is not None
+        march, average = self.march, isinstance(self.problem.record, TimeAverage)
+        stops = [0, *self.chunks.boundaries(self.backtrack.watches(march))]
+        pairs = list(pairwise(stops))[::-1]
+        for start, stop in shown(pairs, "backward", len(pairs), self.problem.progress):
+            if not average:
+                self.recorder.pull(stop, march.leave(state), saved, grads)
+            state = self.chunks.backward(state, stop, start, grads, saved[0] if average else None)
+            state = self.backtrack.arrive(start, state, grads)
 
 
 class _Swept(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
-from adjsim._state import State
+from adjsim._state import State, traced
 from adjsim.potentials.base import Contraction, Pullback, force, force_vjp
 
 # Entries of small systems that wait to be contracted together: an eighth of a megabyte of float64.
@@ -49,6 +49,10 @@ class Forces:
             self._known[key] = value
         return self._known[key]
 
+    def know(self, potential: nn.Module, value: Tensor) -> None:
+        """Take this for the force at the current position."""
+        self._known[id(potential)] = value
+
     def _count(self, *_: Tensor) -> None:
         assert self._stats is not None
         self._stats["energy_evaluations"] += 1
@@ -73,16 +77,29 @@ class Gradients:
         self.parameter_grads: list[Tensor | None] = [None] * len(parameters)
         self.coefficient_grads: dict[tuple[str, str], Tensor] = {}
         self.evaluations = 0
-        self._forces: dict[int, _PendingForce] = {}
+        self._forces: dict[int, PendingForce] = {}
         self._waiting: dict[Any, list[Contraction]] = {}
 
-    def force(self, potential: nn.Module, t: Any, position: Tensor) -> _PendingForce:
+    def force(self, potential: nn.Module, t: Any, position: Tensor) -> PendingForce:
         key = id(potential)
         if key not in self._forces:
             value, pullback = force_vjp(potential, position, self.parameters, t, self._grid)
-            self._forces[key] = _PendingForce(value, pullback)
+            self._forces[key] = PendingForce(value, pullback)
             self.evaluations += 1
         return self._forces[key]
+
+    def take_pending(self, potential: nn.Module) -> Tensor | None:
+        """The cotangent of a force that waits to be settled, for somebody else to settle."""
+        pending = self._forces.pop(id(potential), None)
+        return None if pending is None else pending.cotangent
+
+    def put_pending(self, potential: nn.Module, t: Any, position: Tensor, cotangent: Tensor) -> None:
+        """Settle the cotangent of the force at this position with the next."""
+
+        def pullback(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
+            return force_vjp(potential, position, self.parameters, t, self._grid)[1](v)
+
+        self._forces[id(potential)] = PendingForce(torch.empty(0), pullback, cotangent)
 
     def moving(self, fields: tuple[str, ...]) -> None:
         """Settle the forces before going back through a move that wrote these fields."""
@@ -106,7 +123,7 @@ class Gradients:
     def _wait(self, found: Contraction) -> None:
         waiting = self._waiting.setdefault(found.function, [])
         waiting.append(found)
-        if len(waiting) * found.x.numel() >= STACK:
+        if traced() or len(waiting) * found.x.numel() >= STACK:
             self._contract(waiting)
 
     def _contract(self, waiting: list[Contraction]) -> None:
@@ -135,7 +152,9 @@ class Gradients:
 
 
 @dataclass
-class _PendingForce:
+class PendingForce:
+    """A force, and the cotangent that moves give it until the position changes."""
+
     value: Tensor
     pullback: Pullback
     cotangent: Tensor | None = None
@@ -295,6 +314,31 @@ class Function:
                     grads.add_coefficient(at.letter, name, grad)
 
         return value.detach(), pull
+
+
+def holds_after(moves: Sequence[Any]) -> bool:
+    """Whether a step leaves a force behind that still holds: one used after the position was last written."""
+    holds = False
+    for move in moves:
+        holds = (holds or _uses_force(move)) and "position" not in move.writes
+    return holds
+
+
+def holds_before(moves: Sequence[Any]) -> bool:
+    """Whether going back over a step leaves the cotangent of a force unsettled: one used before the position was first
+    written."""
+    holds = False
+    for move in reversed(moves):
+        holds = _uses_force(move) or (holds and "position" not in move.writes)
+    return holds
+
+
+def _uses_force(move: Any) -> bool:
+    return getattr(move, "potential", None) is not None or _is_force(getattr(move, "source", None))
+
+
+def _is_force(source: Source | None) -> bool:
+    return isinstance(source, ForceOf) or (isinstance(source, Combination) and any(map(_is_force, source.sources)))
 
 
 def cut(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:

@@ -20,10 +20,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._params import register
+from adjsim._state import traced
 from adjsim._typing import Energies, Number, Positions
 from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
 
@@ -75,36 +77,56 @@ class PairPotential(Potential):
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         d, s, counts = self._geometry(position)
-        slope = torch.where(counts, self.pair_slope(s), 0.0)
-        return _sum_pairs(-2 * slope, d, grid)
+        return _sum_pairs(-2 * self._counted(self.pair_slope(s), counts), d, grid)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             d, s, counts = self._geometry(position)
-            slope = torch.where(counts, self.pair_slope(s), 0.0)
+            slope = self._counted(self.pair_slope(s), counts)
             value = _sum_pairs(-2 * slope, d, grid)
 
-        def pullback(v: Tensor) -> tuple[Tensor, Contraction]:
+        def pullback(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
             with torch.no_grad():
-                w = differences(v)
-                dw = (d * w).sum(-3)
-                bend = torch.where(counts, self.pair_curvature(s), 0.0) * dw
-                along = (bend.unsqueeze(-3) * d).sum(-1).mul_(-4)
-                along = along.sub_((slope.unsqueeze(-3) * w).sum(-1), alpha=2).transpose(-1, -2)
-                return along, Contraction(self.pair_slope, torch.where(counts, -dw, 0.0), s)
+                w = planes(differences(v))
+                dw = sum_planes([x * y for x, y in zip(d, w, strict=True)])
+                bend, bare = (self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3), slope.unsqueeze(-3)
+                rows = [((bend * x).sum(-1).mul_(-4)).sub_((bare * y).sum(-1), alpha=2) for x, y in zip(d, w, strict=True)]
+                found = Contraction(self.pair_slope, self._counted(-dw, counts), s)
+                return _join(rows), self._by_rows(found, parameters) if traced() else found
 
         return value, pullback
 
-    def _geometry(self, position: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Differences ``(*batch, dim, atoms, atoms)``, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
+    def _by_rows(self, found: Contraction, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient by parameters, each scalar of them given to every row of pairs as its own: the sums over a row then go
+        into the loop over pairs that the rest of a compiled step has, where a sum over all pairs would need another."""
+        rows = (*found.x.shape[:-1], 1)
+        own = {name: p for name, p in self.named_parameters() if any(p is q for q in parameters)}
+        leaves = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
+        with torch.enable_grad(), _reparametrize_module(self, leaves):
+            total = (found.weight * found.function(found.x)).sum()
+        if not total.requires_grad:
+            return [None] * len(parameters)
+        grads = dict(zip(own, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True))
+        names = [next((name for name, p in own.items() if p is q), None) for q in parameters]
+        return [None if name is None or (g := grads[name]) is None else g.sum() if own[name].ndim == 0 else g for name in names]
+
+    def _counted(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero of what it is times."""
+        return x if self.cutoff is None else torch.where(counts, x, 0.0)
+
+    def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Differences in planes, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
         d = differences(position)
         if self.box is not None:
             d = nearest_image(d, self.box.to(position), exact=self.cutoff is None)
-        s = (d * d).sum(-3)
-        counts = ~torch.eye(position.shape[-2], dtype=torch.bool, device=position.device)
+        parts = planes(d)
+        s = sum_planes([x * x for x in parts])
+        # Comparing indices would be the dearest part of the compiled loop. Other atoms than itself are never at no distance: a
+        # start with two in one place is refused before, and there is an infinite barrier around it.
+        counts = s > 0 if traced() else ~torch.eye(position.shape[-2], dtype=torch.bool, device=position.device)
         if self.cutoff is not None:
             counts = counts & (s < self.cutoff**2)
-        return d, torch.where(counts, s, self.harmless(s)), counts
+        return parts, torch.where(counts, s, self.harmless(s)), counts
 
 
 class LennardJones(PairPotential):
@@ -139,29 +161,51 @@ class LennardJones(PairPotential):
         return self.epsilon.to(s), self.sigma.to(s)
 
     def pair_energy(self, s: Tensor) -> Tensor:
-        epsilon, x = self._sixth(s)
+        epsilon, x, _ = self._sixth(s)
         return 4 * epsilon * x * (x - 1)
 
     def pair_slope(self, s: Tensor) -> Tensor:
-        epsilon, x = self._sixth(s)
-        return 12 * epsilon * x * (1 - 2 * x) / s
+        epsilon, x, inverse = self._sixth(s)
+        return 12 * epsilon * x * (1 - 2 * x) * inverse
 
     def pair_curvature(self, s: Tensor) -> Tensor:
-        epsilon, x = self._sixth(s)
-        return 24 * epsilon * x * (7 * x - 2) / (s * s)
+        epsilon, x, inverse = self._sixth(s)
+        return 24 * epsilon * x * (7 * x - 2) * (inverse * inverse)
 
     def harmless(self, s: Tensor) -> Tensor:
         return self.pair_parameters(s.detach())[1].detach() ** 2
 
-    def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """epsilon and (sigma/r)^6."""
+    def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """epsilon, (sigma/r)^6 and 1/r^2."""
         epsilon, sigma = self.pair_parameters(s)
-        ratio = sigma**2 / s
-        return epsilon, ratio * ratio * ratio
+        inverse = 1 / s
+        ratio = sigma**2 * inverse
+        return epsilon, ratio * ratio * ratio, inverse
 
 
-def _sum_pairs(weight: Tensor, d: Tensor, grid: Grid | None) -> Tensor:
-    push = weight.unsqueeze(-3) * d
+def planes(d: Tensor) -> list[Tensor]:
+    """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to be compiled: sums over
+    pairs are then one loop for all coordinates, and what they share is not computed for each."""
+    return list(d.split(1, -3)) if traced() else [d]
+
+
+def sum_planes(parts: list[Tensor]) -> Tensor:
+    """The sum over coordinates, ``(*batch, atoms, atoms)``."""
+    if len(parts) == 1:
+        return parts[0].sum(-3)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.squeeze(-3)
+
+
+def _join(rows: list[Tensor]) -> Tensor:
+    """Coordinates ``(*batch, dim, atoms)`` in planes, as ``(*batch, atoms, dim)``."""
+    return (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).transpose(-1, -2)
+
+
+def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:
+    pushes = [weight.unsqueeze(-3) * x for x in d]
     if grid is not None:
-        push = grid.round(push)
-    return push.sum(-1).transpose(-1, -2)
+        pushes = [grid.round(push) for push in pushes]
+    return _join([push.sum(-1) for push in pushes])

@@ -113,6 +113,7 @@ class Problem:
     parameters: dict[str, Tensor]
     noise: Noise | None = None
     progress: bool = False
+    compile: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
 
 

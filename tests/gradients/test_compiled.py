@@ -1,0 +1,187 @@
+"""Compiled chunks of steps against the steps themselves: gradients to rounding, exact runs to the last bit, nothing compiled
+twice."""
+
+from __future__ import annotations
+
+import jaxtyping
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
+from adjsim.adjoints import CompileError, compiled
+from tests.gradients.test_table import agree, moment
+from tests.problems import Case, parameter, square, vector
+
+# Chunks of two steps and single ones between saves.
+STEPS = [0, 1, 8, 15]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch):
+    """The type checks of the tests cannot be written down; and chunks of two steps compile sooner than those of eight."""
+    monkeypatch.setattr(compiled, "STEPS_SMALL", 2)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def gradients(case: Case, kind: str, compile: bool):
+    dynamics = case.build()
+    position, momentum = (x.requires_grad_() for x in square())
+    inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+    record = {"record": moment, "average": TimeAverage(moment, burn_in=5 * case.dt)}.get(kind)
+    run = adjsim.simulate(
+        dynamics,
+        case.start(dynamics, position, momentum),
+        torch.tensor(STEPS) * case.dt,
+        solver=case.solver,
+        adjoint=ReversibleAdjoint(),
+        record=record,
+        generator=torch.Generator().manual_seed(11),
+        compile=compile,
+    )
+    if kind == "saves":
+        loss = sum((1 + i) * moment([getattr(run, f)[i] for f in run.final._fields]) for i in range(len(STEPS)))
+    else:
+        loss = run.record.sum() + 0.1 * moment(run.final)
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(inputs, found, strict=True)), run
+
+
+def row(dynamics, scheme, potential, kind="saves", exact=False, slow=True):
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(
+        Case(dynamics, scheme, potential, exact), kind, marks=marks, id=f"{dynamics}-{potential}-{kind}-{exact}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        row("hamiltonian", "BAB", "lennard-jones", slow=False),
+        row("langevin", "BAOAB", "double-well", exact=True, slow=False),
+        row("hamiltonian", "ABA", "plain-module", "record"),
+        row("langevin", "BAOAB", "lennard-jones", "average"),
+        row("chain-1", "NBABN", "double-well", exact=True),
+        row("generalised-2", "BAGAB", "cutoff", exact=True),
+        row("esh", "EAE", "double-well"),
+    ],
+)
+def test_chunks_equal_steps(case, kind):
+    plain, expected = gradients(case, kind, False)
+    mine, found = gradients(case, kind, True)
+    # Sums in another order; the generalised bath's rates cancel three digits.
+    agree(mine, plain, 1e-12)
+    for a, b in zip(found.final, expected.final, strict=True):
+        if case.exact:
+            assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert found.stats["reconstruction_error"] < (1e-300 if case.exact else 1e-12)
+
+
+def run_well(dynamics, compile, *, steps=40, seed=1, every=None):
+    """A thermal particle in a double well."""
+    start = dynamics.init(torch.ones(2, 1, 1), torch.zeros(2, 1, 1))
+    times = [0.0, steps * 0.01] if every is None else torch.arange(0, steps + 1, every) * 0.01
+    return adjsim.simulate(
+        dynamics,
+        start,
+        times,
+        solver=adjsim.BAOAB(0.01),
+        adjoint=ReversibleAdjoint(),
+        generator=torch.Generator().manual_seed(seed),
+        compile=compile,
+    )
+
+
+def test_nothing_compiles_twice():
+    """Another number of steps, seed, save times or value of a parameter: not a second more of compiling, and the right path."""
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), kT=parameter(0.5), friction=parameter(1.0))
+    first = run_well(dynamics, True, steps=43)
+    first.final.position.sum().backward()
+    assert first.stats["compile_seconds"] > 0
+    for change in ({"steps": 58}, {"seed": 7}, {"every": 5, "steps": 60}, {"kT": 0.9}):
+        value = change.pop("kT", None)
+        if value is not None:
+            with torch.no_grad():
+                dynamics.kT.fill_(value)
+                dynamics.potential.barrier.fill_(value)
+        run = run_well(dynamics, True, **change)
+        plain = run_well(dynamics, False, **change)
+        torch.testing.assert_close(run.final.position, plain.final.position, rtol=1e-12, atol=1e-12)
+        mine, theirs = (torch.autograd.grad(r.final.position.square().sum(), list(dynamics.parameters())) for r in (run, plain))
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert run.stats["compile_seconds"] == 0
+
+
+def test_a_force_in_time_compiles():
+    class Drive(adjsim.ForceField):
+        def __init__(self):
+            super().__init__()
+            self.k, self.amplitude = parameter(1.0), vector(0.3, 0.5)
+
+        def forward(self, t, position):
+            return self.amplitude * torch.sin(3.0 * torch.as_tensor(t)) - self.k * position
+
+    found = []
+    for compile in (False, True):
+        dynamics = adjsim.Hamiltonian(Drive(), parameter(1.4))
+        run = adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.5, 0.8],
+            solver=Splitting("BAB", 0.01),
+            adjoint=ReversibleAdjoint(),
+            compile=compile,
+        )
+        found.append(torch.autograd.grad(moment(run.final), list(dynamics.parameters())))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_forward_alone_with_any_adjoint():
+    dynamics = adjsim.Hamiltonian(adjsim.DoubleWell(parameter(0.7)))
+    start = dynamics.init(*square())
+    with torch.no_grad():
+        plain, mine = (
+            adjsim.simulate(dynamics, start, [0.0, 0.1, 0.33], solver=adjsim.VelocityVerlet(0.01), compile=c)
+            for c in (False, True)
+        )
+    torch.testing.assert_close(mine.position, plain.position, rtol=1e-13, atol=1e-13)
+
+
+def test_what_does_not_go_is_refused():
+    dynamics = adjsim.Hamiltonian(adjsim.DoubleWell(parameter(0.7)))
+    start = dynamics.init(*square())
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
+        with pytest.raises(TypeError, match="compile=True goes with ReversibleAdjoint"):
+            adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), adjoint=adjoint, compile=True)
+    with pytest.raises(TypeError, match="solvers of fixed steps"):
+        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.ODESolver(), compile=True)
+
+
+def test_atoms_in_one_place_are_refused():
+    dynamics = adjsim.Hamiltonian(adjsim.LennardJones())
+    start = dynamics.init(torch.zeros(2, 3), torch.zeros(2, 3))
+    with pytest.raises(FloatingPointError, match="two atoms in one place"):
+        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True)
+
+
+def test_a_potential_that_looks_at_values_is_named():
+    class Branching(nn.Module):
+        def forward(self, position):
+            return (position**2).sum((-1, -2)) * (2.0 if float(position.detach().sum()) > 0 else 1.0)
+
+    dynamics = adjsim.Hamiltonian(Branching())
+    with pytest.raises(CompileError, match="whose course does not depend on values"):
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.1],
+            solver=adjsim.VelocityVerlet(0.01),
+            adjoint=ReversibleAdjoint(),
+            compile=True,
+        )
