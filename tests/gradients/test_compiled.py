@@ -50,8 +50,8 @@ def gradients(case: Case, kind: str, compile: bool):
     return dict(zip(inputs, found, strict=True)), run
 
 
-def row(dynamics, scheme, potential, kind="saves", exact=False, slow=True):
-    marks = [pytest.mark.slow] if slow else []
+def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon"):
+    marks = [getattr(pytest.mark, mark)] if mark else []
     return pytest.param(
         Case(dynamics, scheme, potential, exact), kind, marks=marks, id=f"{dynamics}-{potential}-{kind}-{exact}"
     )
@@ -60,9 +60,9 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, slow=True):
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        row("hamiltonian", "BAB", "lennard-jones", slow=False),
-        row("langevin", "BAOAB", "double-well", exact=True, slow=False),
-        row("hamiltonian", "ABA", "plain-module", "record"),
+        row("hamiltonian", "BAB", "lennard-jones", mark=None),
+        row("langevin", "BAOAB", "double-well", exact=True, mark=None),
+        row("hamiltonian", "ABA", "plain-module", "record", mark="slow"),
         row("langevin", "BAOAB", "lennard-jones", "average"),
         row("chain-1", "NBABN", "double-well", exact=True),
         row("generalised-2", "BAGAB", "cutoff", exact=True),

@@ -141,8 +141,13 @@ def test_long_runs_come_back_bit_for_bit(name, steps):
         assert torch.equal(a, b), field
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("BAOAB, friction 1", 7_000), ("NBABN", 2_500)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        pytest.param("BAOAB, friction 1", 7_000, marks=pytest.mark.slow),
+        pytest.param("NBABN", 4_000, marks=pytest.mark.marathon),
+    ],
+)
 def test_gradient_where_floating_point_is_lost(name, steps):
     """A chaotic cluster, fewer steps of the costlier schemes: plain reversal fails, the exact one does not."""
     word = name.split(",")[0]
@@ -171,22 +176,18 @@ def test_gradient_where_floating_point_is_lost(name, steps):
 
 @pytest.mark.slow
 def test_twenty_thousand_chaotic_steps():
-    """Reversal and checkpoints against backpropagation through the same exact run, two gigabytes of it."""
+    """Reversal against backpropagation through the same exact run, two gigabytes of it."""
 
-    def gradients(adjoint, exact):
+    def gradients(adjoint):
         dynamics = HOT["BAB"]()
         start = hot_start(dynamics)
         start = type(start)(*(x.requires_grad_() for x in start))
-        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAB", 0.005, exact=exact), adjoint=adjoint)
+        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAB", 0.005, exact=True), adjoint=adjoint)
         return torch.autograd.grad((run.final.position**2).mean(), [*dynamics.parameters(), *start])
 
-    mine, checkpointed, direct = (gradients(a, True) for a in (ReversibleAdjoint(), CheckpointAdjoint(), DirectAdjoint()))
-    for a, b, c in zip(mine, checkpointed, direct, strict=True):
-        assert float(c.norm()) > 1e12  # chaos
-        assert float((a - c).norm()) <= 1e-9 * float(c.norm())
-        assert float((a - b).norm()) <= 1e-9 * float(b.norm())
-    with pytest.raises(ReconstructionError):
-        gradients(ReversibleAdjoint(checkpoint_every=20_000), False)
+    for mine, direct in zip(gradients(ReversibleAdjoint()), gradients(DirectAdjoint()), strict=True):
+        assert float(direct.norm()) > 1e12  # chaos
+        assert float((mine - direct).norm()) <= 1e-9 * float(direct.norm())
 
 
 @pytest.mark.parametrize(

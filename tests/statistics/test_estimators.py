@@ -320,7 +320,7 @@ def test_intervals_cover(kind):
     """95 % intervals hold the truth in 90 to 99 % of 200 repetitions."""
     if kind == "stationary":
         k, kT = 1.0, 1.0
-        simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), kT, 0.0, 14.0, 0.1, 4.0)
+        simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), kT, 0.0, 10.0, 0.1, 4.0)
         observable, estimator, truth = TimeAverage(squared), ScoreFunction(burn_in), -kT / k**2
     else:
         simulation, observable, truth = path_problem(dt=0.05), Final(squared), path_gradient(dt=0.05, steps=20)[1]
