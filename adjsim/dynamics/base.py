@@ -108,6 +108,11 @@ class Dynamics(nn.Module):
 
         Differentiable in the parameters, of which the density knows the potential's, masses and kT.
         """
+        if isinstance(self.potential, ForceField):
+            raise TypeError(
+                f"{type(self).__name__} does not sample a density that is known: {type(self.potential).__name__} is a force that "
+                "need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
+            )
         raise TypeError(
             f"{type(self).__name__} does not sample a density that is known up to a constant; use dynamics with a temperature, "
             "such as Langevin."
