@@ -110,8 +110,8 @@ class Dynamics(nn.Module):
         """
         if isinstance(self.potential, ForceField):
             raise TypeError(
-                f"{type(self).__name__} does not sample a density that is known: {type(self.potential).__name__} is a force that "
-                "need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
+                f"{type(self).__name__} does not sample a density that is known: {type(self.potential).__name__} is a force "
+                "that need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
             )
         raise TypeError(
             f"{type(self).__name__} does not sample a density that is known up to a constant; use dynamics with a temperature, "
