@@ -51,10 +51,12 @@ def simulate(
             the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample sees the
             same noise; give the state a batch axis instead.)
         compile: run forward and backward in compiled chunks of steps. For :class:`~adjsim.Splitting` with
-            :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. The first run of a kind
-            takes some seconds to compile (``trajectory.stats["compile_seconds"]``), which torch remembers across processes;
-            another number of steps, seed, value of a parameter or save time does not compile again. Gradients agree with those
-            not compiled to rounding, and exact runs to the last bit.
+            :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. It needs a C++
+            compiler. The first run of a kind takes from ten seconds to two minutes to compile
+            (``trajectory.stats["compile_seconds"]``), which torch remembers across processes; another number of steps, seed,
+            value of a parameter or save time does not compile again. A record is compiled when it first runs, and whatever it
+            reads besides the state and the dynamics is a constant from then on. Gradients agree with those not compiled to
+            rounding, and exact runs to the last bit.
         progress: show a progress bar, on a terminal.
 
     Raises:

@@ -107,7 +107,7 @@ def theirs(atoms: int, steps: int, replicas: int | None, checkpointed: bool) -> 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("microseconds a step, medians and middle halves; ratio to the better of JAX's two; seconds to compile")
+    print("microseconds a step, medians and all rounds but the extremes; ratio to the better of JAX's two; seconds to compile")
     for atoms, steps, replicas in CASES:
         sides = {
             "adjsim": ours(atoms, steps, replicas, False),

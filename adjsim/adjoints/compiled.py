@@ -6,8 +6,11 @@ to keep in agreement), and compiled by torch's Inductor. Whatever may differ fro
 coefficients, noise, every parameter and buffer of the dynamics, the spacings of a lattice. So no number of steps, seed, value
 of a parameter or save time compiles again; another shape, dtype, scheme or record does.
 
-Between chunks a force that still holds is passed on, and on the way back its cotangent, so that chunks cost no more forces
-than their steps do.
+Between chunks a force that still holds is passed on, and on the way back its cotangent. On the way back it is also evaluated
+again, once for each chunk, in the loop that takes the cotangent on.
+
+What is no input is a constant of the compiled code. Of the dynamics' modules that is every Python number, so these are part of
+what is looked up; of a record it is whatever it reads besides the state and the dynamics.
 """
 
 from __future__ import annotations
@@ -16,14 +19,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 from torch._inductor import compile as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from adjsim._grid import Grid
 from adjsim._state import State, kept
@@ -75,21 +81,29 @@ class Chunks:
         self.holds_after, self.holds_before = holds_after(moves), holds_before(moves)
         self.keys = [(letter, name) for letter, group in march.coefficients.items() for name in group]
         coefficients = [march.coefficients[letter][name] for letter, name in self.keys]
-        registered = {
+        named = {
             **dict(self.dynamics.named_parameters(remove_duplicate=False)),
             **dict(self.dynamics.named_buffers(remove_duplicate=False)),
         }
-        self.names, self.grids = list(registered), _grids(self.program)
+        # A tensor that has several names is one input.
+        self.registered = list({id(x): x for x in named.values()}.values())
+        self.names = {name: next(i for i, x in enumerate(self.registered) if x is value) for name, value in named.items()}
         self.wanted = [i for i, c in enumerate(coefficients) if c.requires_grad]
-        self.places = [next(i for i, x in enumerate(registered.values()) if x is p) for p in self.parameters]
+        self.places = [next(i for i, x in enumerate(self.registered) if x is p) for p in self.parameters]
+        self.grids = _grids(self.program)
         spacings = [x for grid in self.grids for x in (grid.spacing, grid._shift)]
-        self.fixed = [_plain(x) for x in (*coefficients, *registered.values(), *spacings)]
+        self.fixed = [_plain(x) for x in (*coefficients, *self.registered, *spacings)]
+        self.modules = tuple((ref(module), _settings(module)) for module in self.dynamics.modules())
         march.problem.stats.setdefault("compile_seconds", 0.0)
 
     def boundaries(self, watched: Iterable[int]) -> list[int]:
-        """The steps at which chunks have to end: those that are watched, and the one before the first of a time average."""
-        extra = [self.recorder.first - 1] if self.average is not None else []
-        return sorted({step for step in (*watched, *extra, self.march.last) if 0 < step <= self.march.last})
+        """The steps at which chunks have to end: those that are watched, the one before the first of a time average, and those
+        at which the buffers of an exact run are looked at."""
+        last = self.march.last
+        extra = [last] if self.average is None else [last, self.recorder.first - 1]
+        if self.march.lattice is not None:
+            extra += range(0, last, self.march.growth.look_every)
+        return sorted({step for step in (*watched, *extra) if 0 < step <= last})
 
     def walk(self, start: State, watched: Iterable[int]) -> Iterator[tuple[int, State]]:
         """Forward from a start that has entered, stopping after the steps that are watched."""
@@ -118,7 +132,7 @@ class Chunks:
             out = list(chunk.function(*inputs))
             push = out.pop(0) if self.holds_after else None
             if averaging:
-                self.recorder.total = out.pop(0)
+                self.recorder.total, self.recorder.come_to = out.pop(0), start + count
             state = type(state)(*out)
             self.march.problem.stats["energy_evaluations"] += chunk.evaluations
             start += count
@@ -158,7 +172,7 @@ class Chunks:
             grads.coefficient_grads[self.keys[i]] = value
         grads.parameter_grads = list(sums[len(self.wanted) :])
         if pending is not None:
-            grads.put_pending(self.potential, self.march.time(start), state.position, pending)
+            grads.force(self.potential, self.march.time(start), state.position).pull(pending)
         return state
 
     # What is written down.
@@ -181,8 +195,7 @@ class Chunks:
 
     def _backward(self, count: int, averaging: bool, kind: type, inputs: list[Tensor]) -> tuple[list[Tensor], int]:
         t, coefficients, draws, rest = self._unpack(inputs, count, self.wanted)
-        registered = dict(self._registered(inputs))
-        parameters = [registered[self.names[i]] for i in self.places]
+        parameters = [self._registered(inputs)[i] for i in self.places]
         pending = rest.pop(0) if self.holds_before else None
         cotangent = rest.pop(0) if averaging else None
         sums, rest = rest[: len(self.wanted) + len(parameters)], rest[len(self.wanted) + len(parameters) :]
@@ -204,7 +217,8 @@ class Chunks:
                 state = move.retreat(state, at, grads, None)
         left = grads.take_pending(self.potential)
         first = [torch.zeros_like(state.position) if left is None else left] if self.holds_before else []
-        sums = [*(grads.coefficient_grads[self.keys[i]] for i in self.wanted), *grads.parameter_grads]  # type: ignore[list-item]
+        sums = [grads.coefficient_grads[self.keys[i]] for i in self.wanted]
+        sums += [g for g in grads.parameter_grads if g is not None]
         return [*first, *sums, *(grads.state[name] for name in fields), *state], grads.evaluations
 
     def _unpack(
@@ -218,9 +232,9 @@ class Chunks:
             coefficients[letter][name] = value.detach().requires_grad_() if i in wanted else value
         return inputs[0], coefficients, inputs[1 + fixed : 1 + fixed + drawn], list(inputs[1 + fixed + drawn :])
 
-    def _registered(self, inputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _registered(self, inputs: list[Tensor]) -> list[Tensor]:
         begin = 1 + len(self.keys)
-        yield from zip(self.names, inputs[begin : begin + len(self.names)], strict=True)
+        return inputs[begin : begin + len(self.registered)]
 
     @contextmanager
     def _given(self, inputs: list[Tensor], places: Sequence[int]) -> Iterator[list[Tensor]]:
@@ -229,12 +243,13 @@ class Chunks:
         for i in places:
             j = 1 + len(self.keys) + i
             inputs[j] = inputs[j].detach().requires_grad_()
-        begin = 1 + len(self.keys) + len(self.names)
+        begin = 1 + len(self.keys) + len(self.registered)
         known = [(grid.spacing, grid._shift) for grid in self.grids]
         try:
             for i, grid in enumerate(self.grids):
                 grid.spacing, grid._shift = inputs[begin + 2 * i : begin + 2 * i + 2]
-            with _reparametrize_module(self.dynamics, dict(self._registered(inputs))), torch.no_grad():
+            given = self._registered(inputs)
+            with _reparametrize_module(self.dynamics, {name: given[i] for name, i in self.names.items()}), torch.no_grad():
                 yield inputs
         finally:
             for grid, (spacing, shift) in zip(self.grids, known, strict=True):
@@ -243,12 +258,13 @@ class Chunks:
     def _chunk(
         self, body: Callable[..., tuple[list[Tensor], int]], count: int, averaging: bool, kind: type, inputs: list[Tensor]
     ) -> Compiled:
-        solver, record = self.march.solver, self.average.function if averaging and self.average is not None else None
+        solver, record = self.march.solver, _weak(self.average.function) if averaging and self.average is not None else None
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
         back = body == self._backward
         places = tuple(self.places) if back else ()
         wanted = tuple(self.wanted) if back else ()
-        key = (back, count, record, repr(solver), solver.dt, kind, shapes, places, wanted, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        key = (back, count, record, repr(solver), solver.dt, kind, shapes, places, wanted, self.modules, threads)
         known = _compiled.setdefault(self.dynamics, {})
         if key not in known:
             begun = time.perf_counter()
@@ -269,7 +285,7 @@ class Chunks:
 
         def function(*values: Tensor) -> list[Tensor]:
             nonlocal evaluations, width
-            with self._given(list(values), places) as given:
+            with self._given(list(values), places) as given, _NoCapture(self.registered):
                 kept()
                 out, evaluations = body(count, averaging, kind, given)
                 width = len(out)
@@ -321,6 +337,38 @@ class Chunks:
     @staticmethod
     def _sum(known: Tensor | None, like: Tensor) -> Tensor:
         return torch.zeros_like(_plain(like)) if known is None else known
+
+
+class _NoCapture(TorchFunctionMode):
+    """Refuses a registered tensor that is reached past its module: it would be a constant, and have no gradient."""
+
+    def __init__(self, registered: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.registered = {id(x) for x in registered}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(id(x) in self.registered for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+            raise ValueError(
+                "a potential or a record reads a parameter or buffer of the dynamics past its module, as a variable of its "
+                "own; read it as an attribute of the module, such as dynamics.kT or self.k."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """The Python numbers and words of a module, and which tensors it has that are not registered, in which version."""
+    found: list[Any] = []
+    for name, value in vars(module).items():
+        if isinstance(value, bool | int | float | str):
+            found.append((name, value))
+        elif isinstance(value, Tensor):
+            found.append((name, id(value), value._version))
+    return tuple(found)
+
+
+def _weak(record: Callable[..., Any]) -> Any:
+    """A record as part of a key that does not keep it alive: it may hold the dynamics whose code is looked up."""
+    return WeakMethod(record) if isinstance(record, MethodType) else ref(record)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -88,9 +88,8 @@ class March:
         """
         advance = advance or self._stepper()
         state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
-        for stop in shown(
-            stops or range(1, self.last + 1), "forward", len(stops) if stops else self.last, self.problem.progress
-        ):
+        stops = range(1, self.last + 1) if stops is None else stops
+        for stop in shown(stops, "forward", len(stops), self.problem.progress):
             state, k = advance(state, k, stop), stop
             state, entries = self._spill(k, state)
             if entries:
@@ -162,7 +161,9 @@ class Recorder:
         self.record, self.frame = record, {step: i for i, step in enumerate(march.saves)}
         self.states: list[State] = []
         self.values: list[Tensor] = []
+        # Of a time average: the sum so far, and the step it has come to.
         self.total: Tensor | None = None
+        self.come_to = 0
         if isinstance(record, TimeAverage):
             self.first = first_averaged_step(record.burn_in, march.solver.dt, march.last)
             self.weight = 1.0 / (march.last - self.first + 1)
@@ -170,9 +171,9 @@ class Recorder:
     def visit(self, step: int, state: State) -> None:
         """See the state after ``step`` steps."""
         if isinstance(self.record, TimeAverage):
-            if step >= self.first:
+            if step >= self.first and step > self.come_to:
                 value = self.record.function(state)
-                self.total = value if self.total is None else self.total + value
+                self.total, self.come_to = value if self.total is None else self.total + value, step
         elif step in self.frame:
             if self.record is None:
                 self.states.append(state)
@@ -203,7 +204,8 @@ class Recorder:
                 self.pull_function(self.record, state, cotangents[0][self.frame[step]], grads)
 
     @staticmethod
-    def pull_function(function, state: State, cotangent: Tensor, grads: Gradients) -> None:  # type: ignore[no-untyped-def]
+    def pull_function(function: Callable[[State], Tensor], state: State, cotangent: Tensor, grads: Gradients) -> None:
+        """Add what the cotangent of a function's value says about the state."""
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
             value = function(leaves)

@@ -34,8 +34,7 @@ class Retrace(Backtrack):
             self.final = detached(state)
 
     def watches(self, march: March) -> Iterable[int]:
-        every = {*march.frames, *range(0, march.last + 1, march.growth.look_every)}
-        return sorted(every if self.every is None else every | set(range(0, march.last + 1, self.every)))
+        return {*march.frames, *([] if self.every is None else range(0, march.last + 1, self.every))}
 
     def begin(self, march: March, outputs: State | None, final: State) -> State:
         self.problem.stats["reconstruction_error"] = 0.0

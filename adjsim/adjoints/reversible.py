@@ -95,7 +95,7 @@ class _Undo(Backtrack):
             self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
 
     def watches(self, march: March) -> Iterable[int]:
-        return sorted({*march.frames, *([] if self.every is None else range(0, march.last, self.every))})
+        return {*march.frames, *([] if self.every is None else range(0, march.last, self.every))}
 
     def begin(self, march: March, outputs: State | None, final: State) -> State:
         self.frames = {} if outputs is None else {s: select(outputs, i) for i, s in enumerate(march.saves)}

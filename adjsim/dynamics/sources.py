@@ -77,14 +77,14 @@ class Gradients:
         self.parameter_grads: list[Tensor | None] = [None] * len(parameters)
         self.coefficient_grads: dict[tuple[str, str], Tensor] = {}
         self.evaluations = 0
-        self._forces: dict[int, PendingForce] = {}
+        self._forces: dict[int, _PendingForce] = {}
         self._waiting: dict[Any, list[Contraction]] = {}
 
-    def force(self, potential: nn.Module, t: Any, position: Tensor) -> PendingForce:
+    def force(self, potential: nn.Module, t: Any, position: Tensor) -> _PendingForce:
         key = id(potential)
         if key not in self._forces:
             value, pullback = force_vjp(potential, position, self.parameters, t, self._grid)
-            self._forces[key] = PendingForce(value, pullback)
+            self._forces[key] = _PendingForce(value, pullback)
             self.evaluations += 1
         return self._forces[key]
 
@@ -92,14 +92,6 @@ class Gradients:
         """The cotangent of a force that waits to be settled, for somebody else to settle."""
         pending = self._forces.pop(id(potential), None)
         return None if pending is None else pending.cotangent
-
-    def put_pending(self, potential: nn.Module, t: Any, position: Tensor, cotangent: Tensor) -> None:
-        """Settle the cotangent of the force at this position with the next."""
-
-        def pullback(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
-            return force_vjp(potential, position, self.parameters, t, self._grid)[1](v)
-
-        self._forces[id(potential)] = PendingForce(torch.empty(0), pullback, cotangent)
 
     def moving(self, fields: tuple[str, ...]) -> None:
         """Settle the forces before going back through a move that wrote these fields."""
@@ -152,7 +144,7 @@ class Gradients:
 
 
 @dataclass
-class PendingForce:
+class _PendingForce:
     """A force, and the cotangent that moves give it until the position changes."""
 
     value: Tensor

@@ -88,8 +88,8 @@ class GradientEstimate:
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``ess`` (the number of independent samples it is worth), ``chunks``, and what else the
-            estimator says of itself.
+            nothing is reconstructed), ``ess`` (the number of independent samples it is worth), ``chunks``, ``replicas``, and
+            what else the estimator says of itself.
     """
 
     value: Tensor
@@ -149,7 +149,7 @@ class GradientEstimate:
         """Reasons not to trust it, a sentence each; empty if none is known."""
         info, found = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
-        if ess is not None and ess < FEW_SAMPLES and info.get("chunks", 1) > 1:
+        if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
             found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
@@ -229,6 +229,7 @@ class Estimator(ABC):
                 "energy_evaluations": sum(part.stats["energy_evaluations"] for part in parts),
                 "reconstruction_error": max(errors) if errors else None,
                 "chunks": len(parts),
+                "replicas": sum(sizes),
                 "ess": float(sum(sizes)),
                 **diagnostics,
             },

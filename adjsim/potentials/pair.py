@@ -8,7 +8,8 @@ elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q, w_ij =
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
 so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom with itself, beyond
-the cutoff) get a harmless distance before any division and a zero after, so values and gradients stay finite.
+the cutoff) get a harmless distance before any division, and a zero after it: by their difference, which is none, or by the
+cutoff. So values and gradients stay finite.
 
 All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside, ``(dim, atoms,
 atoms)``: the long axis is then the last one, which vectorises.
@@ -100,7 +101,10 @@ class PairPotential(Potential):
         """The gradient by parameters, each scalar of them given to every row of pairs as its own: the sums over a row then go
         into the loop over pairs that the rest of a compiled step has, where a sum over all pairs would need another."""
         rows = (*found.x.shape[:-1], 1)
-        own = {name: p for name, p in self.named_parameters() if any(p is q for q in parameters)}
+        registered = [*self.named_parameters(), *self.named_buffers()]
+        own = {name: p for name, p in registered if any(p is q for q in parameters)}
+        if not own:
+            return [None] * len(parameters)
         leaves = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
         with torch.enable_grad(), _reparametrize_module(self, leaves):
             total = (found.weight * found.function(found.x)).sum()
