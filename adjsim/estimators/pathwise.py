@@ -34,7 +34,9 @@ class Pathwise(ChunkedEstimator):
     grows as exp(lambda T) while that of the mean does not: beyond a few Lyapunov times its variance makes it useless, however
     exact each path's gradient is. ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the
     start over that by the end, root mean square over replicas (positive where some paths part); ``diagnostics["lost_at"]`` is
-    the time at which the standard error reaches the gradient if it grows so.
+    the time at which the standard error reaches the gradient if it grows so. Where only a rare path parts, as at a barrier,
+    that path carries the gradient, and no number of a batch without it can tell that it is missing; :class:`Girsanov` does
+    not depend on it.
 
     Args:
         adjoint: how each path is differentiated.
