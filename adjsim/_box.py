@@ -8,16 +8,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from adjsim._state import keep, traced
-
 
 def differences(x: Tensor) -> Tensor:
     """q_i - q_j of all pairs, coordinates first: ``(*batch, atoms, dim)`` to ``(*batch, dim, atoms, atoms)``."""
     columns = x.transpose(-1, -2)
-    if traced():
-        # Stored with the atoms last, where a compiled loop over pairs reads many at once.
-        columns = columns.clone(memory_format=torch.contiguous_format)
-        keep(columns)
     return columns.unsqueeze(-1) - columns.unsqueeze(-2)
 
 

@@ -36,15 +36,22 @@ class Noise:
 
     def __init__(self, seed: int, first: int = 0, begin: int = 0) -> None:
         self.seed, self.first, self.begin = seed, first, begin
-        self._blocks: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+        self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The numbers of one step for ``shape = (replicas, dof)``, in the dtype and on the device of ``like``."""
         replicas, dof = shape
         step += self.begin
-        return self._rows(step // STEPS, replicas, dof, like)[step % STEPS]
+        return self._block(step // STEPS, replicas, dof, like)[step % STEPS]
 
-    def _rows(self, block: int, replicas: int, dof: int, like: Tensor) -> tuple[Tensor, ...]:
+    def span(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Those of ``count`` steps from number ``step``, ``(count, replicas, dof)``."""
+        replicas, dof = shape
+        first, last = step + self.begin, step + self.begin + count
+        blocks = [self._block(i, replicas, dof, like) for i in range(first // STEPS, (last - 1) // STEPS + 1)]
+        return torch.cat(blocks)[first % STEPS :][:count]
+
+    def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
         """The steps of a block. The last two blocks are kept, for steps that look at their neighbours."""
         key = (block, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:
@@ -55,7 +62,7 @@ class Noise:
             tiles = [self._tile(block, column) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
             rows = np.concatenate(tiles, axis=1)[:, offset : offset + count]
-            self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof).unbind(0)
+            self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof)
         return self._blocks[key]
 
     def _tile(self, block: int, column: int) -> np.ndarray:

@@ -6,11 +6,12 @@ a new state and never writes into an old one, so states may be kept, shared and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from adjsim._typing import Positions
 
@@ -40,27 +41,49 @@ def stack(states: list[S]) -> S:
     return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
 
 
+_writing_down = False
+
+
+@contextmanager
+def writing_down() -> Iterator[None]:
+    """While the operations of a step are written down, by :mod:`adjsim.adjoints.compiled`."""
+    global _writing_down
+    before, _writing_down = _writing_down, True
+    try:
+        yield
+    finally:
+        _writing_down = before
+
+
 def traced() -> bool:
-    """Whether the operations of a chunk of steps are being written down, by :mod:`adjsim.adjoints.compiled`."""
-    return not torch.compiler.is_compiling() and get_proxy_mode() is not None
+    """Whether the operations of a step are being written down. torch's own words do not say so inside of its loops."""
+    return _writing_down
 
 
-# What is to be stored of the steps that are being written down; see keep().
-_kept: list[Tensor] = []
+# Numbers of float64 that compiled loops take at once.
+VECTOR = 16
 
 
-def keep(x: Tensor) -> None:
-    """Have a tensor stored where it is computed when a step is compiled, instead of being computed again wherever it is read:
-    for what every pair of atoms reads."""
-    if traced():
-        _kept.append(x)
+def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
+    """The order in which a compiled step has the axes of a field ``(*batch, ..., atoms, dim)`` in memory. Loops over pairs read
+    many numbers at once along the last one: replicas where there are enough of them, or atoms."""
+    if axes < batch + 2:
+        return tuple(range(axes))
+    coordinates = (axes - 1, axes - 2)
+    links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
+    return (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
 
 
-def kept() -> list[Tensor]:
-    """What was to be kept since this was last asked."""
-    found = list({id(x): x for x in _kept}.values())
-    _kept.clear()
-    return found
+def stored(x: Tensor) -> Tensor:
+    """The same positions or forces ``(*batch, atoms, dim)``. Where a step is compiled they are put into memory here, instead of
+    being computed again wherever they are read: for what every pair of atoms reads."""
+    if not traced():
+        return x
+    order = memory_order(x.ndim, x.ndim - 2, x.shape[:-2].numel())
+    # Inductor computes what has a stride that is asked for before it goes on.
+    flat = x.permute(order).clone(memory_format=torch.contiguous_format)
+    flat = flat.as_strided(flat.shape, flat.stride())
+    return flat.permute([order.index(i) for i in range(x.ndim)])
 
 
 def in_transform() -> bool:

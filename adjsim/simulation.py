@@ -8,10 +8,11 @@ import torch
 
 from adjsim._noise import Noise, seed_from
 from adjsim._params import refuse_captured
-from adjsim._state import State, all_finite, in_transform
+from adjsim._state import State, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
 from adjsim._typing import Times
 from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.compiled import is_compiled
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
@@ -50,9 +51,9 @@ def simulate(
         generator: seeds the noise of stochastic dynamics; None: torch's default generator. The noise is a function of the seed,
             the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample sees the
             same noise; give the state a batch axis instead.)
-        compile: run forward and backward in compiled chunks of steps. For :class:`~adjsim.Splitting` with
+        compile: run forward and backward in compiled loops of steps. For :class:`~adjsim.Splitting` with
             :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. It needs a C++
-            compiler. The first run of a kind takes from ten seconds to two minutes to compile
+            compiler. The first run of a kind takes from five seconds to a minute to compile
             (``trajectory.stats["compile_seconds"]``), which torch remembers across processes; another number of steps, seed,
             value of a parameter or save time does not compile again. A record is compiled when it first runs, and whatever it
             reads besides the state and the dynamics is a constant from then on. Gradients agree with those not compiled to
@@ -91,7 +92,7 @@ def run(
     times = check_times(ts)
     dynamics.check(state)
     parameters = dynamics.trainable()
-    _check_captured(dynamics, state, times, record)
+    _check_captured(dynamics, state, times, record, known=compile and is_compiled(dynamics))
     stats: dict[str, Any] = {"energy_evaluations": 0}
     if noise is not None:
         stats["seed"] = noise.seed
@@ -124,19 +125,15 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
             f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where a gradient is asked for. "
             "Use it, run under torch.no_grad(), or leave compile=True out."
         )
-    with torch.no_grad():
-        rates = problem.dynamics.drift(float(problem.times[0]), problem.state)
-    if not all_finite(rates):
-        # A compiled loop over pairs takes what is at no distance for the atom itself.
-        raise FloatingPointError("the forces at the start are not finite: are two atoms in one place?")
 
 
-def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:
-    """Evaluate drift and record once, and refuse tensors that require grad and that no adjoint would see."""
+def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record, known: bool) -> None:
+    """Evaluate drift (unless that is known) and record once, and refuse tensors that require grad and that no adjoint would
+    see."""
     if in_transform() or not torch.is_grad_enabled():
         return
     probe = type(state)(*(x.detach().requires_grad_() for x in state))
-    for name, rate in zip(probe._fields, dynamics.drift(times[0], probe), strict=True):
+    for name, rate in () if known else dynamics.drift(times[0], probe)._asdict().items():
         refuse_captured(rate, dynamics, probe, f"the drift of {name}")
     if record is not None:
         function = record.function if isinstance(record, TimeAverage) else record

@@ -1,13 +1,15 @@
-"""Steps in compiled chunks.
+"""Steps in compiled loops.
 
-A chunk is some steps forward, or the way back over them with the cotangents, as one function of tensors. It is written down
-once by running it on tensors that record their operations (the same moves and products that run otherwise, so there is nothing
-to keep in agreement), and compiled by torch's Inductor. Whatever may differ from run to run is an input: the state, the time,
-coefficients, noise, every parameter and buffer of the dynamics, the spacings of a lattice. So no number of steps, seed, value
-of a parameter or save time compiles again; another shape, dtype, scheme or record does.
+A loop is many steps forward, or the way back over them with the cotangents, as one function of tensors. Its step is written
+down once by running it on tensors that record their operations (the same moves and products that run otherwise, so there is
+nothing to keep in agreement), and compiled by torch's Inductor, the loop around it included. Whatever may differ from run to
+run is an input: the number of steps, the state, the time, coefficients, noise, every parameter and buffer of the dynamics, the
+spacings of a lattice. So no number of steps, seed, value of a parameter or save time compiles again; another shape, dtype,
+scheme or record does.
 
-Between chunks a force that still holds is passed on, and on the way back its cotangent. On the way back it is also evaluated
-again, once for each chunk, in the loop that takes the cotangent on.
+On the way back a turn of the loop begins where the position has just been changed: it finishes one step and begins the one
+before it. All that asks for the force at one position is then in one turn, so that the force and its product with the
+cotangents share their loop over pairs. What comes before the first turn and after the last is compiled with the loop.
 
 What is no input is a constant of the compiled code. Of the dynamics' modules that is every Python number, so these are part of
 what is looked up; of a record it is whatever it reads besides the state and the dynamics.
@@ -25,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
 from torch._inductor import compile as inductor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
@@ -32,17 +35,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from adjsim._grid import Grid
-from adjsim._state import State, kept
+from adjsim._state import VECTOR, State, memory_order, writing_down
 from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.march import March, Recorder
-from adjsim.dynamics.sources import Gradients, holds_after, holds_before
+from adjsim.dynamics.sources import Gradients, holds_after
 from adjsim.potentials.base import force
 
-# Steps of a chunk: few where a step is long beside the call of a compiled function, more where it is short. Compiling takes as
-# long as there are.
-STEPS, STEPS_SMALL, SMALL = 2, 8, 128
-# What a pair of atoms needs is computed in its loop, and not stored for each; what an atom needs is kept, see keep().
-OPTIONS = {"realize_reads_threshold": 64, "realize_opcount_threshold": 256, "unroll_reductions_threshold": 1}
+while_loop = torch.ops.higher_order.while_loop
+
+# What a pair of atoms needs is computed in its loop, and not stored for each; what an atom needs is stored, see stored(). With
+# the C++ wrapper a turn of the loop does not come back to Python. Steps of the noise are counted here and need no check.
+OPTIONS = {
+    "realize_reads_threshold": 64,
+    "realize_opcount_threshold": 1024,
+    "unroll_reductions_threshold": 1,
+    "cpp_wrapper": True,
+    "assert_indirect_indexing": False,
+    # What a loop of no turns gives lies where what went in lay, which Inductor takes for free.
+    "allow_buffer_reuse": False,
+    # Its graphs are part of what is looked up, so that a loop may be remembered across processes.
+    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},
+}
+# Numbers of noise that are handed to a loop at once: four megabytes of float64.
+DRAWN = 2**19
 # Steps after which it is seen to that numbers are finite.
 LOOK_EVERY = 1024
 
@@ -55,13 +70,29 @@ class CompileError(RuntimeError):
 
 @dataclass
 class Compiled:
-    """A chunk as a function of tensors, and the passes over the energy that it makes."""
+    """A loop as a function of tensors, and the passes over the energy that it makes: around its turns, and in each."""
 
     function: Callable[..., Sequence[Tensor]]
-    evaluations: int
+    once: int = 0
+    each: int = 0
 
 
-class Chunks:
+def is_compiled(dynamics: nn.Module) -> bool:
+    """Whether steps of it have been compiled."""
+    return dynamics in _compiled
+
+
+@dataclass
+class Written:
+    """A loop as it is written down, see :class:`Loops`."""
+
+    start: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+    more: Callable[[Tensor, Tensor], Tensor]
+    turn: Callable[[list[Tensor], Tensor, list[Tensor]], list[Tensor]]
+    finish: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+
+
+class Loops:
     """The compiled steps of a march.
 
     Args:
@@ -76,9 +107,14 @@ class Chunks:
         self.potential: nn.Module = self.dynamics.potential
         average = march.problem.record
         self.average = average if isinstance(average, TimeAverage) else None
-        self.length = STEPS_SMALL if march.problem.state.position.numel() <= SMALL else STEPS
+        position = march.problem.state.position
+        self.batch = position.shape[:-2]
+        drawn = self.program.draws * position.numel()
+        self.length = max(1, min(LOOK_EVERY, DRAWN // drawn)) if drawn else march.last
         moves = [move for _, move in self.program.moves]
-        self.holds_after, self.holds_before = holds_after(moves), holds_before(moves)
+        self.holds_after = holds_after(moves)
+        # The last move of a step that writes the position.
+        self.turn = max(i for i, move in enumerate(moves) if "position" in move.writes)
         self.keys = [(letter, name) for letter, group in march.coefficients.items() for name in group]
         coefficients = [march.coefficients[letter][name] for letter, name in self.keys]
         named = {
@@ -90,14 +126,16 @@ class Chunks:
         self.names = {name: next(i for i, x in enumerate(self.registered) if x is value) for name, value in named.items()}
         self.wanted = [i for i, c in enumerate(coefficients) if c.requires_grad]
         self.places = [next(i for i, x in enumerate(self.registered) if x is p) for p in self.parameters]
+        self.sums = len(self.wanted) + len(self.places)
         self.grids = _grids(self.program)
         spacings = [x for grid in self.grids for x in (grid.spacing, grid._shift)]
-        self.fixed = [_plain(x) for x in (*coefficients, *self.registered, *spacings)]
+        begin = torch.tensor(march.time(0), dtype=torch.float64, device=position.device)
+        self.fixed = [begin, *(_own(x) for x in (*coefficients, *self.registered, *spacings))]
         self.modules = tuple((ref(module), _settings(module)) for module in self.dynamics.modules())
         march.problem.stats.setdefault("compile_seconds", 0.0)
 
     def boundaries(self, watched: Iterable[int]) -> list[int]:
-        """The steps at which chunks have to end: those that are watched, the one before the first of a time average, and those
+        """The steps at which loops have to end: those that are watched, the one before the first of a time average, and those
         at which the buffers of an exact run are looked at."""
         last = self.march.last
         extra = [last] if self.average is None else [last, self.recorder.first - 1]
@@ -107,7 +145,7 @@ class Chunks:
 
     def walk(self, start: State, watched: Iterable[int]) -> Iterator[tuple[int, State]]:
         """Forward from a start that has entered, stopping after the steps that are watched."""
-        push: Tensor | None = None
+        push: Tensor | None = self._first_force(start)
 
         def advance(state: State, begin: int, end: int) -> State:
             nonlocal push
@@ -120,21 +158,18 @@ class Chunks:
     def forward(self, state: State, start: int, stop: int, push: Tensor | None) -> tuple[State, Tensor | None]:
         """From the state after ``start`` steps to that after ``stop``, and the force there if the next step wants it."""
         while start < stop:
-            count = self.length if stop - start >= self.length else 1
-            inputs = self._inputs(start, count)
-            if self.holds_after:
-                inputs.append(self._force(state, start) if push is None else push)
-            averaging = self._averages(start + 1)
+            count = min(self.length, stop - start)
+            averaging, first = self._averages(start + 1), []
             if averaging:
-                inputs.append(self._total(state) if self.recorder.total is None else self.recorder.total)
-            inputs += map(_plain, state)
-            chunk = self._chunk(self._forward, count, averaging, type(state), inputs)
-            out = list(chunk.function(*inputs))
-            push = out.pop(0) if self.holds_after else None
+                first.append(self._total(state) if self.recorder.total is None else self.recorder.total)
+            if self.holds_after:
+                assert push is not None
+                first.append(self._pack(push))
+            out = self._run(False, averaging, type(state), start, count, [], [*first, *map(self._pack, state)])
             if averaging:
                 self.recorder.total, self.recorder.come_to = out.pop(0), start + count
-            state = type(state)(*out)
-            self.march.problem.stats["energy_evaluations"] += chunk.evaluations
+            push = self._unpack(out.pop(0)) if self.holds_after else None
+            state = type(state)(*map(self._unpack, out))
             start += count
         return state, push
 
@@ -143,183 +178,244 @@ class Chunks:
 
         ``cotangent`` is that of a time average.
         """
-        fields, width = list(grads.state), len(grads.state)
-        sums = [self._sum(grads.coefficient_grads.get(self.keys[i]), self.fixed[i]) for i in self.wanted]
+        fields = list(grads.state)
+        sums = [self._sum(grads.coefficient_grads.get(self.keys[i]), self.fixed[1 + i]) for i in self.wanted]
         sums += [self._sum(g, p) for g, p in zip(grads.parameter_grads, self.parameters, strict=True)]
-        pending = grads.take_pending(self.potential)
         cotangents = [grads.state[name] for name in fields]
         while stop > start:
-            count = self.length if stop - start >= self.length else 1
-            first = stop - count
-            inputs = self._inputs(first, count)
-            if self.holds_before:
-                inputs.append(torch.zeros_like(state.position) if pending is None else _plain(pending))
+            count = min(self.length, stop - start)
             averaging = self._averages(stop) and cotangent is not None
-            if averaging:
-                assert cotangent is not None
-                inputs.append(_plain(cotangent * self.recorder.weight))
-            inputs += map(_plain, (*sums, *cotangents, *state))
-            chunk = self._chunk(self._backward, count, averaging, type(state), inputs)
-            out = list(chunk.function(*inputs))
-            pending = out.pop(0) if self.holds_before else None
-            sums, out = out[: len(sums)], out[len(sums) :]
-            cotangents, state = out[:width], type(state)(*out[width:])
-            grads.evaluations += chunk.evaluations
-            stop = first
-        for name, value in zip(fields, cotangents, strict=True):
-            grads.state[name] = value
-        for i, value in zip(self.wanted, sums, strict=False):
-            grads.coefficient_grads[self.keys[i]] = value
+            before = [_plain(cotangent * self.recorder.weight)] if averaging and cotangent is not None else []
+            carried = [*sums, *(self._pack(x) for x in (*cotangents, *state))]
+            out = self._run(True, averaging, type(state), stop - count, count, before, carried)
+            sums, out = out[: self.sums], [self._unpack(x) for x in out[self.sums :]]
+            cotangents, state = out[: len(fields)], type(state)(*out[len(fields) :])
+            stop -= count
+        grads.state.update(zip(fields, cotangents, strict=True))
+        grads.coefficient_grads.update({self.keys[i]: value for i, value in zip(self.wanted, sums, strict=False)})
         grads.parameter_grads = list(sums[len(self.wanted) :])
-        if pending is not None:
-            grads.force(self.potential, self.march.time(start), state.position).pull(pending)
         return state
 
-    # What is written down.
+    # What is written down: a turn of a loop, and what comes before the first and after the last. They are functions of
+    # what does not change in the loop (``given``: the number of steps, that of the first one, what is fixed, noise and the
+    # cotangent of a time average), of the turn's number ``k`` and of what the loop carries.
 
-    def _forward(self, count: int, averaging: bool, kind: type, inputs: list[Tensor]) -> tuple[list[Tensor], int]:
-        t, coefficients, draws, rest = self._unpack(inputs, count, ())
-        stats = {"energy_evaluations": 0}
-        forces = self.program.forces(stats)
-        if self.holds_after:
-            forces.know(self.potential, rest.pop(0))
-        total = rest.pop(0) if averaging else None
-        state = kind(*rest)
-        for k in range(count):
-            state = self.program.step(t + k * self.march.solver.dt, state, coefficients, self._seen(draws, k), forces)
+    def _forward(self, averaging: bool, kind: type, made: Compiled) -> Written:
+        def start(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
+            return [torch.zeros_like(given[0]), *carried]
+
+        def more(k: Tensor, count: Tensor) -> Tensor:
+            return k < count
+
+        def turn(given: list[Tensor], k: Tensor, carried: list[Tensor]) -> list[Tensor]:
+            stats, t, out = {"energy_evaluations": 0}, self._time(given, k), []
+            forces = self.program.forces(stats)
+            total = carried.pop(0) if averaging else None
+            if self.holds_after:
+                forces.know(self.potential, self._unpack(carried.pop(0)))
+            state = kind(*map(self._unpack, carried))
+            state = self.program.step(t, state, self._coefficients(given), self._seen(given, k), forces)
             if total is not None:
                 assert self.average is not None
-                total = total + self.average.function(self.march.leave(state))
-        push = [forces(self.potential, t, state.position)] if self.holds_after else []
-        return [*push, *([] if total is None else [total]), *state], stats["energy_evaluations"]
+                out.append(_own(total + self.average.function(self.march.leave(state))))
+            if self.holds_after:
+                out.append(self._pack(forces(self.potential, t, state.position)))
+            made.each = stats["energy_evaluations"]
+            return [k + 1, *out, *map(self._pack, state)]
 
-    def _backward(self, count: int, averaging: bool, kind: type, inputs: list[Tensor]) -> tuple[list[Tensor], int]:
-        t, coefficients, draws, rest = self._unpack(inputs, count, self.wanted)
-        parameters = [self._registered(inputs)[i] for i in self.places]
-        pending = rest.pop(0) if self.holds_before else None
-        cotangent = rest.pop(0) if averaging else None
-        sums, rest = rest[: len(self.wanted) + len(parameters)], rest[len(self.wanted) + len(parameters) :]
-        fields = self.march.problem.state._fields
-        grads = Gradients(dict(zip(fields, rest, strict=False)), parameters, self.program.force_grid)
-        state = kind(*rest[len(fields) :])
-        grads.coefficient_grads = {self.keys[i]: value for i, value in zip(self.wanted, sums, strict=False)}
-        grads.parameter_grads = list(sums[len(self.wanted) :])
-        dt = self.march.solver.dt
-        if pending is not None:
-            grads.force(self.potential, t + count * dt, state.position).pull(pending)
-        for k in range(count - 1, -1, -1):
-            if cotangent is not None:
-                assert self.average is not None
-                self.recorder.pull_function(self.average.function, self.march.leave(state), cotangent, grads)
-            for stage, move in reversed(self.program.moves):
+        def finish(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
+            return carried
+
+        return Written(start, more, turn, finish)
+
+    def _backward(self, averaging: bool, kind: type, made: Compiled) -> Written:
+        moves, fields = list(self.program.moves), self.march.problem.state._fields
+
+        def begin(given: list[Tensor], carried: list[Tensor]) -> tuple[State, Gradients]:
+            rest = [self._unpack(x) for x in carried[self.sums :]]
+            parameters = [self._registered(given)[i] for i in self.places]
+            grads = Gradients(dict(zip(fields, rest, strict=False)), parameters, self.program.force_grid)
+            grads.coefficient_grads = {self.keys[i]: value for i, value in zip(self.wanted, carried, strict=False)}
+            grads.parameter_grads = list(carried[len(self.wanted) : self.sums])
+            return kind(*rest[len(fields) :]), grads
+
+        def end(state: State, grads: Gradients) -> list[Tensor]:
+            known = [*(grads.coefficient_grads[self.keys[i]] for i in self.wanted), *grads.parameter_grads]
+            states = [self._pack(x) for x in (*(grads.state[name] for name in fields), *state)]
+            return [*(_own(x) for x in known if x is not None), *states]
+
+        def back(over: Sequence[Any], k: Tensor, state: State, grads: Gradients, given: list[Tensor]) -> State:
+            coefficients, t, seen = self._coefficients(given, self.wanted), self._time(given, k), self._seen(given, k)
+            for stage, move in reversed(over):
                 grads.moving(move.writes)
-                at = self.program.at(t + k * dt, stage, coefficients, self._seen(draws, k), self.program.forces())
-                state = move.retreat(state, at, grads, None)
-        left = grads.take_pending(self.potential)
-        first = [torch.zeros_like(state.position) if left is None else left] if self.holds_before else []
-        sums = [grads.coefficient_grads[self.keys[i]] for i in self.wanted]
-        sums += [g for g in grads.parameter_grads if g is not None]
-        return [*first, *sums, *(grads.state[name] for name in fields), *state], grads.evaluations
+                state = move.retreat(state, self.program.at(t, stage, coefficients, seen, self.program.forces()), grads, None)
+            return state
 
-    def _unpack(
-        self, inputs: list[Tensor], count: int, wanted: Sequence[int]
-    ) -> tuple[Tensor, dict[str, Any], list[Tensor], list[Tensor]]:
-        """Time, coefficients, draws, and what follows them."""
-        fixed, drawn = len(self.fixed), self._draws(count)
-        coefficients: dict[str, Any] = {stage.letter: {} for stage in self.program.stages}
+        def look(state: State, grads: Gradients, given: list[Tensor]) -> None:
+            if averaging:
+                assert self.average is not None
+                self.recorder.pull_function(self.average.function, self.march.leave(state), given[-1], grads)
+
+        def start(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
+            state, grads = begin(given, carried)
+            look(state, grads, given)
+            state = back(moves[self.turn :], given[0] - 1, state, grads, given)
+            made.once += grads.evaluations
+            return [given[0] - 1, *end(state, grads)]
+
+        def more(k: Tensor, count: Tensor) -> Tensor:
+            return k > 0
+
+        def turn(given: list[Tensor], k: Tensor, carried: list[Tensor]) -> list[Tensor]:
+            state, grads = begin(given, carried)
+            state = back(moves[: self.turn], k, state, grads, given)
+            look(state, grads, given)
+            state = back(moves[self.turn :], k - 1, state, grads, given)
+            made.each = grads.evaluations
+            return [k - 1, *end(state, grads)]
+
+        def finish(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
+            state, grads = begin(given, carried)
+            state = back(moves[: self.turn], torch.zeros_like(given[0]), state, grads, given)
+            grads.settle()
+            made.once += grads.evaluations
+            return end(state, grads)
+
+        return Written(start, more, turn, finish)
+
+    def _time(self, given: Sequence[Tensor], k: Tensor) -> Tensor:
+        return given[2] + (given[1] + k).to(torch.float64) * self.march.solver.dt
+
+    def _coefficients(self, given: Sequence[Tensor], wanted: Sequence[int] = ()) -> dict[str, Any]:
+        found: dict[str, Any] = {stage.letter: {} for stage in self.program.stages}
         for i, (letter, name) in enumerate(self.keys):
-            value = inputs[1 + i]
-            coefficients[letter][name] = value.detach().requires_grad_() if i in wanted else value
-        return inputs[0], coefficients, inputs[1 + fixed : 1 + fixed + drawn], list(inputs[1 + fixed + drawn :])
+            value = given[3 + i]
+            found[letter][name] = value.detach().requires_grad_() if i in wanted else value
+        return found
 
-    def _registered(self, inputs: list[Tensor]) -> list[Tensor]:
-        begin = 1 + len(self.keys)
-        return inputs[begin : begin + len(self.registered)]
+    def _registered(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        begin = 3 + len(self.keys)
+        return given[begin : begin + len(self.registered)]
+
+    def _seen(self, given: Sequence[Tensor], k: Tensor) -> list[Tensor] | None:
+        """The noise that step number ``k`` of the loop sees."""
+        if not self.program.draws:
+            return None
+        noise = given[2 + len(self.fixed)]
+        steps = [noise.index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.sees)]
+        return [self._unpack(draw) for step in steps for draw in step.unbind(0)]
 
     @contextmanager
-    def _given(self, inputs: list[Tensor], places: Sequence[int]) -> Iterator[list[Tensor]]:
+    def _given(self, around: Sequence[Tensor], back: bool) -> Iterator[list[Tensor]]:
         """Parameters, buffers and spacings replaced by the inputs that stand for them."""
-        inputs = list(inputs)
-        for i in places:
-            j = 1 + len(self.keys) + i
-            inputs[j] = inputs[j].detach().requires_grad_()
-        begin = 1 + len(self.keys) + len(self.registered)
+        given = list(around)
+        begin = 3 + len(self.keys)
+        for i in self.places if back else ():
+            given[begin + i] = given[begin + i].detach().requires_grad_()
+        registered = self._registered(given)
         known = [(grid.spacing, grid._shift) for grid in self.grids]
+        begin += len(registered)
         try:
             for i, grid in enumerate(self.grids):
-                grid.spacing, grid._shift = inputs[begin + 2 * i : begin + 2 * i + 2]
-            given = self._registered(inputs)
-            with _reparametrize_module(self.dynamics, {name: given[i] for name, i in self.names.items()}), torch.no_grad():
-                yield inputs
+                grid.spacing, grid._shift = given[begin + 2 * i : begin + 2 * i + 2]
+            named = {name: registered[i] for name, i in self.names.items()}
+            with _reparametrize_module(self.dynamics, named), torch.no_grad(), _NoCapture(self.registered):
+                yield given
         finally:
             for grid, (spacing, shift) in zip(self.grids, known, strict=True):
                 grid.spacing, grid._shift = spacing, shift
 
-    def _chunk(
-        self, body: Callable[..., tuple[list[Tensor], int]], count: int, averaging: bool, kind: type, inputs: list[Tensor]
-    ) -> Compiled:
+    # Compiling and running it.
+
+    def _run(
+        self, back: bool, averaging: bool, kind: type, first: int, count: int, before: list[Tensor], carried: list[Tensor]
+    ) -> list[Tensor]:
+        device = self.march.problem.state.position.device
+        numbers = [torch.tensor(x, device=device) for x in (count, first)]
+        around = [*numbers, *self.fixed, *self._noise(first, count), *before]
+        made = self._look_up(back, averaging, kind, around, carried)
+        self.march.problem.stats["energy_evaluations"] += made.once + (count - 1 if back else count) * made.each
+        return list(made.function(*around, *carried))
+
+    def _look_up(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
         solver, record = self.march.solver, _weak(self.average.function) if averaging and self.average is not None else None
-        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        back = body == self._backward
-        places = tuple(self.places) if back else ()
-        wanted = tuple(self.wanted) if back else ()
-        threads = torch.get_num_threads()
-        key = (back, count, record, repr(solver), solver.dt, kind, shapes, places, wanted, self.modules, threads)
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (*around, *carried))
+        wanted = (tuple(self.places), tuple(self.wanted)) if back else ()
+        key = (back, record, repr(solver), solver.dt, kind, shapes, wanted, self.modules, torch.get_num_threads())
         known = _compiled.setdefault(self.dynamics, {})
         if key not in known:
             begun = time.perf_counter()
-            known[key] = self._compile(body, count, averaging, kind, inputs, places)
+            known[key] = self._compile(back, averaging, kind, around, carried)
             self.march.problem.stats["compile_seconds"] += time.perf_counter() - begun
         return known[key]
 
-    def _compile(
-        self,
-        body: Callable[..., tuple[list[Tensor], int]],
-        count: int,
-        averaging: bool,
-        kind: type,
-        inputs: list[Tensor],
-        places: Sequence[int],
-    ) -> Compiled:
-        evaluations, width = 0, 0
+    def _compile(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
+        made, split = Compiled(lambda *_: ()), len(around)
+        written = (self._backward if back else self._forward)(averaging, kind, made)
 
-        def function(*values: Tensor) -> list[Tensor]:
-            nonlocal evaluations, width
-            with self._given(list(values), places) as given, _NoCapture(self.registered):
-                kept()
-                out, evaluations = body(count, averaging, kind, given)
-                width = len(out)
-                known = {id(x) for x in (*values, *given)}
-                return [x.detach() for x in (*out, *(x for x in kept() if id(x) not in known))]
+        def start(*values: Tensor) -> list[Tensor]:
+            with self._given(values[:split], back) as given:
+                return written.start(given, list(values[split:]))
+
+        def turn(k: Tensor, *values: Tensor) -> list[Tensor]:
+            with self._given(values[len(carried) :], back) as given:
+                return written.turn(given, k, list(values[: len(carried)]))
+
+        def finish(*values: Tensor) -> list[Tensor]:
+            with self._given(values[len(carried) :], back) as given:
+                return written.finish(given, list(values[: len(carried)]))
 
         try:
-            graph = make_fx(function)(*inputs)
-            compiled: Any = inductor(graph, list(inputs), options=OPTIONS)
+            # One by one, since no gradient is taken inside of torch's loop.
+            first, each = _write_down(start, *around, *carried), _write_down(turn, around[0].clone(), *carried, *around)
+            last, constants = _write_down(finish, *carried, *around), _lift(each)
+
+            def whole(*values: Tensor) -> list[Tensor]:
+                def more(k: Tensor, *inside: Tensor) -> Tensor:
+                    return written.more(k, inside[len(carried)])
+
+                _, *out = while_loop(more, each, tuple(first(*values)), (*values[:split], *constants))
+                return last(*out, *values[:split])
+
+            graph = _write_down(whole, *around, *carried)
+            like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+            # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
+            short = max(self.march.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
+            options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
+            with tracing(TracingContext(like[0].fake_mode)):
+                made.function = inductor(graph, like, options=options)  # type: ignore[assignment]
         except Exception as error:
             raise CompileError(
                 f"compile=True could not compile a step of {type(self.dynamics).__name__}: {error}\n"
                 "Potentials and records have to be torch operations whose course does not depend on values (no float(x), "
                 "x.item() or `if` on a tensor). Write them so, or leave compile=True out."
             ) from error
-        return Compiled(lambda *values: compiled(*values)[:width], evaluations)
+        return made
 
     # What goes in.
 
-    def _inputs(self, start: int, count: int) -> list[Tensor]:
-        position = self.march.problem.state.position
-        t = torch.tensor(self.march.time(start), dtype=torch.float64, device=position.device)
-        drawn = [x for k in range(start, start + self._steps_seen(count)) for x in self.march.draws(k)]
-        return [t, *self.fixed, *map(_plain, drawn)]
+    def _pack(self, x: Tensor) -> Tensor:
+        """A field as it lies in memory inside of a loop."""
+        return x.detach().permute(self._order(x)).clone(memory_format=torch.contiguous_format)
 
-    def _steps_seen(self, count: int) -> int:
-        return count + self.program.sees - 1 if self.program.draws else 0
+    def _unpack(self, x: Tensor) -> Tensor:
+        order = self._order(x)
+        return x.permute([order.index(i) for i in range(x.ndim)])
 
-    def _draws(self, count: int) -> int:
-        return self._steps_seen(count) * self.program.draws
+    def _order(self, x: Tensor) -> tuple[int, ...]:
+        return memory_order(x.ndim, len(self.batch), self.batch.numel())
 
-    def _seen(self, draws: list[Tensor], k: int) -> list[Tensor] | None:
-        each = self.program.draws
-        return draws[k * each : (k + self.program.sees) * each] if each else None
+    def _noise(self, first: int, count: int) -> list[Tensor]:
+        """That of the steps of a loop, as many as a loop may have; or none."""
+        if not self.program.draws:
+            return []
+        seen = count + self.program.sees - 1
+        drawn = self.march.drawn(first, seen)
+        order = [0, 1, *(2 + i for i in self._order(drawn[0, 0]))]
+        drawn = drawn.permute(order)
+        whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
+        whole[:seen] = drawn
+        return [whole]
 
     def _averages(self, step: int) -> bool:
         return self.average is not None and step >= self.recorder.first
@@ -327,16 +423,20 @@ class Chunks:
     def _total(self, state: State) -> Tensor:
         assert self.average is not None
         with torch.no_grad():
-            return torch.zeros_like(self.average.function(self.march.leave(state)))
+            return torch.zeros_like(self.average.function(self.march.leave(state)), memory_format=torch.contiguous_format)
 
-    def _force(self, state: State, step: int) -> Tensor:
+    def _first_force(self, start: State) -> Tensor:
         self.march.problem.stats["energy_evaluations"] += 1
         with torch.no_grad():
-            return _plain(force(self.potential, state.position, self.march.time(step), self.program.force_grid))
+            push = force(self.potential, start.position, self.march.time(0), self.program.force_grid)
+        if not bool(torch.isfinite(push).all()):
+            # A compiled loop over pairs takes what is at no distance for the atom itself.
+            raise FloatingPointError("the forces at the start are not finite: are two atoms in one place?")
+        return push
 
     @staticmethod
     def _sum(known: Tensor | None, like: Tensor) -> Tensor:
-        return torch.zeros_like(_plain(like)) if known is None else known
+        return torch.zeros_like(_plain(like)) if known is None else _own(known)
 
 
 class _NoCapture(TorchFunctionMode):
@@ -369,6 +469,29 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 def _weak(record: Callable[..., Any]) -> Any:
     """A record as part of a key that does not keep it alive: it may hold the dynamics whose code is looked up."""
     return WeakMethod(record) if isinstance(record, MethodType) else ref(record)
+
+
+def _write_down(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Any:
+    with writing_down():
+        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def _lift(graph: Any) -> list[Tensor]:
+    """Make inputs of the constants of a graph, which torch's loop does not take, and return them."""
+    constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        constants.append(_own(getattr(graph, node.target)))
+        with graph.graph.inserting_after(after):
+            after = graph.graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(after)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return constants
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy: nothing that a loop takes or gives may share memory."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _plain(x: Tensor) -> Tensor:

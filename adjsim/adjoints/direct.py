@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adjsim.adjoints.base import Adjoint, Result
-from adjsim.adjoints.compiled import Chunks
+from adjsim.adjoints.compiled import Loops
 from adjsim.adjoints.march import March, Recorder
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous import ContinuousSolver
@@ -31,7 +31,7 @@ class DirectAdjoint(Adjoint):
         recorder.visit(0, march.leave(start))
         steps = march.forward(start)
         if problem.compile:
-            steps = Chunks(march, [], recorder).walk(start, march.frames)
+            steps = Loops(march, [], recorder).walk(start, march.frames)
         for step, state in steps:
             recorder.visit(step, march.leave(state))
         states, record = recorder.result()

@@ -64,6 +64,13 @@ class March:
             return (drawn.reshape(position.shape),)
         return drawn.reshape(*self._batch, draws, *position.shape[-2:]).unbind(-3)
 
+    def drawn(self, step: int, count: int) -> Tensor:
+        """The noise that is drawn for ``count`` steps from number ``step``: ``(count, draws, *batch, atoms, dim)``."""
+        assert self.problem.noise is not None
+        draws, position = self.program.draws, self.problem.state.position
+        rows = self.problem.noise.span(step, count, (self._replicas, draws * self._dof), position)
+        return rows.reshape(count, *self._batch, draws, *position.shape[-2:]).movedim(-3, 1)
+
     def enter(self, state: State) -> State:
         """What the steps step: the state, or the nearest one on the lattice of an exact run, with its buffers."""
         return state if self.lattice is None else self.lattice.enter(state)

@@ -25,7 +25,7 @@ from adjsim._progress import shown
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.base import Result, refuse_graph
-from adjsim.adjoints.compiled import Chunks
+from adjsim.adjoints.compiled import Loops
 from adjsim.adjoints.march import March, Recorder
 from adjsim.dynamics.sources import Gradients
 from adjsim.solvers.base import Problem
@@ -61,8 +61,8 @@ def run_swept(problem: Problem, backtrack: Backtrack) -> Result:
     recorder = Recorder(problem.record, march)
     keys = [(letter, name) for letter, group in march.coefficients.items() for name in group]
     inputs = [*problem.state, *(march.coefficients[a][n] for a, n in keys), *problem.parameters.values()]
-    chunks = Chunks(march, list(problem.parameters.values()), recorder) if problem.compile else None
-    plan = _Plan(problem, march, recorder, backtrack, keys, chunks)
+    loops = Loops(march, list(problem.parameters.values()), recorder) if problem.compile else None
+    plan = _Plan(problem, march, recorder, backtrack, keys, loops)
     outputs = _Swept.apply(plan, *inputs)
     width = len(problem.state)
     final = type(problem.state)(*outputs[-width:])
@@ -81,10 +81,10 @@ class _Plan:
         recorder: Recorder,
         backtrack: Backtrack,
         keys: list[tuple[str, str]],
-        chunks: Chunks | None,
+        loops: Loops | None,
     ) -> None:
         self.problem, self.march, self.recorder, self.backtrack, self.keys = problem, march, recorder, backtrack, keys
-        self.chunks = chunks
+        self.loops = loops
         # The tensors live in autograd's care; a reference here would keep their graph alive.
         march.coefficients = {}
         self.width = len(problem.state)
@@ -105,7 +105,7 @@ class _Plan:
         state = start = march.enter(self.unpack(inputs)[0])
         self.recorder.visit(0, march.leave(start))
         self.backtrack.keep(march, 0, start)
-        steps = march.forward(start) if self.chunks is None else self.chunks.walk(start, self.backtrack.watches(march))
+        steps = march.forward(start) if self.loops is None else self.loops.walk(start, self.backtrack.watches(march))
         for step, state in steps:
             self.recorder.visit(step, march.leave(state))
             self.backtrack.keep(march, step, state)
@@ -132,10 +132,10 @@ class _Plan:
         )
         saved = list(cotangents[: -self.width])
         march, state = self.march, self.backtrack.begin(self.march, frames, final)
-        if self.chunks is None:
+        if self.loops is None:
             self._back(state, grads, saved)
         else:
-            self._back_in_chunks(state, grads, saved)
+            self._back_in_loops(state, grads, saved)
         grads.finish()
         self.recorder.pull(0, march.leave(march.enter(start)), saved, grads)
         self.problem.stats["energy_evaluations"] += grads.evaluations
@@ -155,15 +155,15 @@ class _Plan:
                 state = move.retreat(state, at, grads, None if before is None else before[i])
             state = self.backtrack.arrive(step - 1, state, grads)
 
-    def _back_in_chunks(self, state: State, grads: Gradients, saved: list[Tensor | None]) -> None:
-        assert self.chunks is not None
+    def _back_in_loops(self, state: State, grads: Gradients, saved: list[Tensor | None]) -> None:
+        assert self.loops is not None
         march, average = self.march, isinstance(self.problem.record, TimeAverage)
-        stops = [0, *self.chunks.boundaries(self.backtrack.watches(march))]
+        stops = [0, *self.loops.boundaries(self.backtrack.watches(march))]
         pairs = list(pairwise(stops))[::-1]
         for start, stop in shown(pairs, "backward", len(pairs), self.problem.progress):
             if not average:
                 self.recorder.pull(stop, march.leave(state), saved, grads)
-            state = self.chunks.backward(state, stop, start, grads, saved[0] if average else None)
+            state = self.loops.backward(state, stop, start, grads, saved[0] if average else None)
             state = self.backtrack.arrive(start, state, grads)
 
 

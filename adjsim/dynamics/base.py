@@ -64,6 +64,8 @@ class Dynamics(nn.Module):
                 "Wrap a function in one."
             )
         self.potential = potential
+        # Potentials and shapes of positions that have been found to go together.
+        self._fitting: set[tuple[int, torch.Size]] = set()
 
     def init(self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None) -> State:
         """A start at this position; what is not given is drawn from the generator."""
@@ -121,7 +123,9 @@ class Dynamics(nn.Module):
     def check(self, state: State) -> None:
         """Refuse a state this dynamics cannot step; called before any work is done."""
         check_state(state, self.state_type)
-        expected = state.position.shape[:-2]
+        expected, key = state.position.shape[:-2], (id(self.potential), state.position.shape)
+        if key in self._fitting:
+            return
         with torch.no_grad():
             if isinstance(self.potential, ForceField):
                 got = tuple(self.potential(0.0, state.position).shape)
@@ -132,6 +136,7 @@ class Dynamics(nn.Module):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
             )
+        self._fitting.add(key)
 
     def trainable(self) -> dict[str, Tensor]:
         """Everything registered that requires grad, by name."""

@@ -88,11 +88,6 @@ class Gradients:
             self.evaluations += 1
         return self._forces[key]
 
-    def take_pending(self, potential: nn.Module) -> Tensor | None:
-        """The cotangent of a force that waits to be settled, for somebody else to settle."""
-        pending = self._forces.pop(id(potential), None)
-        return None if pending is None else pending.cotangent
-
     def moving(self, fields: tuple[str, ...]) -> None:
         """Settle the forces before going back through a move that wrote these fields."""
         if "position" in fields:
@@ -313,15 +308,6 @@ def holds_after(moves: Sequence[Any]) -> bool:
     holds = False
     for move in moves:
         holds = (holds or _uses_force(move)) and "position" not in move.writes
-    return holds
-
-
-def holds_before(moves: Sequence[Any]) -> bool:
-    """Whether going back over a step leaves the cotangent of a force unsettled: one used before the position was first
-    written."""
-    holds = False
-    for move in reversed(moves):
-        holds = _uses_force(move) or (holds and "position" not in move.writes)
     return holds
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from adjsim._grid import Grid, straight
 from adjsim._params import leaves, point_of_differentiation
-from adjsim._state import in_transform, keep, traced
+from adjsim._state import in_transform, stored
 from adjsim._typing import Energies, Positions
 
 
@@ -120,7 +120,7 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
     Returns:
         ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
     """
-    keep(position)
+    position = stored(position)
     if isinstance(potential, ForceField):
         return potential(t, position)
     if isinstance(potential, Potential):
@@ -135,21 +135,14 @@ def force_vjp(
 
     The position must not require grad; the product may be asked for once.
     """
-    keep(position)
+    position = stored(position)
     if not isinstance(potential, Potential):
         value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), position, parameters)
     elif grid is None:
         value, pullback = potential.force_vjp(position, parameters)
     else:
         value, pullback = potential.force_vjp(position, parameters, grid)
-    if not traced():
-        return value, pullback
-
-    def keeping(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
-        keep(v)
-        return pullback(v)
-
-    return value, keeping
+    return value, lambda v: pullback(stored(v))
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._params import register
-from adjsim._state import traced
+from adjsim._state import memory_order, traced
 from adjsim._typing import Energies, Number, Positions
 from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
 
@@ -84,14 +84,16 @@ class PairPotential(Potential):
         with torch.no_grad():
             d, s, counts = self._geometry(position)
             slope = self._counted(self.pair_slope(s), counts)
-            value = _sum_pairs(-2 * slope, d, grid)
+            bare = -2 * slope
+            value = _sum_pairs(bare, d, grid)
+            bare = bare.unsqueeze(-3)
 
         def pullback(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
             with torch.no_grad():
                 w = planes(differences(v))
                 dw = sum_planes([x * y for x, y in zip(d, w, strict=True)])
-                bend, bare = (self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3), slope.unsqueeze(-3)
-                rows = [((bend * x).sum(-1).mul_(-4)).sub_((bare * y).sum(-1), alpha=2) for x, y in zip(d, w, strict=True)]
+                bend = (-4 * self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3)
+                rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
                 found = Contraction(self.pair_slope, self._counted(-dw, counts), s)
                 return _join(rows), self._by_rows(found, parameters) if traced() else found
 
@@ -205,7 +207,12 @@ def sum_planes(parts: list[Tensor]) -> Tensor:
 
 def _join(rows: list[Tensor]) -> Tensor:
     """Coordinates ``(*batch, dim, atoms)`` in planes, as ``(*batch, atoms, dim)``."""
-    return (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).transpose(-1, -2)
+    if len(rows) == 1:
+        return rows[0].transpose(-1, -2)
+    axes, batch = rows[0].ndim, rows[0].shape[:-2]
+    order = memory_order(axes, len(batch), batch.numel())
+    joined = torch.cat([row.transpose(-1, -2).permute(order) for row in rows], order.index(axes - 1))
+    return joined.permute([order.index(i) for i in range(axes)])
 
 
 def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:

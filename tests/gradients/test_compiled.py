@@ -1,7 +1,11 @@
-"""Compiled chunks of steps against the steps themselves: gradients to rounding, exact runs to the last bit, nothing compiled
+"""Compiled loops of steps against the steps themselves: gradients to rounding, exact runs to the last bit, nothing compiled
 twice."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import jaxtyping
 import pytest
@@ -10,18 +14,17 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
-from adjsim.adjoints import CompileError, compiled
+from adjsim.adjoints import CompileError
 from tests.gradients.test_table import agree, moment
 from tests.problems import Case, parameter, square, vector
 
-# Chunks of two steps and single ones between saves.
+# One step between saves, and several.
 STEPS = [0, 1, 8, 15]
 
 
 @pytest.fixture(autouse=True)
-def _unchecked(monkeypatch):
-    """The type checks of the tests cannot be written down; and chunks of two steps compile sooner than those of eight."""
-    monkeypatch.setattr(compiled, "STEPS_SMALL", 2)
+def _unchecked():
+    """The type checks of the tests cannot be written down."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -29,7 +32,7 @@ def _unchecked(monkeypatch):
 
 def gradients(case: Case, kind: str, compile: bool):
     dynamics = case.build()
-    position, momentum = (x.requires_grad_() for x in square())
+    position, momentum = (x.requires_grad_() for x in square((16,) if kind == "replicas" else ()))
     inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
     record = {"record": moment, "average": TimeAverage(moment, burn_in=5 * case.dt)}.get(kind)
     run = adjsim.simulate(
@@ -42,7 +45,7 @@ def gradients(case: Case, kind: str, compile: bool):
         generator=torch.Generator().manual_seed(11),
         compile=compile,
     )
-    if kind == "saves":
+    if kind in ("saves", "replicas"):
         loss = sum((1 + i) * moment([getattr(run, f)[i] for f in run.final._fields]) for i in range(len(STEPS)))
     else:
         loss = run.record.sum() + 0.1 * moment(run.final)
@@ -63,6 +66,9 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
         row("hamiltonian", "BAB", "lennard-jones", mark=None),
         row("langevin", "BAOAB", "double-well", exact=True, mark=None),
         row("hamiltonian", "ABA", "plain-module", "record", mark="slow"),
+        row("hamiltonian", "BAB", "lennard-jones", "replicas", mark="slow"),
+        row("chain-1", "NBABN", "lennard-jones", "replicas"),
+        row("generalised-2", "BAGAB", "lennard-jones", "replicas", exact=True),
         row("hamiltonian", "BA", "mixture"),
         row("langevin", "BAOAB", "lennard-jones", "average"),
         row("chain-1", "NBABN", "double-well", exact=True),
@@ -70,12 +76,12 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
         row("esh", "EAE", "double-well"),
     ],
 )
-def test_chunks_equal_steps(case, kind):
+def test_loops_equal_steps(case, kind):
     plain, expected = gradients(case, kind, False)
     mine, found = gradients(case, kind, True)
     # Sums in another order; the generalised bath's rates cancel three digits.
     agree(mine, plain, 1e-12)
-    if kind != "saves":
+    if found.record is not None:
         torch.testing.assert_close(found.record, expected.record, rtol=1e-12, atol=1e-12)
     for a, b in zip(found.final, expected.final, strict=True):
         if case.exact:
@@ -144,9 +150,9 @@ def computed():
 
 
 def read_by_the_average():
-    """A time average that depends on a parameter, in its value and in its gradient."""
-    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
-    average = TimeAverage(lambda state: dynamics.potential.k * (state.position**2).sum(), burn_in=0.05)
+    """A time average that depends on a parameter, in its value and in its gradient, and on a tensor that is none."""
+    dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])
+    average = TimeAverage(lambda state: dynamics.potential.k * (weight * state.position**2).sum(), burn_in=0.05)
     return dynamics, dynamics.potential.k, average
 
 
@@ -288,3 +294,38 @@ def test_a_potential_that_looks_at_values_is_named():
             adjoint=ReversibleAdjoint(),
             compile=True,
         )
+
+
+REMEMBERED = """
+import sys, torch, adjsim
+
+class Wave(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k = torch.nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, position):
+        return (self.k * torch.cos({number} * position)).sum((-1, -2))
+
+torch.set_default_dtype(torch.float64)
+dynamics, found = adjsim.Hamiltonian(Wave()), []
+for compile in (False, True):
+    start = dynamics.init(torch.full((1, 1), 0.3), torch.full((1, 1), 0.2))
+    run = adjsim.simulate(dynamics, start, [0.0, 0.4], solver=adjsim.VelocityVerlet(0.05),
+                          adjoint=adjsim.ReversibleAdjoint(), compile=compile)
+    found.append(torch.autograd.grad(run.final.position.sum(), dynamics.potential.k)[0])
+torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
+    """A number that is in the body of a loop alone decides; that the gradients are right is checked in the process."""
+    hits = []
+    for number in (1.0, 2.0, 2.0):
+        code = REMEMBERED.format(number=number)
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        hits.append(int(out.stdout))
+    assert hits == [0, 0, 2]
