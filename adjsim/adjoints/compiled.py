@@ -51,8 +51,6 @@ OPTIONS = {
     "unroll_reductions_threshold": 1,
     "cpp_wrapper": True,
     "assert_indirect_indexing": False,
-    # What a loop of no turns gives lies where what went in lay, which Inductor takes for free.
-    "allow_buffer_reuse": False,
     # Its graphs are part of what is looked up, so that a loop may be remembered across processes.
     "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},
 }
@@ -374,8 +372,11 @@ class Loops:
                 def more(k: Tensor, *inside: Tensor) -> Tensor:
                     return written.more(k, inside[len(carried)])
 
-                _, *out = while_loop(more, each, tuple(first(*values)), (*values[:split], *constants))
-                return last(*out, *values[:split])
+                begun = first(*values)
+                _, *out = while_loop(more, each, tuple(begun), (*values[:split], *constants))
+                # What a loop of no turns gives lies where what went in lay, which Inductor would take for free if it were not
+                # asked for.
+                return [*last(*out, *values[:split]), *begun]
 
             graph = _write_down(whole, *around, *carried)
             like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
@@ -383,7 +384,8 @@ class Loops:
             short = max(self.march.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
             options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
             with tracing(TracingContext(like[0].fake_mode)):
-                made.function = inductor(graph, like, options=options)  # type: ignore[assignment]
+                compiled: Any = inductor(graph, like, options=options)
+            made.function = lambda *values: compiled(*values)[: len(carried)]
         except Exception as error:
             raise CompileError(
                 f"compile=True could not compile a step of {type(self.dynamics).__name__}: {error}\n"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
-from adjsim._state import State, traced
+from adjsim._state import State, stored, traced
 from adjsim.potentials.base import Contraction, Pullback, force, force_vjp
 
 # Entries of small systems that wait to be contracted together: an eighth of a megabyte of float64.
@@ -337,4 +337,5 @@ def take(value: Tensor, link: int | None) -> Tensor:
 
 def insert(value: Tensor, link: int | None, part: Tensor) -> Tensor:
     """The field with one link, or all of it, replaced."""
-    return part if link is None else torch.select_scatter(value, part, -3, link)
+    # Links read links: what is not stored would be written out again wherever it is read, and again in each of those.
+    return part if link is None else stored(torch.select_scatter(value, part, -3, link))
