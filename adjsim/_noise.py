@@ -63,7 +63,8 @@ class Noise:
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
             tiles = [self._tile(block, column) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
-            rows = np.concatenate(tiles, axis=1)[:, offset : offset + count]
+            # A copy, which does not keep whole tiles.
+            rows = np.concatenate(tiles, axis=1)[:, offset : offset + count].copy()
             self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof)
         return self._blocks[key]
 

@@ -67,22 +67,28 @@ def parameter(value: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
 
-def lattice(atoms: int, replicas: int | None) -> tuple[Tensor, Tensor]:
+def lattice(atoms: int, replicas: int | None, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """A cubic lattice, disturbed, and slow momenta."""
     generator = torch.Generator().manual_seed(0)
     side = math.ceil(round(atoms ** (1 / 3), 9))
     sites = 1.2 * torch.cartesian_prod(*[torch.arange(side, dtype=torch.float64)] * 3)[:atoms]
     shape = (atoms, 3) if replicas is None else (replicas, atoms, 3)
     shift, momentum = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    return sites + 0.02 * shift, 0.1 * momentum
+    return (sites + 0.02 * shift).to(device), (0.1 * momentum).to(device)
 
 
 def ours(
-    atoms: int, steps: int, replicas: int | None, scheme: str, exact: bool = False, adjoint: adjsim.Adjoint | None = None
+    atoms: int,
+    steps: int,
+    replicas: int | None,
+    scheme: str,
+    exact: bool = False,
+    adjoint: adjsim.Adjoint | None = None,
+    device: str = "cpu",
 ) -> Callable[[], Work]:
-    epsilon, sigma = parameter(1.0), parameter(1.0)
-    dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon, sigma))
-    position, momentum = (x.requires_grad_() for x in lattice(atoms, replicas))
+    epsilon, sigma = (nn.Parameter(torch.tensor(1.0, dtype=torch.float64, device=device)) for _ in range(2))
+    dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon, sigma)).to(device)
+    position, momentum = (x.requires_grad_() for x in lattice(atoms, replicas, device))
 
     def work() -> Work:
         begun = time.perf_counter()
