@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 ELEMENTS, STEPS = 256, 32
-# Numbers that are kept, a megabyte of float64, so that the way back over a short run does not draw them again.
-HELD = 2**17
 
 
 def seed_from(generator: torch.Generator | None) -> int:
@@ -54,10 +52,10 @@ class Noise:
         return torch.cat(blocks)[first % STEPS :][:count]
 
     def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
-        """The steps of a block. Two blocks are kept at least, for steps that look at their neighbours."""
+        """The steps of a block. The last two blocks are kept, for steps that look at their neighbours."""
         key = (block, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:
-            while len(self._blocks) >= max(2, HELD // (STEPS * replicas * dof)):
+            if len(self._blocks) > 1:
                 del self._blocks[next(iter(self._blocks))]
             start, count = self.first * dof, replicas * dof
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
