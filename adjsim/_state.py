@@ -46,7 +46,7 @@ _writing_down = False
 
 @contextmanager
 def writing_down() -> Iterator[None]:
-    """While the operations of a step are written down, by :mod:`adjsim.adjoints.compiled`."""
+    """While the operations of a step are written down, by :mod:`adjsim.adjoints.inductor`."""
     global _writing_down
     before, _writing_down = _writing_down, True
     try:
@@ -74,16 +74,26 @@ def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
     return (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
 
 
+def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
+    """A field ``(*batch, ..., atoms, dim)`` with its axes as they lie in memory, behind ``leading`` others."""
+    order = memory_order(x.ndim - leading, len(batch), batch.numel())
+    return x.permute(*range(leading), *(leading + i for i in order))
+
+
+def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
+    """The field whose axes lie in memory as these do."""
+    order = memory_order(x.ndim, len(batch), batch.numel())
+    return x.permute([order.index(i) for i in range(x.ndim)])
+
+
 def stored(x: Tensor) -> Tensor:
     """The same positions or forces ``(*batch, atoms, dim)``. Where a step is compiled they are put into memory here, instead of
     being computed again wherever they are read: for what every pair of atoms reads."""
     if not traced():
         return x
-    order = memory_order(x.ndim, x.ndim - 2, x.shape[:-2].numel())
+    flat = packed(x, x.shape[:-2]).clone(memory_format=torch.contiguous_format)
     # Inductor computes what has a stride that is asked for before it goes on.
-    flat = x.permute(order).clone(memory_format=torch.contiguous_format)
-    flat = flat.as_strided(flat.shape, flat.stride())
-    return flat.permute([order.index(i) for i in range(x.ndim)])
+    return unpacked(flat.as_strided(flat.shape, flat.stride()), x.shape[:-2])
 
 
 def in_transform() -> bool:

@@ -56,7 +56,8 @@ def simulate(
             compiler. The first run of a kind takes from five seconds to a minute to compile
             (``trajectory.stats["compile_seconds"]``), which torch remembers across processes; another number of steps, seed,
             value of a parameter or save time does not compile again. A record is compiled when it first runs, and whatever it
-            reads besides the state and the dynamics is a constant from then on. Gradients agree with those not compiled to
+            reads besides the state and the dynamics is a constant from then on, as is what a potential reads besides its own
+            attributes. Gradients agree with those not compiled to
             rounding, and exact runs to the last bit.
         progress: show a progress bar, on a terminal.
 

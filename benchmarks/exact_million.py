@@ -26,10 +26,14 @@ DT, PIECES = 0.005, 10
 class Pieces(Retrace):
     """Goes back from states that were stored, instead of those that were found."""
 
+    def __init__(self, problem, every):  # type: ignore[no-untyped-def]
+        super().__init__(problem, every)
+        self.stored: dict[int, tuple[torch.Tensor, ...]] = {}
+
     def keep(self, march, step, state):  # type: ignore[no-untyped-def]
         super().keep(march, step, state)
         if self.every is not None and step % self.every == 0:
-            self.__dict__.setdefault("stored", {})[step] = state
+            self.stored[step] = state
 
     def arrive(self, step, state, grads):  # type: ignore[no-untyped-def]
         return super().arrive(step, self.stored.get(step, state), grads)

@@ -20,74 +20,49 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext, tracing
-from torch._inductor import compile as inductor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from adjsim._grid import Grid
-from adjsim._state import VECTOR, State, memory_order, writing_down
+from adjsim._state import VECTOR, State, packed, unpacked
 from adjsim._trajectory import TimeAverage
+from adjsim.adjoints.inductor import Constant, NoCapture, Written, compile_loop, own
 from adjsim.adjoints.march import March, Recorder
 from adjsim.dynamics.sources import Gradients, holds_after
 from adjsim.potentials.base import force
 
-while_loop = torch.ops.higher_order.while_loop
-
-# What a pair of atoms needs is computed in its loop, and not stored for each; what an atom needs is stored, see stored(). With
-# the C++ wrapper a turn of the loop does not come back to Python. Steps of the noise are counted here and need no check.
-OPTIONS = {
-    "realize_reads_threshold": 64,
-    "realize_opcount_threshold": 1024,
-    "unroll_reductions_threshold": 1,
-    "cpp_wrapper": True,
-    "assert_indirect_indexing": False,
-    # Its graphs are part of what is looked up, so that a loop may be remembered across processes.
-    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},
-}
 # Numbers of noise that are handed to a loop at once: four megabytes of float64.
 DRAWN = 2**19
 # Steps after which it is seen to that numbers are finite.
 LOOK_EVERY = 1024
 
+# What torch keeps in a module: registered tensors are inputs, submodules are looked at by themselves.
+_OF_EVERY_MODULE = set(vars(nn.Module())) - {"training"}
+
 _compiled: WeakKeyDictionary[nn.Module, dict[Any, Compiled]] = WeakKeyDictionary()
-
-
-class CompileError(RuntimeError):
-    """A step could not be compiled."""
 
 
 @dataclass
 class Compiled:
-    """A loop as a function of tensors, and the passes over the energy that it makes: around its turns, and in each."""
+    """A loop as a function of tensors, the passes over the energy that it makes (around its turns, and in each), and what it
+    has read without being given it."""
 
     function: Callable[..., Sequence[Tensor]]
     once: int = 0
     each: int = 0
+    constants: list[Constant] = field(default_factory=list)
 
 
 def is_compiled(dynamics: nn.Module) -> bool:
     """Whether steps of it have been compiled."""
     return dynamics in _compiled
-
-
-@dataclass
-class Written:
-    """A loop as it is written down, see :class:`Loops`."""
-
-    start: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
-    more: Callable[[Tensor, Tensor], Tensor]
-    turn: Callable[[list[Tensor], Tensor, list[Tensor]], list[Tensor]]
-    finish: Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 
 
 class Loops:
@@ -128,7 +103,7 @@ class Loops:
         self.grids = _grids(self.program)
         spacings = [x for grid in self.grids for x in (grid.spacing, grid._shift)]
         begin = torch.tensor(march.time(0), dtype=torch.float64, device=position.device)
-        self.fixed = [begin, *(_own(x) for x in (*coefficients, *self.registered, *spacings))]
+        self.fixed = [begin, *(own(x) for x in (*coefficients, *self.registered, *spacings))]
         self.modules = tuple((ref(module), _settings(module)) for module in self.dynamics.modules())
         self._drawn: tuple[int, int, Tensor] | None = None
         march.problem.stats.setdefault("compile_seconds", 0.0)
@@ -216,7 +191,7 @@ class Loops:
             state = self.program.step(t, state, self._coefficients(given), self._seen(given, k), forces)
             if total is not None:
                 assert self.average is not None
-                out.append(_own(total + self.average.function(self.march.leave(state))))
+                out.append(own(total + self.average.function(self.march.leave(state))))
             if self.holds_after:
                 out.append(self._pack(forces(self.potential, t, state.position)))
             made.each = stats["energy_evaluations"]
@@ -241,7 +216,7 @@ class Loops:
         def end(state: State, grads: Gradients) -> list[Tensor]:
             known = [*(grads.coefficient_grads[self.keys[i]] for i in self.wanted), *grads.parameter_grads]
             states = [self._pack(x) for x in (*(grads.state[name] for name in fields), *state)]
-            return [*(_own(x) for x in known if x is not None), *states]
+            return [*(own(x) for x in known if x is not None), *states]
 
         def back(over: Sequence[Any], k: Tensor, state: State, grads: Gradients, given: list[Tensor]) -> State:
             coefficients, t, seen = self._coefficients(given, self.wanted), self._time(given, k), self._seen(given, k)
@@ -305,7 +280,7 @@ class Loops:
         return [self._unpack(draw) for step in steps for draw in step.unbind(0)]
 
     @contextmanager
-    def _given(self, around: Sequence[Tensor], back: bool) -> Iterator[list[Tensor]]:
+    def _given(self, around: Sequence[Tensor], back: bool, made: Compiled) -> Iterator[list[Tensor]]:
         """Parameters, buffers and spacings replaced by the inputs that stand for them."""
         given = list(around)
         begin = 3 + len(self.keys)
@@ -318,7 +293,7 @@ class Loops:
             for i, grid in enumerate(self.grids):
                 grid.spacing, grid._shift = given[begin + 2 * i : begin + 2 * i + 2]
             named = {name: registered[i] for name, i in self.names.items()}
-            with _reparametrize_module(self.dynamics, named), torch.no_grad(), _NoCapture(self.registered):
+            with _reparametrize_module(self.dynamics, named), torch.no_grad(), NoCapture(self.registered, made.constants):
                 yield given
         finally:
             for grid, (spacing, shift) in zip(self.grids, known, strict=True):
@@ -342,71 +317,31 @@ class Loops:
         wanted = (tuple(self.places), tuple(self.wanted)) if back else ()
         key = (back, record, repr(solver), solver.dt, kind, shapes, wanted, self.modules, torch.get_num_threads())
         known = _compiled.setdefault(self.dynamics, {})
-        if key not in known:
+        for constant in known[key].constants if key in known else ():
+            constant.check()
+        if key not in known or any(constant.changed() for constant in known[key].constants):
             begun = time.perf_counter()
             known[key] = self._compile(back, averaging, kind, around, carried)
             self.march.problem.stats["compile_seconds"] += time.perf_counter() - begun
         return known[key]
 
     def _compile(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
-        made, split = Compiled(lambda *_: ()), len(around)
+        made = Compiled(lambda *_: ())
         written = (self._backward if back else self._forward)(averaging, kind, made)
-
-        def start(*values: Tensor) -> list[Tensor]:
-            with self._given(values[:split], back) as given:
-                return written.start(given, list(values[split:]))
-
-        def turn(k: Tensor, *values: Tensor) -> list[Tensor]:
-            with self._given(values[len(carried) :], back) as given:
-                return written.turn(given, k, list(values[: len(carried)]))
-
-        def finish(*values: Tensor) -> list[Tensor]:
-            with self._given(values[len(carried) :], back) as given:
-                return written.finish(given, list(values[: len(carried)]))
-
-        try:
-            # One by one, since no gradient is taken inside of torch's loop.
-            first, each = _write_down(start, *around, *carried), _write_down(turn, around[0].clone(), *carried, *around)
-            last, constants = _write_down(finish, *carried, *around), _lift(each)
-
-            def whole(*values: Tensor) -> list[Tensor]:
-                def more(k: Tensor, *inside: Tensor) -> Tensor:
-                    return written.more(k, inside[len(carried)])
-
-                begun = first(*values)
-                _, *out = while_loop(more, each, tuple(begun), (*values[:split], *constants))
-                # What a loop of no turns gives lies where what went in lay, which Inductor would take for free if it were not
-                # asked for.
-                return [*last(*out, *values[:split]), *begun]
-
-            graph = _write_down(whole, *around, *carried)
-            like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
-            short = max(self.march.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
-            options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
-            with tracing(TracingContext(like[0].fake_mode)):
-                compiled: Any = inductor(graph, like, options=options)
-            made.function = lambda *values: compiled(*values)[: len(carried)]
-        except Exception as error:
-            raise CompileError(
-                f"compile=True could not compile a step of {type(self.dynamics).__name__}: {error}\n"
-                "Potentials and records have to be torch operations whose course does not depend on values (no float(x), "
-                "x.item() or `if` on a tensor). Write them so, or leave compile=True out."
-            ) from error
+        # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
+        short = max(self.march.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
+        what = f"a step of {type(self.dynamics).__name__}"
+        made.function = compile_loop(written, lambda x: self._given(x, back, made), around, carried, short, what)
         return made
 
     # What goes in.
 
     def _pack(self, x: Tensor) -> Tensor:
         """A field as it lies in memory inside of a loop."""
-        return x.detach().permute(self._order(x)).clone(memory_format=torch.contiguous_format)
+        return own(packed(x, self.batch))
 
     def _unpack(self, x: Tensor) -> Tensor:
-        order = self._order(x)
-        return x.permute([order.index(i) for i in range(x.ndim)])
-
-    def _order(self, x: Tensor) -> tuple[int, ...]:
-        return memory_order(x.ndim, len(self.batch), self.batch.numel())
+        return unpacked(x, self.batch)
 
     def _noise(self, first: int, count: int) -> list[Tensor]:
         """That of the steps of a loop, as many as a loop may have; or none."""
@@ -416,8 +351,7 @@ class Loops:
             return [self._drawn[2]]
         seen = count + self.program.sees - 1
         drawn = self.march.drawn(first, seen)
-        order = [0, 1, *(2 + i for i in self._order(drawn[0, 0]))]
-        drawn = drawn.permute(order)
+        drawn = packed(drawn, self.batch, leading=2)
         whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
         whole[:seen] = drawn
         # The way back begins with what the way forward ended with.
@@ -443,62 +377,29 @@ class Loops:
 
     @staticmethod
     def _sum(known: Tensor | None, like: Tensor) -> Tensor:
-        return torch.zeros_like(_plain(like)) if known is None else _own(known)
-
-
-class _NoCapture(TorchFunctionMode):
-    """Refuses a registered tensor that is reached past its module: it would be a constant, and have no gradient."""
-
-    def __init__(self, registered: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.registered = {id(x) for x in registered}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(id(x) in self.registered for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
-            raise ValueError(
-                "a potential or a record reads a parameter or buffer of the dynamics past its module, as a variable of its "
-                "own; read it as an attribute of the module, such as dynamics.kT or self.k."
-            )
-        return func(*args, **(kwargs or {}))
+        return torch.zeros_like(_plain(like)) if known is None else own(known)
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """The Python numbers and words of a module, and which tensors it has that are not registered, in which version."""
+    """The Python numbers and words of a module, those in its lists and dictionaries too, and which tensors it has that are not
+    registered, in which version."""
     found: list[Any] = []
     for name, value in vars(module).items():
-        if isinstance(value, bool | int | float | str):
-            found.append((name, value))
-        elif isinstance(value, Tensor):
-            found.append((name, id(value), value._version))
+        if name not in _OF_EVERY_MODULE:
+            leaves, shape = tree_flatten(value)
+            found.append((name, str(shape), *(known for x in leaves if (known := _setting(x)) is not None)))
     return tuple(found)
+
+
+def _setting(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    return (type(x), x) if isinstance(x, bool | int | float | complex | str) else None
 
 
 def _weak(record: Callable[..., Any]) -> Any:
     """A record as part of a key that does not keep it alive: it may hold the dynamics whose code is looked up."""
     return WeakMethod(record) if isinstance(record, MethodType) else ref(record)
-
-
-def _write_down(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Any:
-    with writing_down():
-        return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-
-
-def _lift(graph: Any) -> list[Tensor]:
-    """Make inputs of the constants of a graph, which torch's loop does not take, and return them."""
-    constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
-    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
-        constants.append(_own(getattr(graph, node.target)))
-        with graph.graph.inserting_after(after):
-            after = graph.graph.placeholder(f"constant_{len(constants)}")
-        node.replace_all_uses_with(after)
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return constants
-
-
-def _own(x: Tensor) -> Tensor:
-    """A copy: nothing that a loop takes or gives may share memory."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from adjsim._state import PhaseState, State, check_state
 from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.couplings import Move
 from adjsim.potentials.base import ForceField
+
+# Shapes of positions that a potential has been found to map as it should.
+_fitting: WeakKeyDictionary[nn.Module, set[torch.Size]] = WeakKeyDictionary()
 
 
 class Term:
@@ -64,8 +68,6 @@ class Dynamics(nn.Module):
                 "Wrap a function in one."
             )
         self.potential = potential
-        # Potentials and shapes of positions that have been found to go together.
-        self._fitting: set[tuple[int, torch.Size]] = set()
 
     def init(self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None) -> State:
         """A start at this position; what is not given is drawn from the generator."""
@@ -123,8 +125,8 @@ class Dynamics(nn.Module):
     def check(self, state: State) -> None:
         """Refuse a state this dynamics cannot step; called before any work is done."""
         check_state(state, self.state_type)
-        expected, key = state.position.shape[:-2], (id(self.potential), state.position.shape)
-        if key in self._fitting:
+        expected, known = state.position.shape[:-2], _fitting.setdefault(self.potential, set())
+        if state.position.shape in known:
             return
         with torch.no_grad():
             if isinstance(self.potential, ForceField):
@@ -136,7 +138,7 @@ class Dynamics(nn.Module):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
             )
-        self._fitting.add(key)
+        known.add(state.position.shape)
 
     def trainable(self) -> dict[str, Tensor]:
         """Everything registered that requires grad, by name."""

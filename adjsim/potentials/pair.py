@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._params import register
-from adjsim._state import memory_order, traced
+from adjsim._state import memory_order, packed, traced, unpacked
 from adjsim._typing import Energies, Number, Positions
 from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
 
@@ -210,9 +210,8 @@ def _join(rows: list[Tensor]) -> Tensor:
     if len(rows) == 1:
         return rows[0].transpose(-1, -2)
     axes, batch = rows[0].ndim, rows[0].shape[:-2]
-    order = memory_order(axes, len(batch), batch.numel())
-    joined = torch.cat([row.transpose(-1, -2).permute(order) for row in rows], order.index(axes - 1))
-    return joined.permute([order.index(i) for i in range(axes)])
+    dim = memory_order(axes, len(batch), batch.numel()).index(axes - 1)
+    return unpacked(torch.cat([packed(row.transpose(-1, -2), batch) for row in rows], dim), batch)
 
 
 def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:

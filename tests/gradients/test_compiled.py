@@ -192,6 +192,86 @@ def test_a_number_that_changes_compiles_again():
     assert not torch.allclose(ends[0], ends[2])
 
 
+def test_numbers_in_a_list_that_change_compile_again():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = [1.0, {"quartic": 0.5}]
+
+        def forward(self, position):
+            return (self.weights[0] * position**2 + self.weights[1]["quartic"] * position**4).sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Weighted())
+
+    def end(compile):
+        with torch.no_grad():
+            start = dynamics.init(*square())
+            run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
+        return run.final.position
+
+    before = end(True)
+    dynamics.potential.weights[1]["quartic"] = 3.0
+    torch.testing.assert_close(end(True), end(False), rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(end(True), before)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["first", "after-no-grad"])
+def test_a_tensor_that_is_not_registered_is_refused(before):
+    """Also where an earlier run, in which no gradient was asked for, has compiled its steps."""
+    strength = torch.tensor(1.3, requires_grad=not before)
+
+    class Captures(nn.Module):
+        def forward(self, position):
+            return (strength * position**2).sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Captures())
+
+    def run():
+        start = dynamics.init(*square())
+        solver, adjoint = adjsim.VelocityVerlet(0.01), ReversibleAdjoint()
+        return adjsim.simulate(dynamics, start, [0.0, 0.06], solver=solver, adjoint=adjoint, compile=True)
+
+    if before:
+        with torch.no_grad():
+            run()
+        strength.requires_grad_()
+    with pytest.raises((ValueError, CompileError), match="not registered"):
+        run()
+
+
+def test_a_constant_that_is_written_to_compiles_again():
+    strength = torch.tensor(1.3)
+
+    class Captures(nn.Module):
+        def forward(self, position):
+            return (strength * position**2).sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Captures())
+
+    def end(compile):
+        with torch.no_grad():
+            start = dynamics.init(*square())
+            run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
+        return run.final.position
+
+    before = end(True)
+    strength.mul_(2.0)
+    torch.testing.assert_close(end(True), end(False), rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(end(True), before)
+
+
+def test_a_tensor_that_is_not_registered_is_refused_before_a_gradient_is_asked_for():
+    strength = torch.tensor(1.3, requires_grad=True)
+
+    class Captures(nn.Module):
+        def forward(self, position):
+            return (strength * position**2).sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Captures())
+    with torch.no_grad(), pytest.raises(CompileError, match="not registered"):
+        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=True)
+
+
 def test_buffers_of_an_exact_run_are_relieved_whoever_runs_it():
     """Friction so large that they are full after every few steps; nothing is saved on the way."""
     dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), kT=0.5, friction=40.0)
