@@ -37,6 +37,7 @@ from adjsim.estimators import (
     Simulation,
 )
 from adjsim.figures import plot_sweep
+from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
     first_passage_time,
     kinetic_temperature,
@@ -134,6 +135,10 @@ __all__ = [  # noqa: RUF022
     "Reweighting",
     "ScoreFunction",
     "Simulation",
+    # initial value problems
+    "GrazingError",
+    "OdeResult",
+    "solve_ivp",
     # comparison
     "Comparison",
     "compare",

@@ -1,0 +1,176 @@
+r"""Events of an initial value problem: their times as functions of what the solution depends on, and resets.
+
+An event happens at the time :math:`t_e` at which :math:`g(t_e, y(t_e)) = 0`. Where the solution crosses it,
+
+.. math::
+    dt_e = -\frac{dg|_{t_e}}{\dot g}, \qquad \dot g = \partial_t g + \partial_y g \cdot f,
+
+where :math:`dg|_{t_e}` is the change of g at a held time. A reset takes the state to :math:`y^+ = r(t_e, y(t_e))`, from which a
+new piece starts at :math:`t_e`; since start time and start state both carry their derivatives, the saltation matrix
+:math:`\partial_y r + (f^+ - \partial_y r f - \partial_t r) \, \partial_y g / \dot g` is the chain rule.
+
+Where the solution only touches, :math:`t_e` has no derivative: an error of the size of the tolerance, :math:`\delta g`, makes
+two events or none when :math:`\dot g^2 \le 2 |\ddot g| \delta g`. Such grazing is refused, with an event and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.integrate import OdeSolver
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from adjsim.ivp.field import Array, Field
+
+
+class GrazingError(ValueError):
+    """A solution touches an event without crossing it, so that the event's time has no derivative."""
+
+
+class Event:
+    """An event of the user's, as SciPy calls it and as its time is differentiated.
+
+    Args:
+        function: ``event(t, y, *args)``, with SciPy's attributes ``terminal`` and ``direction`` and our ``reset``.
+        field: the right-hand side.
+        number: which one it is, for messages.
+    """
+
+    def __init__(self, function: Callable[..., Any], field: Field, number: int) -> None:
+        self.function, self.field, self.number = function, field, number
+        terminal = getattr(function, "terminal", None)
+        if not (terminal is None or (int(terminal) == terminal and terminal >= 0)):
+            raise ValueError("The `terminal` attribute of each event must be a boolean or positive integer.")
+        self.left = int(terminal) if terminal else None
+        self.direction: float = getattr(function, "direction", 0)
+        self.reset: Callable[..., Any] | None = getattr(function, "reset", None)
+        self.times: list[Tensor] = []
+        self.states: list[Tensor] = []
+        self._start: tuple[float, float] | None = None
+
+    @property
+    def terminal(self) -> int | None:
+        """After how many more of them SciPy's call has to end."""
+        return 1 if self.reset is not None else self.left
+
+    def __call__(self, t: float, y: Array) -> float:
+        if self._start is not None and t == self._start[0]:
+            return self._start[1]
+        with torch.no_grad():
+            return float(self.value(self.field.time(t), self.field.tensor(y)))
+
+    def value(self, t: Tensor, y: Tensor) -> Any:
+        return self.function(t, y, *self.field.args)
+
+    def reads_gradient(self, t: Tensor, y: Tensor) -> bool:
+        """Whether it reads a tensor that requires grad, besides time and state."""
+        value = self.value(t.detach().to(y.real.dtype), y.detach())
+        return isinstance(value, Tensor) and value.requires_grad
+
+    def take_side(self, t: float, before: Array, after: Array, way: float, stopped: bool) -> None:
+        """Say on which side of the event a piece starts after a reset, where it starts at it and rounding would decide: behind
+        it, if it has happened; else before it, so that it happens next."""
+        (_, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after)
+        rounding = 16 * float(np.finfo(float).eps)
+        if abs(value) > rounding * (float(np.sum(weights * np.abs(after))) + (1 + abs(t)) * (abs(old) + abs(new))):
+            return
+        happened = stopped or any(abs(float(x.detach()) - t) <= rounding * (1 + abs(t)) for x in self.times[-1:])
+        self._start = (t, float(np.copysign(np.finfo(float).tiny, way * (new if happened else -old))))
+
+    def found_times(self, like: Tensor) -> Tensor:
+        return torch.stack(self.times).to(like.real.dtype) if self.times else like.detach().real[:0]
+
+    def found_states(self, like: Tensor) -> Tensor:
+        """As rows ``(events, n)``."""
+        return torch.stack(self.states) if self.states else like.detach()[:0]
+
+    def slopes(self, t: float, y: Array) -> tuple[float, float, Array]:
+        """Its value, its rate along the solution, and how strongly it depends on each entry of the state."""
+        with torch.enable_grad():
+            at, x = self.field.time(t).requires_grad_(), self.field.tensor(y).requires_grad_()
+            value = self._scalar(self.value(at, x))
+        if not value.requires_grad:
+            return float(value), 0.0, np.zeros(y.size)
+        by_time, by_state = torch.autograd.grad(value, (at, x), allow_unused=True)
+        flow = torch.as_tensor(self.field.numpy(t, y)).to(x)
+        gradient = torch.zeros_like(x) if by_state is None else by_state
+        rate = (gradient.conj() * flow).sum().real + (0.0 if by_time is None else by_time)
+        return float(value.detach()), float(rate), gradient.abs().double().cpu().numpy()
+
+    def moment(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
+        """When it happens: the time that was found, with the derivative that the state at this time gives it."""
+        value = self._scalar(self.value(self.field.time(time), state)).double()
+        found = torch.tensor(time, dtype=torch.float64, device=state.device)
+        return found - (value - value.detach()) / rate() if value.requires_grad else found
+
+    def _scalar(self, value: Any) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"event {self.number} returns {type(value).__name__}; for a gradient or a reset it must return a tensor."
+            )
+        return value.reshape(())
+
+
+class Grazing:
+    """Watches a SciPy solver for events that are touched and not crossed.
+
+    Args:
+        events: whose.
+        rtol, atol: what errors the solution may have.
+    """
+
+    def __init__(self, events: Sequence[Event], rtol: Any, atol: Any) -> None:
+        self.events, self.rtol, self.atol = events, rtol, atol
+        self.touches: list[tuple[float, Event]] = []
+        # Steps that events happen in: between which times, and how much their rates change there.
+        self.crossings: dict[Event, list[tuple[float, float, float]]] = {event: [] for event in events}
+        self._before: tuple[float, list[tuple[float, float, Array]]] | None = None
+
+    def __call__(self, solver: OdeSolver) -> None:
+        now, slopes = float(solver.t), [event.slopes(solver.t, solver.y) for event in self.events]
+        if self._before is not None:
+            begin, before = self._before
+            for event, (value, rate, _), (g, r, _) in zip(self.events, before, slopes, strict=True):
+                if value * g <= 0:
+                    self.crossings[event].append((begin, now, abs((r - rate) / (now - begin))))
+                # On one side at both ends, and nearer in between.
+                elif value * rate * solver.direction < 0 < g * r * solver.direction:
+                    self._between(solver, event, begin)
+        self._before = (now, slopes)
+
+    def _between(self, solver: OdeSolver, event: Event, begin: float) -> None:
+        dense = solver.dense_output()
+        side = np.sign(event(begin, dense(begin))) or 1.0
+        bounds = sorted((begin, solver.t))
+        nearest = minimize_scalar(lambda t: side * event(t, dense(t)), bounds=bounds, method="bounded")
+        state = dense(nearest.x)
+        if side * event(nearest.x, state) <= self._uncertain(event.slopes(nearest.x, state)[2], state):
+            self.touches.append((float(nearest.x), event))
+
+    def _uncertain(self, gradient: Array, state: Array) -> float:
+        """What the solution's own tolerance makes uncertain in an event's value."""
+        return float(np.sum(gradient * (self.atol + self.rtol * np.abs(state))))
+
+    def refuse(self, end: float, way: float) -> None:
+        """Raise for an event that was touched before the end, which is known once a piece has ended."""
+        for time, event in self.touches:
+            if way * (end - time) >= 0:
+                raise GrazingError(
+                    f"the solution touches event {event.number} near t = {time:g}, or crosses it twice within a step, so its "
+                    "time has no derivative. Where it does cross, a smaller max_step or rtol tells it apart."
+                )
+
+    def rate(self, event: Event, time: float, state: Array) -> float:
+        """The rate of an event where it happens, which must not vanish."""
+        _, rate, gradient = event.slopes(time, state)
+        curvature = max((c for a, b, c in self.crossings[event] if min(a, b) <= time <= max(a, b)), default=0.0)
+        if rate * rate <= 2 * curvature * self._uncertain(gradient, state):
+            raise GrazingError(
+                f"the solution touches event {event.number} at t = {time:g} and hardly crosses it (rate {rate:.3g}), so its "
+                "time has no derivative."
+            )
+        return rate

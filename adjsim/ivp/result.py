@@ -1,0 +1,53 @@
+"""What solve_ivp() returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.integrate import OdeSolution
+from scipy.optimize import OptimizeResult
+from torch import Tensor
+
+from adjsim.ivp.adjoint import Piece
+from adjsim.ivp.field import as_times
+
+
+class OdeResult(OptimizeResult):
+    """What :func:`solve_ivp` returns: SciPy's fields, with torch tensors in them."""
+
+
+class DenseSolution:
+    """The solution as a function of time, differentiable as its values at given times are.
+
+    Called with a time or times ``(k,)`` it gives ``(n,)`` or ``(n, k)``. At the time of a reset it gives the state before.
+
+    Args:
+        pieces: from reset to reset, each with its interpolants and its start.
+        like: a state.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Piece, OdeSolution, Tensor]], like: Tensor) -> None:
+        self._pieces, self._like = pieces, like
+        ends = [pieces[0][0].start, pieces[-1][0].end]
+        self.t_min, self.t_max = min(ends), max(ends)
+
+    def __call__(self, t: Any) -> Tensor:
+        times = as_times(t, self._like)
+        flat, order, found = times.reshape(-1), [], []
+        for (piece, inside, start), members in self._sorted(flat.detach().cpu().numpy()):
+            at = flat[members]
+            found.append(piece.states_at(at, inside(at.detach().cpu().numpy()), start))
+            order += members
+        states = torch.cat(found, 1)[:, np.argsort(order)] if found else self._like.new_zeros((len(self._like), 0))
+        return states[:, 0] if times.ndim == 0 else states
+
+    def _sorted(self, times: Any) -> Iterator[tuple[tuple[Piece, OdeSolution, Tensor], list[int]]]:
+        """Which times are in which piece."""
+        way = self._pieces[0][0].way
+        ends = [way * piece.end for piece, _, _ in self._pieces[:-1]]
+        numbers = np.searchsorted(ends, way * times, side="left")
+        for number in np.unique(numbers):
+            yield self._pieces[number], np.flatnonzero(numbers == number).tolist()

@@ -1,0 +1,293 @@
+"""solve_ivp is SciPy's: its values to the last bit, its meaning, its errors; and what it refuses of its own."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import scipy.integrate
+import torch
+from torch import nn
+
+import adjsim
+import adjsim.ivp.solve
+from adjsim.ivp.adjoint import Piece
+
+METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
+
+
+def spiral(t, y, k):
+    return torch.stack([y[1] + 0.1 * torch.sin(3 * t), -k * y[0] - 0.2 * y[1] * y[0] ** 2])
+
+
+def as_numpy(function, *args):
+    """The same function of NumPy arrays."""
+
+    def called(t, y):
+        with torch.no_grad():
+            return function(torch.tensor(t), torch.tensor(y), *args).numpy()
+
+    for name in ("terminal", "direction"):
+        if hasattr(function, name):
+            setattr(called, name, getattr(function, name))
+    return called
+
+
+@pytest.mark.parametrize("span", [(0.0, 4.0), (4.0, 0.0)], ids=["forward", "backward"])
+@pytest.mark.parametrize("grad", [False, True], ids=["values", "with-gradient"])
+@pytest.mark.parametrize("kind", ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "counted"])
+@pytest.mark.parametrize("adjoint", ["interpolate", "checkpoint", "backsolve"])
+@pytest.mark.parametrize("method", METHODS)
+def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, grad, span):
+    if not grad and adjoint != "interpolate":
+        return
+    k = torch.tensor(2.0, requires_grad=grad)
+
+    def event(t, y, k):
+        return y[0] - 0.2
+
+    def slow(t, y, k):
+        return y[1] * k
+
+    event.terminal = {"terminal": True, "counted": 2}.get(kind, False)
+    slow.direction = -1
+    events = [event, slow] if kind in ("events", "terminal", "counted") else None
+    ours = {"t_eval": None, "dense_output": kind.startswith("dense"), "rtol": 1e-5, "atol": 1e-8}
+    if "t_eval" in kind:
+        ours["t_eval"] = np.linspace(*span, 7)[1:]
+    found = adjsim.solve_ivp(spiral, span, [1.0, 0.0], method, events=events, args=(k,), adjoint=adjoint, **ours)
+    theirs = None if events is None else [as_numpy(e, k) for e in events]
+    known = scipy.integrate.solve_ivp(as_numpy(spiral, k), span, [1.0, 0.0], method, events=theirs, **ours)
+    assert np.array_equal(found.t.detach().numpy(), known.t)
+    assert np.array_equal(found.y.detach().numpy(), known.y)
+    assert (found.status, found.message, found.success) == (known.status, known.message, known.success)
+    if kind.startswith("dense"):
+        times = np.linspace(*span, 33)
+        assert np.array_equal(found.sol(times).detach().numpy(), known.sol(times))
+        assert np.array_equal(found.sol(1.3).detach().numpy(), known.sol(1.3))
+        assert (found.sol.t_min, found.sol.t_max) == (known.sol.t_min, known.sol.t_max)
+    else:
+        assert found.sol is known.sol is None
+    if events is None:
+        assert found.t_events is found.y_events is None
+        return
+    for mine, other in zip((*found.t_events, *found.y_events), (*known.t_events, *known.y_events), strict=True):
+        assert np.array_equal(mine.detach().numpy().ravel(), other.ravel())
+    if not grad:
+        assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
+
+
+@pytest.mark.parametrize("jac", ["autodiff", "function", "matrix"])
+@pytest.mark.parametrize("method", ["Radau", "BDF", "LSODA"])
+def test_jacobians(method, jac):
+    matrix = torch.tensor([[-1.0, 0.5], [0.2, -30.0]])
+    given = {"autodiff": "autodiff", "function": lambda t, y, a: a, "matrix": matrix}[jac]
+    if (method, jac) == ("LSODA", "matrix"):
+        return
+    found = adjsim.solve_ivp(lambda t, y, a: a @ y, (0, 2), [1.0, 2.0], method, args=(matrix,), jac=given, rtol=1e-8)
+    their = matrix.numpy() if jac == "matrix" else lambda t, y: matrix.numpy()
+    known = scipy.integrate.solve_ivp(as_numpy(lambda t, y: matrix @ y), (0, 2), [1.0, 2.0], method, jac=their, rtol=1e-8)
+    assert np.array_equal(found.y.numpy(), known.y)
+    assert found.njev == known.njev
+
+
+def test_a_vectorized_function():
+    k = torch.tensor(2.0, requires_grad=True)
+    seen = []
+
+    def fun(t, y, k):
+        seen.append(y.ndim)
+        return torch.stack([y[1], -k * y[0]])
+
+    grads = []
+    for vectorized in (True, False):
+        found = adjsim.solve_ivp(fun, (0, 2), [1.0, 0.0], "Radau", vectorized=vectorized, args=(k,), rtol=1e-6, atol=1e-9)
+        grads.append(torch.autograd.grad(found.y[0, -1], k)[0])
+        if vectorized:
+            assert set(seen) == {2}
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=0)
+
+
+def test_what_fun_may_be():
+    """A list of numbers and tensors, a module, a method of one, a partial: each with the gradient of its parameters."""
+
+    class Decay(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, t, y):
+            return -self.k * y
+
+        def with_factor(self, factor, t, y):
+            return -self.k * y * factor
+
+    module = Decay()
+    rate = lambda t, y, k: [-k * y[0], 0.0]  # noqa: E731
+    grads = []
+    for fun in (module, module.forward, functools.partial(module.with_factor, 1.0)):
+        found = adjsim.solve_ivp(fun, (0, 1), [1.0, 2.0], rtol=1e-8)
+        grads.append(torch.autograd.grad(found.y[0, -1], module.k)[0])
+    found = adjsim.solve_ivp(rate, (0, 1), [1.0, 2.0], args=(module.k,), rtol=1e-8)
+    grads.append(torch.autograd.grad(found.y[0, -1], module.k)[0])
+    for grad in grads:
+        torch.testing.assert_close(grad, -torch.exp(torch.tensor(-0.7)), rtol=1e-6, atol=0)
+
+
+def test_params_may_be_modules_or_what_has_a_history():
+    net, source = nn.Linear(1, 1), torch.tensor(0.3, requires_grad=True)
+    k = source**2
+    found = adjsim.solve_ivp(lambda t, y: net(y) - k * y, (0, 1), [1.0], params=[net, k], rtol=1e-6)
+    found.y[0, -1].backward()
+    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in net.parameters())
+    assert source.grad is not None
+    again = adjsim.solve_ivp(lambda t, y: net(y) - k * y, (0, 1), [1.0], params=(x for x in [*net.parameters(), k]), rtol=1e-6)
+    assert again.y.requires_grad
+
+
+stiffness = torch.tensor(2.0, requires_grad=True)
+
+
+def test_an_undeclared_tensor_is_named():
+    inside = torch.tensor(1.0, requires_grad=True)
+
+    class Spring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k = [torch.tensor(1.0)]
+            self.strength = torch.tensor(2.0, requires_grad=True)
+
+        def forward(self, t, y):
+            return -self.strength * y
+
+    rows = [
+        (lambda t, y: -stiffness * y, "'stiffness'"),
+        (lambda t, y: -inside * y, "'inside'"),
+        (Spring(), "'strength' .a plain attribute of Spring"),
+        (lambda t, y: -(inside + 1) * y, "'inside'"),
+    ]
+    for fun, name in rows:
+        with pytest.raises(ValueError, match=f"fun reads {name}.*params="):
+            adjsim.solve_ivp(fun, (0, 1), [1.0])
+    with torch.no_grad():
+        adjsim.solve_ivp(rows[0][0], (0, 1), [1.0])
+
+
+def test_an_undeclared_tensor_that_is_read_late_is_named_too():
+    late, k = torch.tensor(1.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -k * y * (late if t > 0.5 else 1.0), (0, 1), [1.0], params=[k], rtol=1e-6)
+    with pytest.raises(ValueError, match="fun reads 'late'"):
+        found.y[0, -1].backward()
+
+
+def test_leaves_are_touched_by_backward_alone():
+    k, y0 = torch.tensor(2.0, requires_grad=True), torch.tensor([1.0], requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), y0, params=[k], rtol=1e-6, dense_output=True)
+    grads = torch.autograd.grad(found.y[0, -1], [k, y0], retain_graph=True)
+    assert k.grad is None
+    assert y0.grad is None
+    found.y[0, -1].backward()
+    assert torch.equal(k.grad, grads[0])
+    assert torch.equal(y0.grad, grads[1])
+
+
+def test_a_parameter_that_is_changed_before_backward_is_refused():
+    k = torch.tensor(2.0, requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
+    with torch.no_grad():
+        k.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.y[0, -1].backward()
+
+
+def test_no_second_derivative_in_silence():
+    k = torch.tensor(2.0, requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(found.y[0, -1], k, create_graph=True)
+
+
+def test_a_loose_gradient_warns_once():
+    adjsim.ivp.solve._warn_loose.cache_clear()
+    k = torch.tensor(2.0, requires_grad=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0])
+        adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
+        assert not seen
+        for _ in range(3):
+            adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k])
+    assert len(seen) == 1
+    assert "rtol" in str(seen[0].message)
+    assert seen[0].filename == __file__
+
+
+def test_a_failure_has_scipys_words():
+    with pytest.raises(RuntimeError, match="RK45 failed: Required step size is less than spacing between numbers"):
+        adjsim.solve_ivp(lambda t, y: y**2, (0, 2), [1.0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"method": "Euler"}, ValueError, "method must be one of RK23"),
+        ({"adjoint": "reverse"}, ValueError, "adjoint must be one of interpolate"),
+        ({"args": 2.0}, TypeError, "args must be a tuple"),
+        ({"y0": [[1.0]]}, ValueError, r"y0 must be of shape \(n,\)"),
+        ({"fun": lambda t, y: torch.ones(3)}, ValueError, r"fun returned shape \(3,\) for a state of shape \(2,\)"),
+        ({"t_eval": [2.0]}, ValueError, "not within `t_span`"),
+        ({"t_eval": [0.5, 0.2]}, ValueError, "not properly sorted"),
+        ({"jac": "finite"}, ValueError, 'jac must be "autodiff"'),
+        ({"events": lambda t, y: float(y[0]) - 0.9, "requires_grad": True}, TypeError, "event 0 returns float"),
+    ],
+)
+def test_what_is_refused(arguments, error, message):
+    arguments = dict(arguments)
+    y0 = torch.tensor([1.0, 0.5], requires_grad=arguments.pop("requires_grad", False))
+    full = {"fun": lambda t, y: -y, "t_span": (0, 1), "y0": y0, "rtol": 1e-6, **arguments}
+    with pytest.raises(error, match=message):
+        adjsim.solve_ivp(**full)
+
+
+def test_a_reset_of_another_shape_is_refused():
+    event = lambda t, y: y[0] - 0.5  # noqa: E731
+    event.reset = lambda t, y: torch.ones(3)
+    with pytest.raises(ValueError, match=r"reset returned shape \(3,\)"):
+        adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], events=event)
+
+
+def test_nothing_is_kept_without_a_gradient():
+    """Neither when none is asked for nor once it has been taken."""
+    k = torch.tensor(2.0, requires_grad=True)
+    with torch.no_grad():
+        found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], dense_output=True)
+    assert not found.y.requires_grad
+    assert not found.sol(0.5).requires_grad
+    kept = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
+    assert kept.y.requires_grad
+    del kept
+    gc.collect()
+    assert not any(isinstance(x, Piece) for x in gc.get_objects())
+
+
+def test_resets_in_every_output():
+    """A sawtooth: both sides of a reset without t_eval, the state before it with t_eval and in the dense solution."""
+    event = lambda t, y: y[0] - 1.0  # noqa: E731
+    event.reset = lambda t, y: 0 * y
+    grow = lambda t, y: torch.ones(1)  # noqa: E731
+    steps = adjsim.solve_ivp(grow, (0, 3.5), [0.0], events=event, dense_output=True, max_step=0.4)
+    assert torch.equal(steps.t, steps.t.sort().values)
+    jumps = steps.t[1:] == steps.t[:-1]
+    assert int(jumps.sum()) == 3
+    torch.testing.assert_close(steps.y[0, :-1][jumps], torch.ones(3))
+    torch.testing.assert_close(steps.y[0, 1:][jumps], torch.zeros(3))
+    torch.testing.assert_close(steps.t_events[0], torch.tensor([1.0, 2.0, 3.0]))
+    times = torch.tensor([0.5, 2.25, 1.75, 3.5])
+    torch.testing.assert_close(steps.sol(times)[0], times % 1)
+    saved = adjsim.solve_ivp(grow, (0, 3.5), [0.0], t_eval=times.sort().values, events=event)
+    torch.testing.assert_close(saved.y[0], times.sort().values % 1)
+    assert torch.equal(saved.t, times.sort().values)
