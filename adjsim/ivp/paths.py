@@ -1,43 +1,71 @@
 """The way a forward solution went, given back from its end to its start.
 
 An adjoint equation reads the state along the way it goes back. What is kept for that on the way forward is told apart here:
-every step's interpolant (:class:`Dense`), states from which the way is solved again, a short piece at a time
+every step's interpolant (:class:`Dense`), solvers from which the way is solved again, a short piece at a time
 (:class:`Checkpointed`), or nothing (:class:`Backsolved`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
-import numpy as np
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
 from adjsim.ivp.field import Array
 
 Interpolant = Callable[[Any], Array]
+Watcher = Callable[[OdeSolver], None]
 
-# Steps whose interpolants are held at once, and states that are kept of a piece of any length.
+# Steps of a piece whose interpolants are held at once.
 HELD = 64
 
 
-def watched(method: type[OdeSolver], *watchers: Callable[[OdeSolver], None]) -> type[OdeSolver]:
-    """A SciPy solver that shows itself after every step, and before the first."""
+def watched(method: type[OdeSolver], watchers: list[Watcher]) -> type[OdeSolver]:
+    """A SciPy solver that shows itself after every step, and before the first. Clear the list when the solver has ended: those
+    who watch may keep solvers."""
 
     class Watched(method):  # type: ignore[misc,valid-type]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            for watcher in watchers:
-                watcher(self)
+            self.watchers = watchers
+            self._show()
 
         def step(self) -> str | None:
             message = super().step()
-            for watcher in watchers if self.status != "failed" else ():
-                watcher(self)
+            if self.status != "failed":
+                self._show()
             return message
+
+        def _show(self) -> None:
+            for watcher in self.watchers:
+                watcher(self)
 
     Watched.__name__ = method.__name__
     return Watched
+
+
+def snapshot(solver: Any) -> Any:
+    """A copy of a SciPy solver, which goes on from here by the very same steps.
+
+    What a solver writes into is copied, the rest is shared.
+    """
+    again = copy(solver)
+    again.watchers = []
+    # Differences for the Jacobian have steps that are kept by the first solver, of which copies know nothing.
+    again.first = getattr(solver, "first", solver)
+    again.jac_factor = getattr(again.first, "jac_factor", None)
+    if isinstance(again, BDF):
+        again.D = again.D.copy()
+    if isinstance(again, LSODA):
+        ode = again._lsoda_solver = copy(again._lsoda_solver)
+        ode._y = ode._y.copy()
+        inside = ode._integrator = copy(ode._integrator)
+        for name in ("rwork", "iwork", "state_doubles", "state_ints"):
+            setattr(inside, name, getattr(inside, name).copy())
+        inside.call_args = [*inside.call_args[:4], inside.rwork, inside.iwork, *inside.call_args[6:]]
+    return again
 
 
 class Dense:
@@ -77,41 +105,39 @@ class Backsolved:
 
 
 class Checkpointed:
-    """States from which the way is solved again, at most twice :data:`HELD` of them however many steps there are.
+    """Solvers from which the way is solved again, at most twice :data:`HELD` of them however many steps there are.
 
-    When they become too many every second is dropped and half as many are kept from then on. A piece between two of them is
-    solved again with states of its own where it is long, so that memory does not grow, and time as the logarithm of the
-    number of steps to the base :data:`HELD`. One-step methods repeat their very steps; those of several steps start anew.
+    They are :data:`HELD` steps apart. When they become too many every second is dropped and half as many are kept from then on.
+    A piece between two of them that is longer is solved again with some of its own, so that memory does not grow, and time
+    as the logarithm of the number of steps to the base :data:`HELD`. Those of implicit methods have a Jacobian and its
+    factors each.
     """
 
-    def __init__(self, again: Callable[..., OdeSolver], method: type[OdeSolver]) -> None:
-        self.again, self.method = again, method
-        self.kept: list[tuple[float, Array, float | None]] = []
-        self.every, self.count = 1, 0
+    def __init__(self, method: type[OdeSolver]) -> None:
+        self.method, self.every, self.count = method, HELD, 0
+        self.kept: list[Any] = []
 
     def __call__(self, solver: OdeSolver) -> None:
         if self.count % self.every == 0:
-            # The step it would try next; LSODA does not show it.
-            self.kept.append((float(solver.t), np.array(solver.y), getattr(solver, "h_abs", None)))
+            self.kept.append(snapshot(solver))
             if len(self.kept) > 2 * HELD:
                 self.kept, self.every = self.kept[::2], 2 * self.every
         self.count += 1
 
     def back(self, end: float) -> Iterator[tuple[float, Interpolant]]:
         """As for :class:`Dense`."""
-        way = np.sign(end - self.kept[0][0])
-        for start, state, step in reversed(self.kept):
-            if way * (end - start) > 0:
-                yield from self._again(start, state, step, end, self.every)
+        for solver in reversed(self.kept):
+            if solver.direction * (end - solver.t) > 0:
+                start = float(solver.t)
+                yield from self._again(snapshot(solver), end)
                 end = start
 
-    def _again(self, start: float, state: Array, step: float | None, end: float, steps: int) -> Iterator[Any]:
-        keeper = Dense(self.method) if steps <= HELD else Checkpointed(self.again, self.method)
-        solver = self.again(watched(self.method, keeper), start, state, step)
-        while solver.status == "running" and solver.direction * (end - solver.t) > 0:
-            message = solver.step()
-            if solver.status == "failed":
-                raise RuntimeError(f"solving again from t = {start:g} failed: {message}")
+    def _again(self, solver: Any, end: float) -> Iterator[tuple[float, Interpolant]]:
+        keeper = Dense(self.method) if self.every <= HELD else Checkpointed(self.method)
+        keeper(solver)
+        solver.watchers, solver.first.jac_factor = [keeper], solver.jac_factor
+        while solver.direction * (end - solver.t) > 0:
+            solver.step()
         yield from keeper.back(end)
 
 

@@ -67,10 +67,11 @@ def solve_ivp(
         args: more arguments, of ``fun``, events, resets and ``jac``.
         params: what ``fun`` reads besides and a gradient is wanted by. What requires grad and is not declared is an error.
         adjoint: ``"interpolate"`` reads the state from the interpolants of the forward steps, and memory grows with
-            these. ``"checkpoint"`` keeps a hundred states or so and solves again from one to the next: flat memory (with
-            ``t_eval``), about twice the time. ``"backsolve"`` integrates the state backward with the adjoint and keeps nothing.
-            It loses the gradient where the equation contracts, since it expands backward, after some ten of its shortest times:
-            of van der Pol at mu = 5 and T = 5 it is -0.09 instead of 1.90 and says nothing; at T = 10 its steps vanish.
+            these. ``"checkpoint"`` keeps SciPy's solver at up to 128 times and solves again from one to the next, by the very
+            same steps: flat memory (with ``t_eval``), up to twice the time. ``"backsolve"`` integrates the state backward with
+            the adjoint and keeps nothing. It loses the gradient where the equation contracts, since it expands backward,
+            after some ten of its shortest times: of van der Pol at mu = 5 and T = 5 it is -0.09 instead of 1.90 and
+            says nothing; at T = 10 its steps vanish.
         options: SciPy's: ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``, ``min_step``, ``jac``,
             ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"`` takes the Jacobian by automatic differentiation. Ours:
             ``adjoint_rtol`` (a tenth of rtol) and ``adjoint_atol`` (a thousandth of it, relative to the largest cotangent).

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import scipy.integrate
 import torch
-from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
+from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
 from adjsim.ivp.adjoint import Adjoint, Path, Piece
 from adjsim.ivp.events import Event, Grazing
-from adjsim.ivp.field import Array, Field, as_state, to_numpy
+from adjsim.ivp.field import Field, as_state, to_numpy
 from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, solution, watched
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
@@ -89,8 +89,8 @@ class Way:
         path = self._path() if asked else None
         rtol, atol = self.options.get("rtol", 1e-3), self.options.get("atol", 1e-6)
         grazing = Grazing(self.events, rtol, atol) if asked and self.events else None
-        watchers = [watcher for watcher in (path, grazing) if watcher is not None]
-        method: Any = watched(self.method, *watchers) if watchers else self.method
+        watchers: list[Any] = [watcher for watcher in (path, grazing) if watcher is not None]
+        method: Any = watched(self.method, watchers) if watchers else self.method
         wanted = self._wanted(t0)
         found = scipy.integrate.solve_ivp(
             self.rhs.numpy,
@@ -103,6 +103,7 @@ class Way:
             self.rhs.vectorized,
             **self.options,
         )
+        watchers.clear()
         for name in self.counts:
             self.counts[name] += getattr(found, name)
         if found.status < 0:
@@ -119,14 +120,7 @@ class Way:
     def _path(self) -> Path:
         if self.kind == "interpolate":
             return Dense(self.method)
-        return Checkpointed(self._again, self.method) if self.kind == "checkpoint" else Backsolved()
-
-    def _again(self, method: type[OdeSolver], t: float, y: Array, step: float | None) -> OdeSolver:
-        """SciPy's solver from a time and state on its way. Methods of several steps start with small ones."""
-        options = {name: value for name, value in self.options.items() if name != "first_step"}
-        if step is not None and not issubclass(method, BDF | LSODA):
-            options["first_step"] = min(step, abs(self.last - t))
-        return method(self.rhs.numpy, t, y, self.last, vectorized=self.rhs.vectorized, **options)
+        return Checkpointed(self.method) if self.kind == "checkpoint" else Backsolved()
 
     def _wanted(self, begin: float) -> Tensor | None:
         """Of the times that are wanted, those from here on. What is at the time of a reset was given before it."""

@@ -14,6 +14,8 @@ from torch import nn
 
 import adjsim
 import adjsim.ivp.solve
+from adjsim.ivp import paths
+from adjsim.ivp.adjoint import METHODS as METHODS_OF_SCIPY
 from adjsim.ivp.adjoint import Piece
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
@@ -78,6 +80,34 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, grad, span):
         assert np.array_equal(mine.detach().numpy().ravel(), other.ravel())
     if not grad:
         assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
+
+
+@pytest.mark.parametrize("jac", [None, "autodiff"])
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
+    """Every interpolant of a way that is solved again, over several levels of checkpoints, is that of the way forward."""
+    monkeypatch.setattr(paths, "HELD", 4)
+    solver_of = METHODS_OF_SCIPY[method]
+    dense, kept = paths.Dense(solver_of), paths.Checkpointed(solver_of)
+    fun = as_numpy(lambda t, y: spiral(t, y, torch.tensor(20.0)))
+    options = {"jac": lambda t, y: np.array([[0.0, 1.0], [-20 - 0.4 * y[1] * y[0], -0.2 * y[0] ** 2]])} if jac else {}
+    if method not in ("Radau", "BDF", "LSODA"):
+        options = {}
+    options |= {"rtol": 1e-5 if method == "RK23" else 1e-8, "atol": 1e-10}
+    solver = paths.watched(solver_of, [dense, kept])(fun, 0.0, np.array([1.0, 0.0]), 4.0 if method == "RK23" else 8.0, **options)
+    while solver.status == "running":
+        solver.step()
+    assert len(dense.interpolants) > 60
+    whole, end, pieces = dense.solution(), float(dense.times[-1]) - 0.05, 0
+    for _ in range(2):
+        now = end
+        for start, path in kept.back(end):
+            for t in np.linspace(start, now, 7)[1:-1]:
+                assert np.array_equal(path(t), whole(t))
+            now, pieces = start, pieces + 1
+        assert now == 0.0
+    assert pieces > 10
+    assert len(kept.kept) <= 8
 
 
 @pytest.mark.parametrize("jac", ["autodiff", "function", "matrix"])
@@ -267,11 +297,17 @@ def test_nothing_is_kept_without_a_gradient():
         found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], dense_output=True)
     assert not found.y.requires_grad
     assert not found.sol(0.5).requires_grad
+
+    def pieces():
+        gc.collect()
+        return sum(isinstance(x, Piece) for x in gc.get_objects())
+
+    before = pieces()
     kept = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
     assert kept.y.requires_grad
+    assert pieces() == before + 1
     del kept
-    gc.collect()
-    assert not any(isinstance(x, Piece) for x in gc.get_objects())
+    assert pieces() == before
 
 
 def test_resets_in_every_output():

@@ -1,13 +1,14 @@
 """Run in a fresh process: print the growth of the resident set over one forward and backward, or one estimate, in bytes.
 
-Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or "generalised"); or "score" or
-"pathwise", a number of steps and one of replicas.
+Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or "generalised"); "score" or
+"pathwise", a number of steps and one of replicas; or an adjoint of solve_ivp, a number of periods and "ivp".
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,8 +95,34 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
     return work
 
 
+def oscillator(adjoint: str) -> Callable[[int], object]:
+    """Some 700 steps of RK23 a period; the backward pass is made loose, since memory is all that is looked at."""
+
+    def work(periods: int) -> None:
+        k = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+        end = 2 * math.pi * periods / 20
+        solution = adjsim.solve_ivp(
+            lambda t, y, k: torch.stack([y[1], -k * y[0]]),
+            (0, end),
+            [1.0, 0.0],
+            "RK23",
+            [end],
+            args=(k,),
+            adjoint=adjoint,
+            rtol=1e-9,
+            atol=1e-9,
+            adjoint_rtol=1e-3,
+        )
+        solution.y[0, -1].backward()
+
+    return work
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     method, steps, third = sys.argv[1:]
-    work = estimate(method, int(third)) if third.isdigit() else differentiated(method, third)
+    if third == "ivp":
+        work = oscillator(method)
+    else:
+        work = estimate(method, int(third)) if third.isdigit() else differentiated(method, third)
     print(growth(work, int(steps)))

@@ -58,6 +58,13 @@ def test_pathwise_by_reversal_is_flat_in_the_steps():
     assert growth("pathwise", 8_000, 256) - growth("pathwise", 1_000, 256) < 6 * MB
 
 
+def test_solve_ivp_by_checkpoints_is_flat():
+    """Over six thousand steps, whose interpolants take eight megabytes: of these at most 64 are held, and 128 states."""
+    flat, dense = (growth(adjoint, 160, "ivp") for adjoint in ("checkpoint", "interpolate"))
+    assert dense > 6 * MB
+    assert flat < 0.25 * dense
+
+
 def test_direct_grows_with_the_steps():
     """The measurement sees what there is to see."""
     short, long = growth("direct", 200, "batch"), growth("direct", 800, "batch")
