@@ -1,6 +1,7 @@
 """SciPy's initial value solver with gradients."""
 
 from adjsim.ivp.events import GrazingError
-from adjsim.ivp.solve import OdeResult, solve_ivp
+from adjsim.ivp.result import DenseSolution, OdeResult
+from adjsim.ivp.solve import solve_ivp
 
-__all__ = ["GrazingError", "OdeResult", "solve_ivp"]
+__all__ = ["DenseSolution", "GrazingError", "OdeResult", "solve_ivp"]
