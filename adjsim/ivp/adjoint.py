@@ -9,13 +9,15 @@ backward from the last :math:`t_k`, and the gradients are :math:`dL/dy_0 = \lamb
 :math:`dL/d\theta = \int_{t_0} \lambda^T \partial f/\partial\theta \, dt`.
 
 It is integrated by the method that went forward, anew from every time that is read, since it jumps there. The integral is no
-part of its system: Gauss' formula takes it over each step from the interpolant, so that it is in no norm of the error and no
-Jacobian of an implicit method. Times carry their gradient outside of it, as :math:`\dot y = f`.
+part of its system, so that it is in no norm of the error and no Jacobian of an implicit method: it is taken afterwards, over
+the steps of the way forward, with an error of its own (:mod:`adjsim.ivp.quadrature`). Times carry their gradient outside of
+it, as :math:`\dot y = f`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,9 @@ import torch
 from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
-from adjsim.ivp.field import Array, Field, to_numpy
-from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, Interpolant
+from adjsim.ivp.field import Array, Field, refuse_second, to_numpy
+from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, Interpolant, solution
+from adjsim.ivp.quadrature import Integral
 
 METHODS: dict[str, type[OdeSolver]] = {
     "RK23": RK23,
@@ -35,9 +38,6 @@ METHODS: dict[str, type[OdeSolver]] = {
     "LSODA": LSODA,
 }
 IMPLICIT = (Radau, BDF, LSODA)
-# Nodes of Gauss' formula in a step: its order is twice as many, and not below that of the method.
-NODES = {RK23: 2, RK45: 3, DOP853: 5, Radau: 3, BDF: 3, LSODA: 6}
-
 
 Path = Dense | Checkpointed | Backsolved
 
@@ -63,12 +63,13 @@ class Adjoint:
 
     def pull(self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array) -> tuple[Array, list[Tensor]]:
         """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float64)) for p in self.field.parameters]
+        self.field.refuse_changed()
+        integral = Integral(self.field.parameters, self.rtol)
         read = np.flatnonzero(np.any(cotangents != 0, axis=0))
         read = read[np.argsort(-piece.way * times[read], kind="stable")]
         adjoint = np.zeros(len(states), states.dtype)
         if not read.size:
-            return adjoint, sums
+            return adjoint, integral.sums
         now, waiting, state = float(times[read[0]]), list(read), states[:, read[0]]
         for end, inside in path.back(now) if now != piece.start else [(now, None)]:
             while True:
@@ -79,12 +80,12 @@ class Adjoint:
                     break
                 reached = waiting and piece.way * (times[waiting[0]] - end) >= 0
                 until = float(times[waiting[0]]) if reached else end
-                adjoint, state = self._carry(adjoint, state, now, until, inside, sums)
+                adjoint, state = self._carry(adjoint, state, now, until, inside, integral)
                 now = until
-        return adjoint, sums
+        return adjoint, integral.sums
 
     def _carry(
-        self, adjoint: Array, state: Array, begin: float, end: float, path: Interpolant | None, sums: list[Tensor]
+        self, adjoint: Array, state: Array, begin: float, end: float, path: Interpolant | None, integral: Integral
     ) -> tuple[Array, Array]:
         """Take the adjoint from one time back to another. Without a path the state is integrated along with it."""
         n, field = adjoint.size, self.field
@@ -105,17 +106,27 @@ class Adjoint:
         if path is not None and issubclass(self.method, IMPLICIT):
             options["jac"] = lambda t, z: -field.rows(t, path(t)).T
         solver: Any = self.method(alone if path is not None else both, begin, start, end, **options)
-        nodes, weights = np.polynomial.legendre.leggauss(NODES[self.method])
+        times, interpolants = [begin], []
         while solver.status == "running":
             message = solver.step()
             if solver.status == "failed":
                 raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
-            if field.parameters:
-                half, dense = (solver.t - solver.t_old) / 2, solver.dense_output()
-                times = solver.t_old + half * (1 + nodes)
-                found = dense(times)
-                states = path(times) if path is not None else found[n:]
-                field.pull_parameters(times, states, -half * weights * found[:n], sums)
+            times.append(solver.t)
+            interpolants.append(solver.dense_output())
+            if not field.parameters:
+                field.look(solver.t, path(solver.t) if path is not None else solver.y[n:])
+        found = solution(times, interpolants, self.method)
+
+        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
+            z = found(times)
+            states = path(times) if path is not None else z[n:]
+            return field.pull_parameters(times, states, -weights * z[:n], -differences * z[:n])
+
+        # The way forward knows how fast things change along it.
+        steps = times if path is None else getattr(path, "ts", times)
+        inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
+        for a, b in pairwise([begin, *inside, end]) if field.parameters else ():
+            integral.add(a, b, integrand)
         return (solver.y, state) if path is not None else (solver.y[:n], solver.y[n:])
 
 
@@ -125,18 +136,16 @@ class Piece:
 
     Args:
         start, end: times.
+        way: 1 where the solution goes on in time, -1 where it goes back.
         path: its states on the way back; None: no gradient was asked for.
         adjoint: how.
     """
 
     start: float
     end: float
+    way: float
     path: Path | None
     adjoint: Adjoint
-
-    @property
-    def way(self) -> float:
-        return 1.0 if self.end >= self.start else -1.0
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
         """The states ``(n, times)`` that were found at times, as functions of the start and of the parameters."""
@@ -163,8 +172,7 @@ class _States(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise RuntimeError("solve_ivp has first derivatives only: leave out create_graph=True.")
+        refuse_second()
         parameters: tuple[Tensor, ...] = ctx.saved_tensors
         start, sums = ctx.piece.adjoint.pull(ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states)
         like = ctx.piece.adjoint.field.like

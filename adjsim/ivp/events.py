@@ -24,7 +24,7 @@ from scipy.integrate import OdeSolver
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from adjsim.ivp.field import Array, Field
+from adjsim.ivp.field import Array, Field, refuse_second
 
 
 class GrazingError(ValueError):
@@ -74,12 +74,28 @@ class Event:
     def take_side(self, t: float, before: Array, after: Array, way: float, stopped: bool) -> None:
         """Say on which side of the event a piece starts after a reset, where it starts at it and rounding would decide: behind
         it, if it has happened; else before it, so that it happens next."""
-        (_, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after)
-        rounding = 16 * float(np.finfo(float).eps)
-        if abs(value) > rounding * (float(np.sum(weights * np.abs(after))) + (1 + abs(t)) * (abs(old) + abs(new))):
+        self._start = None
+        (left, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after)
+        rounding = 16 * float(torch.finfo(self.field.like.dtype).eps)
+        near = rounding * (float(np.sum(weights * np.abs(after))) + (1 + abs(t)) * (abs(old) + abs(new)))
+        # What happened has left a value that should be zero.
+        if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
         happened = stopped or any(abs(float(x.detach()) - t) <= rounding * (1 + abs(t)) for x in self.times[-1:])
+        if stopped and new == 0:
+            raise RuntimeError(
+                f"the reset of event {self.number} at t = {t:.9g} leaves the solution at rest on the event, where it would "
+                "happen for ever. Let it end the solution (terminal), or reset to what moves away."
+            )
         self._start = (t, float(np.copysign(np.finfo(float).tiny, way * (new if happened else -old))))
+
+    def check_start(self, t: float, y: Array) -> None:
+        """Refuse to start at an event with a reset whose direction is not said: it would happen at once, or not."""
+        if self.reset is not None and self.direction == 0 and self(t, y) == 0:
+            raise ValueError(
+                f"the solution starts at event {self.number}, which has a reset: set its direction, so that it is known "
+                "whether it happens there."
+            )
 
     def found_times(self, like: Tensor) -> Tensor:
         return torch.stack(self.times).to(like.real.dtype) if self.times else like.detach().real[:0]
@@ -101,11 +117,14 @@ class Event:
         rate = (gradient.conj() * flow).sum().real + (0.0 if by_time is None else by_time)
         return float(value.detach()), float(rate), gradient.abs().double().cpu().numpy()
 
+    def rate(self, t: float, y: Array) -> float:
+        return self.slopes(t, y)[1]
+
     def moment(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
         """When it happens: the time that was found, with the derivative that the state at this time gives it."""
         value = self._scalar(self.value(self.field.time(time), state)).double()
         found = torch.tensor(time, dtype=torch.float64, device=state.device)
-        return found - (value - value.detach()) / rate() if value.requires_grad else found
+        return _Moment.apply(value, found, rate()) if value.requires_grad else found
 
     def _scalar(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
@@ -113,6 +132,20 @@ class Event:
                 f"event {self.number} returns {type(value).__name__}; for a gradient or a reset it must return a tensor."
             )
         return value.reshape(())
+
+
+class _Moment(torch.autograd.Function):
+    """The time of an event, whose derivative by the event's value is the inverse of its rate."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, time: Tensor, rate: float) -> Tensor:
+        ctx.rate = rate
+        return time.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second()
+        return -grad_outputs[0] / ctx.rate, None, None
 
 
 class Grazing:
@@ -132,7 +165,7 @@ class Grazing:
 
     def __call__(self, solver: OdeSolver) -> None:
         now, slopes = float(solver.t), [event.slopes(solver.t, solver.y) for event in self.events]
-        if self._before is not None:
+        if self._before is not None and now != self._before[0]:
             begin, before = self._before
             for event, (value, rate, _), (g, r, _) in zip(self.events, before, slopes, strict=True):
                 if value * g <= 0:
@@ -168,6 +201,8 @@ class Grazing:
         """The rate of an event where it happens, which must not vanish."""
         _, rate, gradient = event.slopes(time, state)
         curvature = max((c for a, b, c in self.crossings[event] if min(a, b) <= time <= max(a, b)), default=0.0)
+        if not rate and not gradient.any():
+            raise ValueError(f"event {event.number} at t = {time:g} does not depend on t or y in a way that has a derivative.")
         if rate * rate <= 2 * curvature * self._uncertain(gradient, state):
             raise GrazingError(
                 f"the solution touches event {event.number} at t = {time:g} and hardly crosses it (rate {rate:.3g}), so its "

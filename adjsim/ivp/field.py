@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, reduce
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim._params import leaves, trainable
+from adjsim._params import leaves
 
 Array = np.ndarray[Any, Any]
 
@@ -35,8 +35,19 @@ class Field:
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any, like: Tensor, vectorized: bool) -> None:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
-        found = [*_tensors(_owner(fun)), *_tensors(args), *_tensors(declared)]
-        self.parameters = list({id(x): x for x in found if x.requires_grad}.values())
+        declared = list(declared) if isinstance(declared, Iterator) else declared
+        own = [*_tensors(_owner(fun)), *_tensors(declared)]
+        # An argument is a leaf of its own here, whatever it has come from.
+        pairs = [(x, x.detach().requires_grad_()) for x in tree_leaves(args) if isinstance(x, Tensor) and x.requires_grad]
+        leaves_of = {id(x): leaf for x, leaf in pairs}
+        self._args = tree_map(lambda x: leaves_of.get(id(x), x), args)
+        inner = {id(x): x for x in own if x.requires_grad}
+        #: Tensors that a gradient is wanted by, and what stands for each in ``fun``.
+        self.parameters = [*{id(x): x for x, _ in pairs}.values(), *inner.values()]
+        self.inner = [*leaves_of.values(), *inner.values()]
+        self._refuse_ancestors(list(inner.values()))
+        read = [*own, *(x for x in tree_leaves(args) if isinstance(x, Tensor))]
+        self._read = [(x, x._version) for x in read if not x.is_inference()]
 
     def tensor(self, y: Array) -> Tensor:
         """A state as the user's functions see it."""
@@ -47,11 +58,11 @@ class Field:
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
         """The rate of one state ``(n,)``."""
-        return self._vector(self.fun(t, y[:, None], *self.args)).reshape(-1) if self.vectorized else self.rates(t, y)
+        return self.rates(t, y[:, None]).reshape(-1) if self.vectorized else self.rates(t, y)
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """The rates of a state ``(n,)``, or of several ``(n, k)``."""
-        return self._vector(self.fun(t, y, *self.args))
+        return self._vector(self.fun(t, y, *self._args))
 
     def _vector(self, out: Any) -> Tensor:
         if isinstance(out, Tensor):
@@ -61,11 +72,11 @@ class Field:
 
     def moved(self, states: Tensor, times: Tensor) -> Tensor:
         """States ``(n, times)`` with the derivative by their times, which is their rate; the values stay."""
-        if not times.requires_grad:
+        if not times.requires_grad or not times.numel():
             return states
         with torch.no_grad():
             rates = [self(self.time(float(t)), y) for t, y in zip(times, states.detach().T, strict=True)]
-        return states + torch.stack(rates, 1) * (times - times.detach()).to(states.real.dtype) if rates else states
+        return _Along.apply(states, times, torch.stack(rates, 1))  # type: ignore[no-any-return]
 
     # What SciPy calls.
 
@@ -95,20 +106,21 @@ class Field:
         (pulled,) = torch.autograd.grad(out, x, torch.as_tensor(cotangent).to(out), allow_unused=True)
         return np.zeros_like(cotangent) if pulled is None else to_numpy(pulled)
 
-    def pull_parameters(self, times: Array, states: Array, cotangents: Array, sums: list[Tensor]) -> None:
-        """Add to ``sums`` the products of cotangents with the Jacobian by the parameters, over times: states ``(n, times)``."""
+    def pull_parameters(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
+        """The products of cotangents with the Jacobian by the parameters, summed over times; states and each of the
+        cotangents are ``(n, times)``."""
         with torch.enable_grad():
             rates = [self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)]
         for rate in rates:
             self.refuse_undeclared(rate)
-        pairs = [(r, torch.as_tensor(c).to(r)) for r, c in zip(rates, cotangents.T, strict=True) if r.requires_grad]
-        if not pairs:
-            return
-        outputs, weights = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, self.parameters, weights, allow_unused=True)
-        for total, grad in zip(sums, found, strict=True):
-            if grad is not None:
-                total += grad
+        found = []
+        for rows in cotangents:
+            pairs = [(r, torch.as_tensor(c).to(r)) for r, c in zip(rates, rows.T, strict=True) if r.requires_grad]
+            outputs, weights = zip(*pairs, strict=True) if pairs else ((), ())
+            grads = torch.autograd.grad(outputs, self.inner, weights, retain_graph=True, allow_unused=True) if pairs else ()
+            grads = grads or (None,) * len(self.inner)
+            found.append([torch.zeros_like(x) if g is None else g for x, g in zip(self.inner, grads, strict=True)])
+        return found
 
     def _watched(self, t: float, y: Array) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -121,20 +133,73 @@ class Field:
         """Refuse a function of another shape, and one that reads a tensor that requires grad and was not declared."""
         x = self.tensor(y)
         with torch.set_grad_enabled(gradient):
+            before = _number_of(torch.ones((), requires_grad=gradient).clone())
             out = self(self.time(t), x.requires_grad_(gradient))
         if out.shape != self.like.shape:
             raise ValueError(f"fun returned shape {tuple(out.shape)} for a state of shape {tuple(self.like.shape)}.")
         self.refuse_undeclared(out, x)
+        if gradient and any(node._sequence_nr() < before for node in _nodes(out, self.inner)):
+            raise ValueError(
+                "fun reads a tensor that has been computed from a declared one before: compute it in fun, or declare it "
+                "instead."
+            )
+
+    def look(self, t: float, y: Array) -> None:
+        """Refuse what is not declared, at a state on the way."""
+        x, out = self._watched(t, y)
+        self.refuse_undeclared(out, x)
 
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
-        declared = {id(x) for x in (*self.parameters, *known)}
-        for leaf in leaves(out, self.parameters):
+        declared = {id(x) for x in (*self.inner, *known)}
+        for leaf in leaves(out, self.inner):
             if id(leaf) not in declared:
                 raise ValueError(
                     f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not declared, so the adjoint would "
                     "lose its gradient. Pass it in args, declare it by params=[...], make it a parameter of a module, or "
                     "detach() it."
                 )
+
+    def refuse_changed(self) -> None:
+        """Called before the way back: what was written to since has another gradient."""
+        for x, version in self._read:
+            if x._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(x.shape)} that fun reads has been modified by an inplace operation since the "
+                    "solution was found, so its gradient cannot be taken any more. Call backward() before it is changed."
+                )
+
+    def _refuse_ancestors(self, declared: list[Tensor]) -> None:
+        """Tensors that are read as they are must not come from each other, or a gradient would be counted twice."""
+        for x in declared:
+            others = {id(y) for y in declared if y is not x}
+            behind = [y for y in declared if y is not x and y.grad_fn is not None]
+            stops = {y.grad_fn for y in behind}
+            if any(id(leaf) in others for leaf in leaves(x, behind)) or any(node in stops for node in _nodes(x)):
+                raise ValueError(
+                    f"a declared tensor of shape {tuple(x.shape)} is computed from another one, whose gradient would be "
+                    "counted twice. Pass them in args, or declare the one that fun reads."
+                )
+
+
+class _Along(torch.autograd.Function):
+    """States at times, whose derivative by the times is their rate."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, times: Tensor, rates: Tensor) -> Tensor:
+        ctx.rates, ctx.dtype = rates, times.dtype
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second()
+        by_time = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
+        return grad_outputs[0], by_time.to(ctx.dtype), None
+
+
+def refuse_second() -> None:
+    """Called in a backward: it has no graph of its own."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("solve_ivp has first derivatives only: leave out create_graph=True.")
 
 
 def to_numpy(x: Tensor) -> Array:
@@ -147,10 +212,14 @@ def as_state(y0: Any) -> Tensor:
     if not isinstance(y0, Tensor):
         tensors = [x for x in y0 if isinstance(x, Tensor)] if isinstance(y0, list | tuple) else []
         if tensors:
-            like = tensors[0] if tensors[0].is_floating_point() else tensors[0].double()
-            y0 = torch.stack([torch.as_tensor(x).to(like).reshape(()) for x in y0])
+            dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
+            dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+            if any(isinstance(x, complex) for x in y0):
+                dtype = torch.promote_types(dtype, torch.complex64)
+            y0 = torch.stack([torch.as_tensor(x, dtype=dtype, device=tensors[0].device).reshape(()) for x in y0])
         else:
-            y0 = torch.tensor(np.asarray(y0), dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
+            y0 = np.asarray(y0)
+            y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
     if not (y0.is_floating_point() or y0.is_complex()):
         y0 = y0.double()
     if y0.ndim != 1:
@@ -167,32 +236,52 @@ def as_times(t: Any, like: Tensor) -> Tensor:
 
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     """A tensor by the name under which a function reads it, where that can be told."""
+    places = [(f"a plain attribute of {type(_owner(fun)).__name__}", vars(_owner(fun)))] if _owner(fun) is not None else []
     plain = fun.forward if isinstance(fun, nn.Module) else fun
     while isinstance(plain, partial | MethodType):
+        if isinstance(plain, partial):
+            places.append(("an argument of a partial", {**plain.keywords, **dict(enumerate(plain.args))}))
         plain = plain.func if isinstance(plain, partial) else plain.__func__
-    owner = _owner(fun)
-    if owner is not None:
-        for name, value in vars(owner).items():
-            if value is leaf:
-                return f"'{name}' (a plain attribute of {type(owner).__name__})"
     if inspect.isfunction(plain):
         seen = inspect.getclosurevars(plain)
-        for name, value in {**seen.globals, **seen.nonlocals}.items():
+        places.append(("", {**seen.globals, **seen.nonlocals}))
+    for where, names in places:
+        for name, value in names.items():
             if value is leaf or (isinstance(value, Tensor) and any(x is leaf for x in leaves(value))):
-                return f"'{name}'"
+                return f"'{name}'" + (f" ({where})" if where else "")
     return f"a tensor of shape {tuple(leaf.shape)}"
 
 
 def _owner(fun: Any) -> Any:
-    """The object that a function belongs to, if it does."""
+    """The object that a function belongs to, or that is called like one."""
     while isinstance(fun, partial):
         fun = fun.func
-    return fun.__self__ if isinstance(fun, MethodType) else fun if isinstance(fun, nn.Module) else None
+    if isinstance(fun, MethodType):
+        return fun.__self__
+    return None if inspect.isroutine(fun) or not hasattr(fun, "__dict__") else fun
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:
-    for node in tree_leaves(list(tree) if isinstance(tree, Iterator) else tree):
+    """Those in a tree, and those that modules in it have registered."""
+    for node in tree_leaves(tree):
         if isinstance(node, nn.Module):
-            yield from trainable(node).values()
+            yield from (*node.parameters(), *node.buffers())
         elif isinstance(node, Tensor):
             yield node
+
+
+def _nodes(x: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """Of the graph of a tensor, down to some others, without its leaves."""
+    seen, queue = {y.grad_fn for y in stop}, [x.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or hasattr(node, "variable"):
+            continue
+        seen.add(node)
+        yield node
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def _number_of(x: Tensor) -> int:
+    """Operations of a thread are numbered as they are carried out."""
+    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,8 @@ class Way:
     def go(self, start: Tensor) -> Any:
         """From the start to the end; returns SciPy's last word."""
         begin, close = self.begin, 0
+        for event in self.events:
+            event.check_start(float(begin.detach()), to_numpy(start))
         while True:
             found, stopped = self._piece(begin, start)
             if stopped is None or stopped.reset is None or stopped.left == 0:
@@ -74,7 +78,7 @@ class Way:
                     f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there is no solution beyond. "
                     "End before, or let the event end the solution (terminal)."
                 )
-            start = as_state(stopped.reset(begin.to(state.real.dtype), state, *self.rhs.args)).to(state)
+            start = as_state(stopped.reset(begin.to(state.real.dtype), state.clone(), *self.rhs.args)).to(state)
             if start.shape != state.shape:
                 raise ValueError(f"reset returned shape {tuple(start.shape)} for a state of shape {tuple(state.shape)}.")
             for event in self.events:
@@ -86,6 +90,8 @@ class Way:
         # A start that is later by dt has come from one that lay back by f dt.
         start = start - (self.rhs.moved(start[:, None].detach(), begin.reshape(1))[:, 0] - start.detach())
         asked = self.asked or (torch.is_grad_enabled() and start.requires_grad)
+        if asked and np.min(self.options.get("rtol", 1e-3)) >= 1e-3:
+            _warn_loose()
         path = self._path() if asked else None
         rtol, atol = self.options.get("rtol", 1e-3), self.options.get("atol", 1e-6)
         grazing = Grazing(self.events, rtol, atol) if asked and self.events else None
@@ -109,7 +115,7 @@ class Way:
         if found.status < 0:
             raise RuntimeError(f"{self.method.__name__} failed: {found.message}")
         stopped, end = self._count(found)
-        piece = Piece(t0, end, path, self.adjoint)
+        piece = Piece(t0, end, self.sign, path, self.adjoint)
         if self.dense_output:
             self.pieces.append((piece, solution(found.sol.ts, found.sol.interpolants, self.method), start))
         if grazing is not None:
@@ -158,8 +164,9 @@ class Way:
         for i, (event, t, y) in enumerate(happened):
             at = connected[:, len(saved) + i]
             time = torch.tensor(t, dtype=torch.float64, device=at.device)
-            if grazing is not None:
-                time = event.moment(t, at, lambda event=event, t=t, y=y: grazing.rate(event, t, y))
+            if torch.is_grad_enabled():
+                rate = event.rate if grazing is None else partial(grazing.rate, event)
+                time = event.moment(t, at, partial(rate, t, y))
             event.times.append(time)
             event.states.append(self.rhs.moved(at[:, None], time.reshape(1))[:, 0])
         connected = connected[:, : len(saved)]
@@ -174,3 +181,12 @@ class Way:
             connected = torch.cat([ends[0], connected[:, 1:-1], ends[1]], 1)
         self.times.append(times)
         self.states.append(connected)
+
+
+@cache
+def _warn_loose() -> None:
+    warnings.warn(
+        "a gradient at rtol = 1e-3 or looser is about as rough as the solution: a few per cent, or worse. Pass a smaller rtol, "
+        "such as 1e-6.",
+        stacklevel=5,
+    )

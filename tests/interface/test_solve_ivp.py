@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import adjsim
-import adjsim.ivp.solve
+import adjsim.ivp.way
 from adjsim.ivp import paths
 from adjsim.ivp.adjoint import METHODS as METHODS_OF_SCIPY
 from adjsim.ivp.adjoint import Piece
@@ -208,6 +208,47 @@ def test_an_undeclared_tensor_is_named():
         adjsim.solve_ivp(rows[0][0], (0, 1), [1.0])
 
 
+def test_more_names():
+    w = torch.tensor(1.0, requires_grad=True)
+
+    class Callable:
+        def __init__(self):
+            self.rate = w
+
+        def __call__(self, t, y):
+            return -self.rate * y
+
+    with pytest.raises(ValueError, match=r"'w' .an argument of a partial"):
+        adjsim.solve_ivp(functools.partial(lambda t, y, w: -w * y, w=w), (0, 1), [1.0])
+    with pytest.raises(ValueError, match=r"'rate' .a plain attribute of Callable"):
+        adjsim.solve_ivp(Callable(), (0, 1), [1.0])
+
+
+def test_an_undeclared_tensor_that_is_read_late_and_nothing_else_declared():
+    late, y0 = torch.tensor(1.0, requires_grad=True), torch.tensor([1.0], requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -y * (late if t > 0.5 else 1.0), (0, 1), y0, rtol=1e-6)
+    with pytest.raises(ValueError, match="fun reads 'late'"):
+        found.y[0, -1].backward()
+
+
+def test_what_comes_from_a_declared_tensor_is_refused_or_an_argument():
+    """Its gradient would be counted twice, or its graph be gone at the second step."""
+    k = torch.tensor(0.5, requires_grad=True)
+    grown = k.exp()
+    with pytest.raises(ValueError, match="computed from a declared one before"):
+        adjsim.solve_ivp(lambda t, y: -grown * y, (0, 1), [1.0], params=[k], rtol=1e-6)
+    with pytest.raises(ValueError, match="computed from another one"):
+        adjsim.solve_ivp(lambda t, y: -grown * k * y, (0, 1), [1.0], params=[k, grown], rtol=1e-6)
+    for fun, args in (
+        (lambda t, y, a, b: -a * b * y, (k, grown)),
+        (lambda t, y, pair: -pair["k"] * pair["grown"][0] * y, ({"k": k, "grown": [grown]},)),
+    ):
+        found = adjsim.solve_ivp(fun, (0, 1), [1.0], args=args, rtol=1e-9, atol=1e-12)
+        (grad,) = torch.autograd.grad(found.y[0, -1], k, retain_graph=True)
+        rate = 0.5 * np.exp(0.5)
+        assert float(grad) == pytest.approx(-np.exp(-rate) * (np.exp(0.5) + rate), rel=1e-7)
+
+
 def test_an_undeclared_tensor_that_is_read_late_is_named_too():
     late, k = torch.tensor(1.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
     found = adjsim.solve_ivp(lambda t, y: -k * y * (late if t > 0.5 else 1.0), (0, 1), [1.0], params=[k], rtol=1e-6)
@@ -233,6 +274,11 @@ def test_a_parameter_that_is_changed_before_backward_is_refused():
         k.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.y[0, -1].backward()
+    constant, y0 = torch.tensor(2.0), torch.tensor([1.0], requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y, c: -c * y, (0, 1), y0, args=(constant,), rtol=1e-6)
+    constant.fill_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.y[0, -1].backward()
 
 
 def test_no_second_derivative_in_silence():
@@ -240,10 +286,17 @@ def test_no_second_derivative_in_silence():
     found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), [1.0], params=[k], rtol=1e-6)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(found.y[0, -1], k, create_graph=True)
+    when = torch.tensor([0.5], requires_grad=True)
+    level = torch.tensor(0.5, requires_grad=True)
+    saved = adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], t_eval=when, rtol=1e-6)
+    crossed = adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], events=lambda t, y: y[0] - level, rtol=1e-6)
+    for out, x in ((saved.y.sum(), when), (crossed.t_events[0].sum(), level)):
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(out, x, create_graph=True)
 
 
 def test_a_loose_gradient_warns_once():
-    adjsim.ivp.solve._warn_loose.cache_clear()
+    adjsim.ivp.way._warn_loose.cache_clear()
     k = torch.tensor(2.0, requires_grad=True)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -273,6 +326,8 @@ def test_a_failure_has_scipys_words():
         ({"fun": lambda t, y: torch.ones(3)}, ValueError, r"fun returned shape \(3,\) for a state of shape \(2,\)"),
         ({"t_eval": [2.0]}, ValueError, "not within `t_span`"),
         ({"t_eval": [0.5, 0.2]}, ValueError, "not properly sorted"),
+        ({"t_span": (0, float("nan"))}, ValueError, "two finite times"),
+        ({"events": lambda t, y: torch.sign(y[0] - 0.5), "requires_grad": True}, ValueError, "does not depend on t or y"),
         ({"jac": "finite"}, ValueError, 'jac must be "autodiff"'),
         ({"events": lambda t, y: float(y[0]) - 0.9, "requires_grad": True}, TypeError, "event 0 returns float"),
     ],
@@ -283,6 +338,115 @@ def test_what_is_refused(arguments, error, message):
     full = {"fun": lambda t, y: -y, "t_span": (0, 1), "y0": y0, "rtol": 1e-6, **arguments}
     with pytest.raises(error, match=message):
         adjsim.solve_ivp(**full)
+
+
+def test_a_start_at_an_event_with_a_reset_has_to_say_its_direction():
+    """SciPy counts it as an event, whichever way the solution goes."""
+    floor = lambda t, y: y[0]  # noqa: E731
+    floor.reset = lambda t, y: torch.stack([y[0], -0.5 * y[1]])
+    fall = lambda t, y: [y[1], -10.0]  # noqa: E731
+    with pytest.raises(ValueError, match="starts at event 0, which has a reset: set its direction"):
+        adjsim.solve_ivp(fall, (0, 1.1), [0.0, 5.0], events=floor)
+    floor.direction = -1
+    found = adjsim.solve_ivp(fall, (0, 1.1), [0.0, 5.0], events=floor, rtol=1e-6)
+    torch.testing.assert_close(found.t_events[0], torch.tensor([1.0]))
+    again = adjsim.solve_ivp(fall, (0, 0.2), [0.0, -5.0], events=floor, rtol=1e-6)
+    torch.testing.assert_close(again.t_events[0], torch.tensor([0.0]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(again.y[:, -1], torch.tensor([0.3, 0.5]), rtol=1e-9, atol=1e-9)
+
+
+def test_a_reset_to_rest_on_the_event_is_refused():
+    floor = lambda t, y: y[0]  # noqa: E731
+    floor.direction, floor.reset = -1, lambda t, y: 0 * y
+    with pytest.raises(RuntimeError, match="at rest on the event"):
+        adjsim.solve_ivp(lambda t, y: torch.stack([y[1], -1.0 * (y[0] > 0)]), (0, 3), [1.0, 0.0], events=floor)
+
+
+def test_a_reset_that_writes_in_place():
+    floor = lambda t, y: y[0]  # noqa: E731
+
+    def bounce(t, y):
+        y[1] *= -0.9
+        return y
+
+    floor.reset = bounce
+    found = adjsim.solve_ivp(lambda t, y: [y[1], -1.0], (0, 2), [1.0, 0.0], events=floor, rtol=1e-9)
+    torch.testing.assert_close(found.y_events[0][0], torch.tensor([0.0, -(2**0.5)]), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wall_that_rounding_does_not_put_on_both_sides(dtype):
+    """Straight flights inside of a circle: each wall is hit once, whatever rounding leaves of the distance from it."""
+
+    def rim(t, y):
+        return y[0] ** 2 + y[1] ** 2 - 2.3
+
+    def reflect(t, y):
+        normal = y[:2] / y[:2].norm()
+        return torch.cat([y[:2], y[2:] - 2 * (y[2:] @ normal) * normal])
+
+    rim.reset = reflect
+    for angle in np.linspace(0.1, 6.1, 13):
+        start = torch.tensor([0.3, -0.2, np.cos(angle), np.sin(angle)], dtype=dtype)
+        found = adjsim.solve_ivp(lambda t, y: torch.cat([y[2:], 0 * y[2:]]), (0, 6), start, events=rim, rtol=1e-6, atol=1e-6)
+        # A chord of a circle is as long each time.
+        chords = found.t_events[0].diff()
+        assert len(chords) >= 1
+        torch.testing.assert_close(chords, chords[:1].expand_as(chords), rtol=1e-3, atol=1e-4)
+
+
+def test_resets_at_one_time_are_taken_from_what_came_before():
+    def one(t, y):
+        return y[0] - 1
+
+    def two(t, y):
+        return t - 1.0
+
+    one.reset, two.reset = lambda t, y: y * 1, lambda t, y: torch.stack([y[0] - 0.5, y[1]])
+    fly = lambda t, y: torch.stack([y[1], 0 * y[1]])  # noqa: E731
+    found = adjsim.solve_ivp(fly, (0, 3), [0.0, 1.0], events=(one, two), rtol=1e-9)
+    torch.testing.assert_close(found.t_events[0], torch.tensor([1.0, 1.5]), rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.y[0, -1], torch.tensor(2.5))
+
+
+def test_a_reset_at_the_very_start_of_a_solution_back_in_time():
+    event = lambda t, y: t - 2.0  # noqa: E731
+    event.reset, event.direction = lambda t, y: 2 * y, -1
+    found = adjsim.solve_ivp(lambda t, y: -y, (2, 1), [1.0], events=event, dense_output=True, rtol=1e-9)
+    torch.testing.assert_close(found.sol(1.5), 2 * torch.exp(torch.tensor([0.5])), rtol=1e-6, atol=0)
+
+
+def test_events_at_the_ends():
+    """At t1 with a reset, and in a span of no length."""
+    y0 = torch.tensor([1.0], requires_grad=True)
+    event = lambda t, y: t - 2.0  # noqa: E731
+    event.reset = lambda t, y: 3 * y
+    found = adjsim.solve_ivp(lambda t, y: -y, (0, 2), y0, events=event, rtol=1e-9)
+    found.y[0, -1].backward()
+    assert float(y0.grad) == pytest.approx(3 * np.exp(-2), rel=1e-7)
+    none = adjsim.solve_ivp(lambda t, y: -y, (2, 2), y0, events=lambda t, y: y[0] - 1, rtol=1e-9)
+    assert none.y.requires_grad
+
+
+def test_times_outside_have_no_gradient():
+    y0 = torch.tensor([1.0], requires_grad=True)
+    found = adjsim.solve_ivp(lambda t, y: -y, (0, 1), y0, rtol=1e-6, dense_output=True)
+    with pytest.raises(ValueError, match="there is no gradient"):
+        found.sol([-0.1, 0.5])
+    with torch.no_grad():
+        assert found.sol([-0.1, 0.5]).shape == (1, 2)
+    with pytest.raises(ValueError, match="a time or times"):
+        found.sol(torch.zeros(2, 2))
+
+
+def test_starts_of_several_kinds():
+    one, half = torch.tensor(1.0 + 1j), torch.tensor(0.5, dtype=torch.float32)
+    still = lambda t, y: 0 * y  # noqa: E731
+    assert adjsim.solve_ivp(still, (0, 1), [one, 0.0]).y[0, 0] == 1 + 1j
+    assert adjsim.solve_ivp(still, (0, 1), [torch.tensor(1.0), 1j]).y[1, 0] == 1j
+    assert adjsim.solve_ivp(still, (0, 1), [half, torch.tensor(1.0)]).y.dtype == torch.float64
+    assert adjsim.solve_ivp(still, (0, 1), [half, 1]).y.dtype == torch.float32
+    assert adjsim.solve_ivp(still, (0, 1), torch.tensor([1, 2])).y.dtype == torch.float64
 
 
 def test_a_reset_of_another_shape_is_refused():
