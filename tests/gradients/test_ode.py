@@ -32,7 +32,7 @@ def solver_for(method: str) -> ODESolver:
 
 
 def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
-    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of one of them."""
+    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of some of them."""
     if shift is not None:
         with torch.no_grad():
             return float(loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0])
@@ -45,8 +45,8 @@ def loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift):
     made = DYNAMICS[dynamics](POTENTIALS[potential]())
     position, momentum = square()
     inputs = {**dict(made.named_parameters()), "position": position, "momentum": momentum}
-    if shift is not None:
-        inputs[shift[0]] += shift[1]
+    for name, change in (shift or {}).items():
+        inputs[name] += change
     position.requires_grad_()
     momentum.requires_grad_()
     record = {"record": moment, "average": TimeAverage(moment, burn_in=0.1)}.get(kind)
@@ -75,14 +75,16 @@ def test_direct_against_central_differences(method):
     coarse = {"bosh3": (2e-3, 1e-4), "fehlberg2": (5e-3, 3e-3), "adaptive_heun": (5e-3, 3e-3)}
     h, rel = coarse.get(method, (1e-4 if fixed else 3e-4, 1e-4 if method in ("implicit_adams", "fixed_adams") else 1e-6))
     tight = ODESolver("dopri5", rtol=1e-12, atol=1e-12)
-    none = ("mass", 0.0)
-    wrong = abs(gradients(method, DirectAdjoint(), shift=none) - gradients(method, DirectAdjoint(), solver=tight, shift=none))
+    wrong = abs(gradients(method, DirectAdjoint(), shift={}) - gradients(method, DirectAdjoint(), solver=tight, shift={}))
     floor = 1e-7 if fixed else 1e-5 + 4 * wrong / h
-    for name, grad in grads.items():
-        direction = torch.randn_like(grad)
-        loss = {k: gradients(method, DirectAdjoint(), shift=(name, k * h * direction)) for k in (-2, -1, 1, 2)}
+    # One direction through all parameters, and one through the start.
+    for names in (["mass", "potential.epsilon", "potential.sigma"], ["position", "momentum"]):
+        directions = {name: torch.randn_like(grads[name]) for name in names}
+        shifts = {k: {name: k * h * d for name, d in directions.items()} for k in (-2, -1, 1, 2)}
+        loss = {k: gradients(method, DirectAdjoint(), shift=shift) for k, shift in shifts.items()}
         slope = (4 * (loss[1] - loss[-1]) / (2 * h) - (loss[2] - loss[-2]) / (4 * h)) / 3
-        assert slope == pytest.approx(float((grad * direction).sum()), rel=rel, abs=floor), name
+        expected = sum(float((grads[name] * d).sum()) for name, d in directions.items())
+        assert slope == pytest.approx(expected, rel=rel, abs=floor), names
 
 
 @pytest.mark.parametrize("kind", ["final", "saves", "record", "average"])
