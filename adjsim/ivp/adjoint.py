@@ -122,11 +122,17 @@ class Adjoint:
             states = path(times) if path is not None else z[n:]
             return field.pull_parameters(times, states, -weights * z[:n], -differences * z[:n])
 
+        def scale(t: float) -> list[Tensor]:
+            z = found(t)
+            generic = 1 + 0.5 * np.cos(np.arange(n) ** 2)
+            state = path(t) if path is not None else z[n:]
+            return field.pull_parameters(np.array([t]), state[:, None], (generic * np.abs(z[:n]))[:, None])[0]
+
         # The way forward knows how fast things change along it.
         steps = times if path is None else getattr(path, "ts", times)
         inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
         for a, b in pairwise([begin, *inside, end]) if field.parameters else ():
-            integral.add(a, b, integrand)
+            integral.add(a, b, integrand, scale)
         return (solver.y, state) if path is not None else (solver.y[:n], solver.y[n:])
 
 

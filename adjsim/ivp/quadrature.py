@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.ivp.field import Array
-
 # Kronrod's extension of Gauss' three points: nodes, weights, and how they differ from Gauss' weights.
 NODES = np.array([0.960491268708020283, 0.774596669241483377, 0.434243749346802558, 0.0])
 NODES = np.concatenate([-NODES, NODES[-2::-1]])
@@ -21,8 +19,13 @@ WEIGHTS = np.array([0.104656226026467265, 0.268488089868333441, 0.40139741477596
 WEIGHTS = np.concatenate([WEIGHTS, WEIGHTS[-2::-1]])
 DIFFERENCES = WEIGHTS - np.array([0, 5 / 9, 0, 8 / 9, 0, 5 / 9, 0])
 
-# What Kronrod's points and Gauss' give, for times and two rows of weights.
-Integrand = Callable[[Array, Array, Array], list[list[Tensor]]]
+# Relative to what is integrated, before anything cancels.
+ROUNDING = 1e-13
+# In how many intervals one may be divided: a jump takes fifty.
+DIVISIONS = 2_000
+
+# What is integrated, at times, summed with each of several rows of weights.
+Integrand = Callable[..., list[list[Tensor]]]
 
 
 class Integral:
@@ -39,19 +42,36 @@ class Integral:
         # Kronrod's error is so much smaller than its difference from Gauss' (as in QUADPACK).
         self.allowed = max(rtol, rtol ** (2 / 3) / 200)
 
-    def add(self, begin: float, end: float, integrand: Integrand) -> None:
-        """Add the integral over an interval."""
-        waiting = [(begin, end)]
+    def add(self, begin: float, end: float, integrand: Integrand, scale: Callable[[float], list[Tensor]]) -> None:
+        """Add the integral over an interval. ``scale`` is the size of what is integrated at a time if nothing cancels in it."""
+        waiting, divisions, floors = [(begin, end)], 0, [0.0 for _ in self.sizes]
         while waiting:
             a, b = waiting.pop()
             half, middle = (b - a) / 2, (a + b) / 2
             found, off = integrand(middle + half * NODES, half * WEIGHTS, half * DIFFERENCES)
-            sizes = [size + float(x.abs().max()) for size, x in zip(self.sizes, found, strict=True) if x.numel()]
-            errors = [float(x.abs().max()) for x in off if x.numel()]
-            fine = all(error <= self.allowed * size for error, size in zip(errors, sizes, strict=True))
-            if fine or abs(half) <= 16 * np.finfo(float).eps * max(abs(a), abs(b)):
+            sizes, errors = _add(self.sizes, _largest(found)), _largest(off)
+            if not np.isfinite(errors).all():
+                raise FloatingPointError(f"the derivative of fun by a parameter is not finite near t = {middle:g}.")
+            allowed = [max(self.allowed * size, floor) for size, floor in zip(sizes, floors, strict=True)]
+            if all(error <= most for error, most in zip(errors, allowed, strict=True)):
                 self.sizes = sizes
                 for total, x in zip(self.sums, found, strict=True):
                     total += x
-            else:
-                waiting += [(middle, b), (a, middle)]
+                continue
+            if not divisions:
+                floors = [ROUNDING * abs(b - a) * size for size in _largest(scale(middle))]
+            divisions += 1
+            if divisions > DIVISIONS:
+                raise RuntimeError(
+                    f"the integral of the derivative by a parameter does not settle near t = {middle:g}: does fun draw random "
+                    "numbers there, or is it infinite?"
+                )
+            waiting += [(middle, b), (a, middle)]
+
+
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    return [float(x.abs().max()) if x.numel() else 0.0 for x in tensors]
+
+
+def _add(sizes: Sequence[float], more: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(sizes, more, strict=True)]

@@ -173,6 +173,34 @@ def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
     assert float(p.grad) == pytest.approx(exact, abs=1e-6 if fun is quick or method != "DOP853" else 1e-4)
 
 
+def test_a_derivative_that_cancels_takes_no_time():
+    """What is left of it is rounding, which no division makes smooth."""
+    p, q = leaf(0.3), leaf(0.2)
+    evaluations = []
+
+    def rotate(t, y, p, q):
+        evaluations.append(t)
+        push = p * torch.sin(3 * t) * (y[0] + 0.1)
+        return torch.stack([push - q * y[1], push - q * y[1]])
+
+    found = adjsim.solve_ivp(rotate, (0, 3), [1.0, 0.3], "RK45", [3.0], args=(p, q), rtol=1e-8, atol=1e-10)
+    (found.y[0, -1] - found.y[1, -1]).backward()
+    assert abs(float(p.grad)) < 1e-12
+    assert abs(float(q.grad)) < 1e-12
+    assert len(evaluations) < 10_000
+
+
+def test_a_derivative_that_is_not_finite_or_random_is_refused():
+    p = leaf(0.0)
+    endless = adjsim.solve_ivp(lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], args=(p,), rtol=1e-6)
+    with pytest.raises(FloatingPointError, match="by a parameter is not finite"):
+        endless.y[0, -1].backward()
+    p = leaf(0.0)
+    noisy = adjsim.solve_ivp(lambda t, y, p: -y + p * torch.randn(()), (0, 1), [1.0], args=(p,), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="does not settle"):
+        noisy.y[0, -1].backward()
+
+
 def test_an_event_that_reads_its_parameter_late():
     p = leaf(1.0)
     found = adjsim.solve_ivp(lambda t, y: -y, (0, 2), [1.0], events=lambda t, y: p * t - 1 if t > 0.5 else 0 * y[0] - 1)
