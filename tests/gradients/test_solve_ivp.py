@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import adjsim
+import adjsim.ivp.field
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
 ADJOINTS = ["interpolate", "checkpoint", "backsolve"]
@@ -272,6 +273,54 @@ def test_balls_with_drag(ball, method):
         assert abs(float(x.grad) - answer) < known
     # A scale of both b and m changes nothing.
     assert abs(float(m * m.grad + b * b.grad)) < 1e-7
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_drag_in_closed_form(method):
+    """To 1e-7, where the answers above have six digits."""
+    numbers = [0.1, 1.0, 9.81, 10.0]
+    mine, known = ([leaf(x) for x in numbers] for _ in range(2))
+    b, m, g, v0 = known
+    ((v0 + g * m / b) * (m / b) * (1 - torch.exp(-b / m)) - g * m / b).backward()
+    found = adjsim.solve_ivp(linear_drag, (0, 1), [0.0, mine[3]], method, args=tuple(mine[:3]), rtol=1e-10, atol=1e-12)
+    found.y[0, -1].backward()
+    for x, y in zip(mine, known, strict=True):
+        assert abs(float(x.grad - y.grad)) < 1e-7
+
+
+def test_backward_tolerances_are_their_own():
+    """A tenth of the forward ones by default; looser, the gradient is worse though the solution is the same."""
+
+    def error(**options):
+        mu = leaf(5.0)
+        found = adjsim.solve_ivp(van_der_pol, (0, 10), [2.0, 0.0], t_eval=[10.0], args=(mu,), rtol=1e-9, atol=1e-12, **options)
+        found.y[0, -1].backward()
+        return abs(float(mu.grad) + 0.631501703)
+
+    default, written, loose = error(), error(adjoint_rtol=1e-10, adjoint_atol=1e-13), error(adjoint_rtol=1e-4)
+    assert default == written < 1e-7
+    assert loose > 1e-6
+
+
+@pytest.mark.parametrize("method", ["RK45", "Radau"])
+def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
+    """Their integrals are in no norm of the error and no Jacobian: thirty take the steps of the adjoint that one takes."""
+    counts = []
+    pull = adjsim.ivp.field.Field.pull_state
+    for many in (1, 30):
+        seen = []
+        monkeypatch.setattr(adjsim.ivp.field.Field, "pull_state", lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
+        p = torch.ones(many, requires_grad=True)
+
+        def spring(t, y, p):
+            one = p.sum() / p.sum().detach()
+            return one * torch.stack([y[1], -y[0] - y[0] ** 3])
+
+        found = adjsim.solve_ivp(spring, (0, 3), [1.0, 0.0], method, [3.0], args=(p,), rtol=1e-7, atol=1e-9)
+        found.y[0, -1].backward()
+        assert p.grad.shape == (many,)
+        counts.append(len(seen))
+    assert counts[0] == counts[1]
 
 
 def robertson(t, y, k1, k2, k3):
