@@ -16,15 +16,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
-from torch._inductor import compile as inductor
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from adjsim._state import writing_down
-
-while_loop = torch.ops.higher_order.while_loop
 
 # What a pair of atoms needs is computed in its loop, and not stored for each; what an atom needs is stored, see stored(). With
 # the C++ wrapper a turn of the loop does not come back to Python. Steps of the noise are counted here and need no check.
@@ -79,6 +75,10 @@ def compile_loop(
     Raises:
         CompileError: it cannot be compiled.
     """
+    # Inductor takes a second to import, which most runs have no use for.
+    from torch._inductor import compile as inductor
+
+    while_loop = torch.ops.higher_order.while_loop
     split, kept = len(around), len(carried)
 
     def start(*values: Tensor) -> list[Tensor]:
@@ -177,6 +177,8 @@ def own(x: Tensor) -> Tensor:
 
 
 def _write_down(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     with writing_down():
         return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
 

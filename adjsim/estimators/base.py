@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from adjsim._noise import Noise, seed_from
@@ -102,7 +102,7 @@ class GradientEstimate:
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The confidence interval of the gradient by a parameter, or of the value: Student's t over the chunks."""
         middle, error = (self.value, self.value_stderr) if name is None else (self.grad[name], self.grad_stderr[name])
-        half = float(student.ppf((1 + level) / 2, self.diagnostics["chunks"] - 1)) * error
+        half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:

@@ -192,6 +192,14 @@ def test_a_number_that_changes_compiles_again():
     assert not torch.allclose(ends[0], ends[2])
 
 
+def end_of(dynamics, compile):
+    """Six steps, without a gradient."""
+    with torch.no_grad():
+        start = dynamics.init(*square())
+        run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
+    return run.final.position
+
+
 def test_numbers_in_a_list_that_change_compile_again():
     class Weighted(nn.Module):
         def __init__(self):
@@ -203,16 +211,10 @@ def test_numbers_in_a_list_that_change_compile_again():
 
     dynamics = adjsim.Hamiltonian(Weighted())
 
-    def end(compile):
-        with torch.no_grad():
-            start = dynamics.init(*square())
-            run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
-        return run.final.position
-
-    before = end(True)
+    before = end_of(dynamics, True)
     dynamics.potential.weights[1]["quartic"] = 3.0
-    torch.testing.assert_close(end(True), end(False), rtol=1e-13, atol=1e-13)
-    assert not torch.allclose(end(True), before)
+    torch.testing.assert_close(end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(end_of(dynamics, True), before)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "after-no-grad"])
@@ -248,16 +250,10 @@ def test_a_constant_that_is_written_to_compiles_again():
 
     dynamics = adjsim.Hamiltonian(Captures())
 
-    def end(compile):
-        with torch.no_grad():
-            start = dynamics.init(*square())
-            run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
-        return run.final.position
-
-    before = end(True)
+    before = end_of(dynamics, True)
     strength.mul_(2.0)
-    torch.testing.assert_close(end(True), end(False), rtol=1e-13, atol=1e-13)
-    assert not torch.allclose(end(True), before)
+    torch.testing.assert_close(end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(end_of(dynamics, True), before)
 
 
 def test_a_tensor_that_is_not_registered_is_refused_before_a_gradient_is_asked_for():
