@@ -17,7 +17,6 @@ it, as :math:`\dot y = f`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -131,8 +130,8 @@ class Adjoint:
         # The way forward knows how fast things change along it.
         steps = times if path is None else getattr(path, "ts", times)
         inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
-        for a, b in pairwise([begin, *inside, end]) if field.parameters else ():
-            integral.add(a, b, integrand, scale)
+        if field.parameters:
+            integral.over([begin, *inside, end], integrand, scale)
         return (solver.y, state) if path is not None else (solver.y[:n], solver.y[n:])
 
 
