@@ -26,7 +26,7 @@ TRUTH = np.array([2.0, 0.5, 8.0])
 NAMES = ["mass", "damping", "stiffness"]
 NOISE = 0.02
 GUESSES = [1.0, 0.4, 3.0], [5.0, 0.8, 22.0]
-times = torch.linspace(0.4, 8, 20)
+times = torch.linspace(0.5, 8, 16)
 
 
 def oscillator(t, state, parameters):

@@ -131,9 +131,15 @@ def test_muller_brown_basin(name, scheme):
         assert mean.stderr < (0.05, 0.05, 3.0)[i], mean
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["midpoint", "heun", "srk", "euler"])
-@pytest.mark.parametrize("name", ["langevin", "generalised-2", "overdamped"])
+# The stages of srk make it the slowest by far.
+SDE_ROWS = [
+    pytest.param(name, method, marks=pytest.mark.marathon if method == "srk" and name != "overdamped" else pytest.mark.slow)
+    for name in ("langevin", "generalised-2", "overdamped")
+    for method in ("midpoint", "heun", "srk", "euler")
+]
+
+
+@pytest.mark.parametrize(("name", "method"), SDE_ROWS)
 def test_sde_solvers_sample_too(method, name):
     """Moments of the double well by every kind of SDE method, to its own bias at this step."""
     dynamics = STOCHASTIC[name](adjsim.DoubleWell(1.0))
