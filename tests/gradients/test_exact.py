@@ -147,7 +147,7 @@ def test_long_runs_come_back_bit_for_bit(name, steps):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        pytest.param("BAOAB, friction 1", 7_000, marks=pytest.mark.slow),
+        pytest.param("BAOAB, friction 1", 7_000, marks=pytest.mark.marathon),
         pytest.param("NBABN", 4_000, marks=pytest.mark.marathon),
     ],
 )

@@ -314,8 +314,14 @@ def test_girsanov_wears_out_with_time():
 # Errors that cover.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["path", "stationary", "girsanov"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("path", marks=pytest.mark.slow),
+        pytest.param("girsanov", marks=pytest.mark.slow),
+        pytest.param("stationary", marks=pytest.mark.marathon),
+    ],
+)
 def test_intervals_cover(kind):
     """95 % intervals hold the truth in 90 to 99 % of 200 repetitions."""
     if kind == "stationary":
