@@ -48,7 +48,7 @@ def power_of_two(x: Tensor) -> Tensor:
 
 def straight(smooth: Tensor, value: Tensor) -> Tensor:
     """``value``, with the derivative of ``smooth``, of which it is a rounding."""
-    return _Straight.apply(smooth, value)  # type: ignore[no-any-return]
+    return _Straight.apply(smooth, value)
 
 
 class _Straight(torch.autograd.Function):

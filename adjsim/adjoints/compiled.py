@@ -21,20 +21,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten
 
 from adjsim._grid import Grid
 from adjsim._state import VECTOR, State, packed, unpacked
 from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.inductor import Constant, NoCapture, Written, compile_loop, own
 from adjsim.adjoints.march import March, Recorder
+from adjsim.adjoints.settings import settings, weak
 from adjsim.dynamics.sources import Gradients, holds_after
 from adjsim.potentials.base import force
 
@@ -42,9 +41,6 @@ from adjsim.potentials.base import force
 DRAWN = 2**19
 # Steps after which it is seen to that numbers are finite.
 LOOK_EVERY = 1024
-
-# What torch keeps in a module: registered tensors are inputs, submodules are looked at by themselves.
-_OF_EVERY_MODULE = set(vars(nn.Module())) - {"training"}
 
 _compiled: WeakKeyDictionary[nn.Module, dict[Any, Compiled]] = WeakKeyDictionary()
 
@@ -104,7 +100,7 @@ class Loops:
         spacings = [x for grid in self.grids for x in (grid.spacing, grid._shift)]
         begin = torch.tensor(march.time(0), dtype=torch.float64, device=position.device)
         self.fixed = [begin, *(own(x) for x in (*coefficients, *self.registered, *spacings))]
-        self.modules = tuple((ref(module), _settings(module)) for module in self.dynamics.modules())
+        self.modules = tuple((ref(module), settings(module)) for module in self.dynamics.modules())
         self._drawn: tuple[int, int, Tensor] | None = None
         march.problem.stats.setdefault("compile_seconds", 0.0)
 
@@ -312,7 +308,7 @@ class Loops:
         return list(made.function(*around, *carried))
 
     def _look_up(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
-        solver, record = self.march.solver, _weak(self.average.function) if averaging and self.average is not None else None
+        solver, record = self.march.solver, weak(self.average.function) if averaging and self.average is not None else None
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (*around, *carried))
         wanted = (tuple(self.places), tuple(self.wanted)) if back else ()
         key = (back, record, repr(solver), solver.dt, kind, shapes, wanted, self.modules, torch.get_num_threads())
@@ -378,28 +374,6 @@ class Loops:
     @staticmethod
     def _sum(known: Tensor | None, like: Tensor) -> Tensor:
         return torch.zeros_like(_plain(like)) if known is None else own(known)
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """The Python numbers and words of a module, those in its lists and dictionaries too, and which tensors it has that are not
-    registered, in which version."""
-    found: list[Any] = []
-    for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
-            leaves, shape = tree_flatten(value)
-            found.append((name, str(shape), *(known for x in leaves if (known := _setting(x)) is not None)))
-    return tuple(found)
-
-
-def _setting(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return id(x), x._version
-    return (type(x), x) if isinstance(x, bool | int | float | complex | str) else None
-
-
-def _weak(record: Callable[..., Any]) -> Any:
-    """A record as part of a key that does not keep it alive: it may hold the dynamics whose code is looked up."""
-    return WeakMethod(record) if isinstance(record, MethodType) else ref(record)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -237,8 +237,8 @@ class LatticeScale(Scale):
 
 @cache
 def _extended(kind: type, scaled: tuple[str, ...]) -> Any:
-    names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-    return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))  # type: ignore[misc]
+    names: tuple[str, ...] = kind._fields
+    return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))
 
 
 def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]]) -> None:

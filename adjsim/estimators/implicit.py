@@ -46,7 +46,7 @@ class ImplicitDifferentiation:
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
         """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the potential's parameters."""
         parameters = list(trainable(potential).values())
-        return _Minimum.apply(self, potential, position.detach(), *parameters)  # type: ignore[no-any-return]
+        return _Minimum.apply(self, potential, position.detach(), *parameters)
 
     def find(self, potential: nn.Module, start: Tensor) -> Tensor:
         """The minimum near one system's position."""

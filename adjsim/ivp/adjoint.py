@@ -158,7 +158,7 @@ class Piece:
         values = torch.as_tensor(states).to(field.like)
         if self.path is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in (start, *field.parameters)):
             return values
-        return _States.apply(self, np.asarray(times, float), states, values, start, *field.parameters)  # type: ignore[no-any-return]
+        return _States.apply(self, np.asarray(times, float), states, values, start, *field.parameters)
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
         """The same with the derivative by these times, where they require grad."""

@@ -76,7 +76,7 @@ class Field:
             return states
         with torch.no_grad():
             rates = [self(self.time(float(t)), y) for t, y in zip(times, states.detach().T, strict=True)]
-        return _Along.apply(states, times, torch.stack(rates, 1))  # type: ignore[no-any-return]
+        return _Along.apply(states, times, torch.stack(rates, 1))
 
     # What SciPy calls.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
@@ -26,7 +27,7 @@ def watched(method: type[OdeSolver], watchers: list[Watcher]) -> type[OdeSolver]
     """A SciPy solver that shows itself after every step, and before the first. Clear the list when the solver has ended: those
     who watch may keep solvers."""
 
-    class Watched(method):  # type: ignore[misc,valid-type]
+    class Watched(method):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.watchers = watchers
@@ -88,15 +89,11 @@ class Dense:
             yield self.times[0], self.solution()
 
 
+@dataclass
 class Backsolved:
-    """Nothing: the state is integrated backward."""
+    """Nothing: the state is integrated backward, to the start."""
 
-    def __init__(self) -> None:
-        self.start = 0.0
-
-    def __call__(self, solver: OdeSolver) -> None:
-        if solver.t_old is None:
-            self.start = float(solver.t)
+    start: float
 
     def back(self, end: float) -> Iterator[tuple[float, None]]:
         """As for :class:`Dense`, without states."""

@@ -127,14 +127,13 @@ def solve_ivp(
 
 def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> tuple[dict[str, Any], Adjoint]:
     """SciPy's options, and the adjoint that goes with them and with ours."""
-    options = dict(options)
+    options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
-        if isinstance(options.get(name), Tensor):
-            options[name] = to_numpy(options[name])
-    rtol = max(float(np.min(options.get("rtol", 1e-3))), SMALLEST_RTOL)
+        options[name] = _array(options[name])
+    rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
     backward = float(options.pop("adjoint_rtol", None) or max(rtol / 10, SMALLEST_RTOL))
     absolute = float(options.pop("adjoint_atol", None) or backward / 1000)
-    atol = np.asarray(options.get("atol", 1e-6), float)
+    atol = np.asarray(options["atol"], float)
     jac = options.get("jac")
     if isinstance(jac, str):
         if jac != "autodiff":

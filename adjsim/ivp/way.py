@@ -36,7 +36,7 @@ class Way:
         t_eval: times at which the solution is wanted.
         dense_output: whether interpolants are.
         events: those of the user.
-        options: SciPy's.
+        options: SciPy's, its tolerances among them.
         asked: whether a gradient is.
     """
 
@@ -90,12 +90,11 @@ class Way:
         # A start that is later by dt has come from one that lay back by f dt.
         start = start - (self.rhs.moved(start[:, None].detach(), begin.reshape(1))[:, 0] - start.detach())
         asked = self.asked or (torch.is_grad_enabled() and start.requires_grad)
-        if asked and np.min(self.options.get("rtol", 1e-3)) >= 1e-3:
+        if asked and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
-        path = self._path() if asked else None
-        rtol, atol = self.options.get("rtol", 1e-3), self.options.get("atol", 1e-6)
-        grazing = Grazing(self.events, rtol, atol) if asked and self.events else None
-        watchers: list[Any] = [watcher for watcher in (path, grazing) if watcher is not None]
+        path = self._path(t0) if asked else None
+        grazing = Grazing(self.events, self.options["rtol"], self.options["atol"]) if asked and self.events else None
+        watchers: list[Any] = [watcher for watcher in (path, grazing) if callable(watcher)]
         method: Any = watched(self.method, watchers) if watchers else self.method
         wanted = self._wanted(t0)
         found = scipy.integrate.solve_ivp(
@@ -123,10 +122,10 @@ class Way:
         self._keep(piece, found, start, begin, wanted, grazing, stopped)
         return found, stopped
 
-    def _path(self) -> Path:
+    def _path(self, start: float) -> Path:
         if self.kind == "interpolate":
             return Dense(self.method)
-        return Checkpointed(self.method) if self.kind == "checkpoint" else Backsolved()
+        return Checkpointed(self.method) if self.kind == "checkpoint" else Backsolved(start)
 
     def _wanted(self, begin: float) -> Tensor | None:
         """Of the times that are wanted, those from here on. What is at the time of a reset was given before it."""
