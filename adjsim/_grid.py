@@ -26,7 +26,7 @@ class Grid:
     def round(self, x: Tensor) -> Tensor:
         """The nearest multiples; the derivative is that of the identity."""
         if x.requires_grad:
-            return straight(x, (x.detach() + self._shift) - self._shift)
+            return straight_through(x, (x.detach() + self._shift) - self._shift)
         return (x + self._shift) - self._shift
 
     def fill(self, x: Tensor) -> float:
@@ -46,12 +46,12 @@ def power_of_two(x: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
-def straight(smooth: Tensor, value: Tensor) -> Tensor:
+def straight_through(smooth: Tensor, value: Tensor) -> Tensor:
     """``value``, with the derivative of ``smooth``, of which it is a rounding."""
-    return _Straight.apply(smooth, value)
+    return _StraightThrough.apply(smooth, value)
 
 
-class _Straight(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, smooth: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)

@@ -9,7 +9,7 @@ reached by the force and is not registered would get no gradient from a constant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,10 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def point_of_differentiation(x: Tensor) -> Tensor:
-    """A zero to add to x and differentiate by: a leaf that :func:`leaves` knows to be nobody's parameter."""
-    zero = torch.zeros_like(x, requires_grad=True)
-    zero.is_point_of_differentiation = True  # type: ignore[attr-defined]
-    return zero
+    """The same numbers as a leaf to differentiate with respect to, which :func:`leaves` knows to be nobody's parameter."""
+    point = x.detach().requires_grad_()
+    point.is_point_of_differentiation = True  # type: ignore[attr-defined]
+    return point
 
 
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
@@ -69,13 +69,18 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
     """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor registered on ``module``."""
-    registered = list(trainable(module).values())
-    known = {id(x) for x in (*registered, *inputs)}
-    for leaf in leaves(output, registered):
-        if id(leaf) not in known:
+    refuse_unknown(output, module, [*trainable(module).values(), *inputs], what)
+
+
+def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
+    """Raise if ``output`` depends on a tensor that requires grad and is not among the known ones."""
+    ids = {id(x) for x in known}
+    for leaf in leaves(output, known):
+        if id(leaf) not in ids:
             raise ValueError(
                 f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, so an adjoint would "
-                "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics, or detach() it."
+                "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics and read it as an "
+                "attribute of its module, or detach() it."
             )
 
 

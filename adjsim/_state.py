@@ -6,8 +6,6 @@ a new state and never writes into an old one, so states may be kept, shared and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,61 +37,6 @@ def select(state: S, index: Any) -> S:
 def stack(states: list[S]) -> S:
     """Put states one after the other along a new leading axis (time)."""
     return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
-
-
-_writing_down = False
-
-
-@contextmanager
-def writing_down() -> Iterator[None]:
-    """While the operations of a step are written down, by :mod:`adjsim.adjoints.inductor`."""
-    global _writing_down
-    before, _writing_down = _writing_down, True
-    try:
-        yield
-    finally:
-        _writing_down = before
-
-
-def traced() -> bool:
-    """Whether the operations of a step are being written down. torch's own words do not say so inside of its loops."""
-    return _writing_down
-
-
-# Numbers of float64 that compiled loops take at once.
-VECTOR = 16
-
-
-def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
-    """The order in which a compiled step has the axes of a field ``(*batch, ..., atoms, dim)`` in memory. Loops over pairs read
-    many numbers at once along the last one: replicas where there are enough of them, or atoms."""
-    if axes < batch + 2:
-        return tuple(range(axes))
-    coordinates = (axes - 1, axes - 2)
-    links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
-    return (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
-
-
-def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
-    """A field ``(*batch, ..., atoms, dim)`` with its axes as they lie in memory, behind ``leading`` others."""
-    order = memory_order(x.ndim - leading, len(batch), batch.numel())
-    return x.permute(*range(leading), *(leading + i for i in order))
-
-
-def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
-    """The field whose axes lie in memory as these do."""
-    order = memory_order(x.ndim, len(batch), batch.numel())
-    return x.permute([order.index(i) for i in range(x.ndim)])
-
-
-def stored(x: Tensor) -> Tensor:
-    """The same positions or forces ``(*batch, atoms, dim)``. Where a step is compiled they are put into memory here, instead of
-    being computed again wherever they are read: for what every pair of atoms reads."""
-    if not traced():
-        return x
-    flat = packed(x, x.shape[:-2]).clone(memory_format=torch.contiguous_format)
-    # Inductor computes what has a stride that is asked for before it goes on.
-    return unpacked(flat.as_strided(flat.shape, flat.stride()), x.shape[:-2])
 
 
 def in_transform() -> bool:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from adjsim._module import ModuleTensors, lent
 from adjsim._noise import Noise, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
 from adjsim._typing import Times
 from adjsim.adjoints.base import Adjoint
-from adjsim.adjoints.compiled import is_compiled
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
@@ -91,18 +91,18 @@ def run(
             "For many replicas, give the state a leading batch axis instead of vmap."
         )
     times = check_times(ts)
-    dynamics.check(state)
-    parameters = dynamics.trainable()
-    _check_captured(dynamics, state, times, record, known=compile and is_compiled(dynamics))
-    stats: dict[str, Any] = {"energy_evaluations": 0}
-    if noise is not None:
-        stats["seed"] = noise.seed
-    problem = Problem(dynamics, state, times, solver, record, parameters, noise, progress, compile, stats)
-    if compile:
-        _check_compiled(problem, adjoint)
-    adjoint.check(problem)
-    states, saved, final = adjoint.run(problem)
-    return Trajectory(times, states, saved, final, stats)
+    # A dynamics holds its tensors, and a run may put others in their place: one thread at a time.
+    with lent(dynamics):
+        dynamics.check(state)
+        _check_captured(dynamics, state, times, record)
+        problem = Problem(dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile)
+        if noise is not None:
+            problem.stats["seed"] = noise.seed
+        if compile:
+            _check_compiled(problem, adjoint)
+        adjoint.check(problem)
+        states, saved, final = adjoint.run(problem)
+    return Trajectory(times, states, saved, final, problem.stats)
 
 
 def _check_pair(solver: Any, adjoint: Any) -> None:
@@ -120,7 +120,7 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
         raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {problem.solver!r}.")
     if in_transform():
         raise RuntimeError("compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it out there.")
-    asked = torch.is_grad_enabled() and (bool(problem.parameters) or any(x.requires_grad for x in problem.state))
+    asked = torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
     if asked and not isinstance(adjoint, ReversibleAdjoint):
         raise TypeError(
             f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where a gradient is asked for. "
@@ -128,13 +128,14 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
         )
 
 
-def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record, known: bool) -> None:
-    """Evaluate drift (unless that is known) and record once, and refuse tensors that require grad and that no adjoint would
-    see."""
+def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:
+    """Evaluate drift and record once at the start, and refuse tensors that require grad and that an adjoint would not see.
+
+    What is read only later is refused when it is."""
     if in_transform() or not torch.is_grad_enabled():
         return
     probe = type(state)(*(x.detach().requires_grad_() for x in state))
-    for name, rate in () if known else dynamics.drift(times[0], probe)._asdict().items():
+    for name, rate in dynamics.drift(times[0], probe)._asdict().items():
         refuse_captured(rate, dynamics, probe, f"the drift of {name}")
     if record is not None:
         function = record.function if isinstance(record, TimeAverage) else record

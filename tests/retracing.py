@@ -1,15 +1,18 @@
-"""Running an exact splitting forth and back by its inverse, without gradients."""
+"""Running an exact splitting forward and back by its inverse, as a sweep does."""
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 
+from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._state import State
-from adjsim.adjoints.march import March
+from adjsim.adjoints.eager import EagerDriver
+from adjsim.adjoints.exact_inversion import Fingerprints
+from adjsim.adjoints.recorder import Recorder, RecordSweep
+from adjsim.adjoints.stepper import prepare
 from adjsim.dynamics import Dynamics
+from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 from adjsim.solvers.splitting import Splitting
 
@@ -20,13 +23,13 @@ def forth_and_back(
 ) -> tuple[State, State, State]:
     """States of the lattice, buffers included: the start, the end, and the start as it was found again."""
     times = torch.tensor([0.0, steps * solver.dt], dtype=torch.float64)
-    march = March(Problem(dynamics, start, times, solver, None, {}, Noise(seed), stats={"energy_evaluations": 0}))
-    march.spills = {}
-    before = march.enter(start)
-    ((_, after),) = deque(march.forward(before), maxlen=1)
-    assert march.lattice is not None
-    state, forces = after, march.program.forces()
-    for step in range(steps, 0, -1):
-        state = march.lattice.refill(state, march.spills.get(step, ()))
-        state = march.program.inverse(march.time(step - 1), state, march.coefficients, march.noise(step - 1), forces)
-    return before, after, state
+    problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, Noise(seed))
+    stepper, inputs = prepare(problem)
+    history, forces = Fingerprints(stepper, None), stepper.program.forces(dynamics.potential)
+    before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
+    after = stepper.run(before, inputs, driver, [history], problem)
+    nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}
+    unread = RecordSweep(Recorder(None, stepper.clock), [None] * len(start), None, 0.0)
+    rewind = history.rewind(inputs, forces, None, start)
+    found = driver.sweep(rewind.final(), Cotangents(nothing), unread, rewind, False)
+    return before, after, found

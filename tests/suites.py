@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics, Term
+from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Map, Scale, Shear
-from adjsim.dynamics.sources import At, Forces, Gradients
-from adjsim.potentials.base import Contraction, derivative, force, force_vjp
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.sources import At
+from adjsim.potentials.base import DeferredVJP, derivative, force, force_vjp
 
 
 def disturbed(state: State, seed: int = 0) -> State:
@@ -34,17 +34,28 @@ def drawn(term: Term, state: State, seed: int | None = 1) -> tuple[Tensor, ...] 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=state.position.dtype).unbind(0)
 
 
-def flow(term: Term, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
-    at = At(0.0, letter, term.coefficients(h, state), noise)
+def at(dynamics: Dynamics, letter: str, coefficients, noise: tuple[Tensor, ...] | None) -> At:
+    """Where a flow takes place, with the forces of the dynamics' potential and its parameters."""
+    return At(0.0, letter, coefficients, noise, ForceEvaluator(dynamics.potential, parameters=dynamics.trainable()))
+
+
+def flow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
+    term = dynamics.terms[letter]
+    where = at(dynamics, letter, term.coefficients(h, state), noise)
     for move in term.moves(h, state):
-        state = move.flow(state, replace(at, forces=Forces()))
+        state = move.flow(state, where)
     return state
 
 
-def unflow(term: Term, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
-    at = At(0.0, letter, term.coefficients(h, state), noise)
-    for move in reversed(term.moves(h, state)):
-        state = move.inverse(state, replace(at, forces=Forces()))
+def unflow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
+    """The state before a flow, as a sweep finds it."""
+    term = dynamics.terms[letter]
+    where = at(dynamics, letter, term.coefficients(h, state), noise)
+    nothing = Cotangents({name: torch.zeros_like(x) for name, x in state._asdict().items()}, where.forces.parameters)
+    state = type(state)(*(x.detach() for x in state))
+    with torch.no_grad():
+        for move in reversed(term.moves(h, state)):
+            state = move.backward(state, where, nothing)
     return state
 
 
@@ -79,7 +90,7 @@ class PotentialContract:
         expected = torch.autograd.grad(through, (q, *parameters), v, allow_unused=True)
         value, pullback = force_vjp(potential, position, parameters)
         along, rest = pullback(v)
-        rest = rest.gradient(parameters) if isinstance(rest, Contraction) else rest
+        rest = rest.gradient(parameters) if isinstance(rest, DeferredVJP) else rest
         torch.testing.assert_close(value, through.detach(), rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(along, expected[0], rtol=1e-10, atol=1e-10)
         for mine, theirs in zip(rest, expected[1:], strict=True):
@@ -97,7 +108,7 @@ class TermContract:
     def test_flow_starts_along_the_drift(self, dynamics: Dynamics, letter, state):
         term, h = dynamics.terms[letter], 1e-5
         still = drawn(term, state, None)
-        once, twice = flow(term, letter, state, h, still), flow(term, letter, state, 2 * h, still)
+        once, twice = flow(dynamics, letter, state, h, still), flow(dynamics, letter, state, 2 * h, still)
         drift = term.drift(0.0, state)
         for name in state._fields:
             # One-sided, since noise has no flow backward in time. Truncation h^2 times a third derivative, rounding 1e-16 / h.
@@ -111,10 +122,10 @@ class TermContract:
         still = drawn(term, state, None)
         variance = {name: torch.zeros_like(getattr(state, name)) for name in state._fields}
         if still is not None:
-            without = flow(term, letter, state, h, still)
+            without = flow(dynamics, letter, state, h, still)
             for i in range(term.draws):
                 one = tuple(torch.ones_like(x) if i == j else x for j, x in enumerate(still))
-                with_one = flow(term, letter, state, h, one)
+                with_one = flow(dynamics, letter, state, h, one)
                 for name in state._fields:
                     variance[name] = variance[name] + (getattr(with_one, name) - getattr(without, name)) ** 2 / h
         amplitude = term.diffusion(0.0, state)
@@ -125,13 +136,13 @@ class TermContract:
     def test_inverse_undoes_the_flow(self, dynamics: Dynamics, letter, state):
         term = dynamics.terms[letter]
         noise = drawn(term, state)
-        back = unflow(term, letter, flow(term, letter, state, 0.1, noise), 0.1, noise)
+        back = unflow(dynamics, letter, flow(dynamics, letter, state, 0.1, noise), 0.1, noise)
         for found, true in zip(back, state, strict=True):
             torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 
     def test_couplings_do_not_read_what_they_write(self, dynamics: Dynamics, letter, state):
         term = dynamics.terms[letter]
-        at = At(0.0, letter, term.coefficients(0.1, state), drawn(term, state))
+        coefficients, noise = term.coefficients(0.1, state), drawn(term, state)
         for move in term.moves(0.1, state):
             if isinstance(move, Map):
                 continue
@@ -140,31 +151,30 @@ class TermContract:
                 other += 0.3
             else:
                 other.select(-3, move.link).add_(0.3)
-            value = move.source.value(state, replace(at, forces=Forces()))
-            again = move.source.value(state._replace(**{move.field: other}), replace(at, forces=Forces()))
+            value = move.source.value(state, at(dynamics, letter, coefficients, noise))
+            again = move.source.value(state._replace(**{move.field: other}), at(dynamics, letter, coefficients, noise))
             assert torch.equal(value, again)
 
-    def test_retreat_is_the_transpose_of_the_flow(self, dynamics: Dynamics, letter, state):
+    def test_backward_is_the_transpose_of_the_flow(self, dynamics: Dynamics, letter, state):
         """Every move's product, and the state it goes back to, against automatic differentiation of its flow."""
-        term = dynamics.terms[letter]
-        parameters = list(dynamics.trainable().values())
+        term, parameters = dynamics.terms[letter], dynamics.trainable()
         coefficients = term.coefficients(0.1, state)
         leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
         for move in term.moves(0.1, state):
             assert isinstance(move, Shear | Scale | Map)
             before = type(state)(*(x.clone().requires_grad_() for x in state))
             noise = drawn(term, state)
-            after = move.flow(before, At(0.0, letter, leaves, noise))
-            cotangents = [torch.randn_like(x) for x in after]
-            inputs = [*before, *(c for c in leaves.values() if c.requires_grad), *parameters]
-            expected = torch.autograd.grad(list(after), inputs, cotangents, allow_unused=True)
-            grads = Gradients(dict(zip(state._fields, cotangents, strict=True)), parameters)
+            after = move.flow(before, at(dynamics, letter, leaves, noise))
+            given = [torch.randn_like(x) for x in after]
+            inputs = [*before, *(c for c in leaves.values() if c.requires_grad), *parameters.values()]
+            expected = torch.autograd.grad(list(after), inputs, given, allow_unused=True)
+            sums = Cotangents(dict(zip(state._fields, given, strict=True)), parameters)
             plain = type(state)(*(x.detach() for x in after))
-            found = move.retreat(plain, At(0.0, letter, leaves, noise), grads, None)
-            grads.finish()
-            mine = [grads.state[name] for name in state._fields]
-            mine += [grads.coefficient_grads.get((letter, k)) for k, c in leaves.items() if c.requires_grad]
-            mine += grads.parameter_grads
+            found = move.backward(plain, at(dynamics, letter, leaves, noise), sums)
+            sums.complete()
+            mine = [sums[name] for name in state._fields]
+            mine += [sums.coefficient_sums.get((letter, k)) for k, c in leaves.items() if c.requires_grad]
+            mine += [sums.parameter_sums.get(name) for name in parameters]
             for a, b in zip(mine, expected, strict=True):
                 zero = torch.zeros(())
                 a, b = (zero if a is None else a), (zero if b is None else b)

@@ -16,7 +16,7 @@ Result = tuple[State | None, Tensor | None, State]
 
 
 class ReconstructionError(RuntimeError):
-    """Reversed steps lost the trajectory they were to retrace."""
+    """Going back along a run did not give back what was stored of it."""
 
 
 def refuse_graph() -> None:

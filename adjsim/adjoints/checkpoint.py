@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import torch
 
 from adjsim._state import State, detached
-from adjsim.adjoints.base import Adjoint, Result
-from adjsim.adjoints.march import March
-from adjsim.adjoints.sweep import Backtrack, run_swept
-from adjsim.dynamics.sources import Gradients
+from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
+from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep import run_swept
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
@@ -17,7 +22,8 @@ class CheckpointAdjoint(Adjoint):
 
     The gradient equals :class:`DirectAdjoint`'s for any scheme, reversible or not, chaotic or dissipative. With n steps in
     s segments, s + n/s states are held: the root of n at the default. It costs one more forward run. Use it where
-    :class:`ReversibleAdjoint` refuses, or when its error is in doubt.
+    :class:`ReversibleAdjoint` refuses, or when its error is in doubt. A segment that is run again has to end in the state that
+    was stored, so that a force that is random, or that has changed since, is an error.
 
     Args:
         segments: number of segments; None: about sqrt(steps).
@@ -31,34 +37,81 @@ class CheckpointAdjoint(Adjoint):
         self.segments = segments
 
     def run(self, problem: Problem) -> Result:
-        return run_swept(problem, _Replay(self.segments))
+        return run_swept(problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last)))
+
+    def _length(self, last: int) -> int:
+        """Steps of a segment."""
+        return math.ceil(last / (self.segments or max(1, round(math.sqrt(last)))))
 
 
-class _Replay(Backtrack):
-    def __init__(self, segments: int | None) -> None:
-        self.segments = segments
+class Checkpoints(History):
+    """The states at the ends of segments.
+
+    Args:
+        stepper: the steps of the run.
+        length: steps of a segment.
+    """
+
+    def __init__(self, stepper: Stepper, length: int) -> None:
+        self.stepper, self.length = stepper, length
         self.stored: dict[int, State] = {}
 
-    def keep(self, march: March, step: int, state: State) -> None:
-        if step % self._length(march) == 0 and step < march.last:
+    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        if step % self.length == 0 or step == self.stepper.clock.last:
             self.stored[step] = detached(state)
 
-    def begin(self, march: March, outputs: State | None, final: State) -> State:
-        self.march, self.trail, self.start = march, [], march.last
-        return final
+    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+        return Recompute(self, inputs, forces)
 
-    def moves_before(self, step: int) -> list[State] | None:
-        per_step = len(self.march.program.moves)
-        if step <= self.start:
-            stop, self.start = self.start, (step - 1) // self._length(self.march) * self._length(self.march)
-            self.trail = self.march.trail(self.stored[self.start], self.start, stop)
-        before = self.trail[-per_step:]
-        del self.trail[-per_step:]
-        return before
 
-    def arrive(self, step: int, state: State, grads: Gradients) -> State:
+class Recompute(Rewind):
+    """States that are found by running a segment again.
+
+    Args:
+        kept: the states at the ends of segments.
+        inputs: what the run read.
+        forces: where the forces of the segments are evaluated.
+    """
+
+    def __init__(self, kept: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.kept, self.stepper, self.inputs, self.forces = kept, kept.stepper, inputs, forces
+        self.tolerance = closeness(inputs.state.position.dtype)
+        # Of the segment that is being gone back through: the states before each move of each of its steps.
+        self.segment: list[Sequence[State]] = []
+
+    def final(self) -> State:
+        return self.kept.stored[self.stepper.clock.last]
+
+    def before(self, step: int) -> Sequence[State]:
+        if not self.segment:
+            self._run_again((step - 1) // self.kept.length * self.kept.length, step)
+        return self.segment.pop()
+
+    def restore(self, step: int, state: State) -> State:
         return state
 
-    def _length(self, march: March) -> int:
-        segments = self.segments or max(1, round(math.sqrt(march.last)))
-        return math.ceil(march.last / segments)
+    @torch.no_grad()
+    def _run_again(self, start: int, stop: int) -> None:
+        stepper, state = self.stepper, self.kept.stored[start]
+        for k in range(start, stop):
+            t, seen = stepper.clock.time(k), stepper.seen(k)
+            *before, state = stepper.program.trail(t, state, self.inputs.coefficients, seen, self.forces)
+            self.segment.append(before)
+            state, _ = stepper.spill(k + 1, state)
+        self._compare(state, self.kept.stored[stop], start, stop)
+
+    @staticmethod
+    def _compare(found: State, stored: State, start: int, stop: int) -> None:
+        # The same operations on the same numbers give the same bits; kernels that add in any order differ in the last ones,
+        # which a chaotic segment enlarges.
+        for name, x, y in zip(stored._fields, found, stored, strict=True):
+            allowed = closeness(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
+            if not float((x - y).abs().amax()) <= allowed:
+                raise ReconstructionError(
+                    f"running steps {start} to {stop} again did not give back their end ({name} is "
+                    f"{float((x - y).abs().amax()):.1e} off), so the gradient would be wrong. The force is random (dropout?), "
+                    "or "
+                    "something that it reads has changed since the run (a plain attribute, a mode). Make it reproducible, or "
+                    "use "
+                    "DirectAdjoint()."
+                )

@@ -1,388 +1,440 @@
 """Steps in compiled loops.
 
-A loop is many steps forward, or the way back over them with the cotangents, as one function of tensors. Its step is written
-down once by running it on tensors that record their operations (the same moves and products that run otherwise, so there is
-nothing to keep in agreement), and compiled by torch's Inductor, the loop around it included. Whatever may differ from run to
-run is an input: the number of steps, the state, the time, coefficients, noise, every parameter and buffer of the dynamics, the
-spacings of a lattice. So no number of steps, seed, value of a parameter or save time compiles again; another shape, dtype,
-scheme or record does.
+A loop is many steps forward, or the way back over them with the cotangents, as one function of tensors. Its step is traced
+once, by running the moves and products that run otherwise on tensors that record their operations, and compiled by torch's
+Inductor, the loop around it included. Whatever may differ from run to run is an input (:class:`LoopConstants`): the number of
+steps, the state, the time, coefficients, noise, every parameter and buffer of the dynamics, the spacings of a lattice. So no
+number of steps, seed, value of a parameter or save time compiles again; another shape, dtype, scheme or record does.
 
-On the way back a turn of the loop begins where the position has just been changed: it finishes one step and begins the one
-before it. All that asks for the force at one position is then in one turn, so that the force and its product with the
-cotangents share their loop over pairs. What comes before the first turn and after the last is compiled with the loop.
+On the way back an iteration begins where the position has just been changed: it finishes one step and begins the one before
+it. All that asks for the force at one position is then in one iteration, so that the force and its product with the cotangents
+share their loop over pairs. What comes before the first iteration and after the last is compiled with the loop.
 
-What is no input is a constant of the compiled code. Of the dynamics' modules that is every Python number, so these are part of
-what is looked up; of a record it is whatever it reads besides the state and the dynamics.
+Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
+(:mod:`adjsim.adjoints.settings`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from adjsim._grid import Grid
-from adjsim._state import VECTOR, State, packed, unpacked
-from adjsim._trajectory import TimeAverage
-from adjsim.adjoints.inductor import Constant, NoCapture, Written, compile_loop, own
-from adjsim.adjoints.march import March, Recorder
-from adjsim.adjoints.settings import settings, weak
-from adjsim.dynamics.sources import Gradients, holds_after
-from adjsim.potentials.base import force
+from adjsim._layout import VECTOR, packed, unpacked
+from adjsim._module import ModuleCache
+from adjsim._progress import shown
+from adjsim._state import State
+from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
+from adjsim.adjoints.recorder import Recorder, Recording, RecordSweep, sum_dtype
+from adjsim.adjoints.settings import UnseenError, settings
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.base import Problem
 
 # Numbers of noise that are handed to a loop at once: four megabytes of float64.
 DRAWN = 2**19
-# Steps after which it is seen to that numbers are finite.
-LOOK_EVERY = 1024
+# Steps between finiteness checks.
+FINITE_EVERY = 1024
 
-_compiled: WeakKeyDictionary[nn.Module, dict[Any, Compiled]] = WeakKeyDictionary()
+
+class LoopConstants(NamedTuple):
+    """What does not change in a loop: the number of its steps and of the first one, the time of step 0, the coefficients, all
+    tensors of the dynamics, the spacings of a lattice, the noise of its steps if there is any, and on the way back the
+    cotangent of a time average at each step if there is one."""
+
+    steps: Tensor
+    first: Tensor
+    begin: Tensor
+    coefficients: dict[str, dict[str, Tensor]]
+    parameters: tuple[Tensor, ...]
+    spacings: dict[str, Tensor]
+    noise: tuple[Tensor, ...] = ()
+    average: tuple[Tensor, ...] = ()
+
+
+class ForwardCarry(NamedTuple):
+    """What forward steps carry: the sum of a time average and the force at the position, where there are any, and the state."""
+
+    total: tuple[Tensor, ...]
+    force: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
+
+
+class BackwardCarry(NamedTuple):
+    """What the way back carries: the sums of the cotangents of coefficients and parameters, the cotangents of the fields, and
+    the state."""
+
+    coefficients: dict[tuple[str, str], Tensor]
+    parameters: dict[str, Tensor]
+    cotangents: dict[str, Tensor]
+    state: tuple[Tensor, ...]
 
 
 @dataclass
-class Compiled:
-    """A loop as a function of tensors, the passes over the energy that it makes (around its turns, and in each), and what it
-    has read without being given it."""
+class Loop:
+    """A compiled loop, the passes over the energy that it makes (around its iterations, and in each), and what it has read
+    without being given it."""
 
-    function: Callable[..., Sequence[Tensor]]
+    function: Callable[[LoopConstants, Any], Any] | None = None
     once: int = 0
     each: int = 0
     constants: list[Constant] = field(default_factory=list)
 
 
-def is_compiled(dynamics: nn.Module) -> bool:
-    """Whether steps of it have been compiled."""
-    return dynamics in _compiled
+# Compiled loops by dynamics and key, as many as may be kept for one dynamics.
+cache: ModuleCache[Loop] = ModuleCache(32)
 
 
-class Loops:
-    """The compiled steps of a march.
+class CompiledDriver:
+    """The steps of a run in compiled loops, forward and backward.
 
     Args:
-        march: whose steps they are; it has its coefficients.
-        parameters: those that a gradient is wanted by.
-        recorder: whose time average is taken inside of them.
+        stepper: the steps.
+        inputs: what the run reads.
+        problem: the run.
     """
 
-    def __init__(self, march: March, parameters: Sequence[Tensor], recorder: Recorder) -> None:
-        self.march, self.recorder, self.parameters = march, recorder, list(parameters)
-        self.dynamics, self.program = march.problem.dynamics, march.program
-        self.potential: nn.Module = self.dynamics.potential
-        average = march.problem.record
-        self.average = average if isinstance(average, TimeAverage) else None
-        position = march.problem.state.position
-        self.batch = position.shape[:-2]
+    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem) -> None:
+        self.stepper, self.problem, self.program, self.clock = stepper, problem, stepper.program, stepper.clock
+        self.dynamics, self.tensors = problem.dynamics, problem.tensors
+        self.recorder = Recorder(problem.record, stepper.clock)
+        position = problem.state.position
+        self.batch, self.device = position.shape[:-2], position.device
         drawn = self.program.draws * position.numel()
-        self.length = max(1, min(LOOK_EVERY, DRAWN // drawn)) if drawn else march.last
-        moves = [move for _, move in self.program.moves]
-        self.holds_after = holds_after(moves)
+        self.length = max(1, min(FINITE_EVERY, DRAWN // drawn)) if drawn else self.clock.last
         # The last move of a step that writes the position.
-        self.turn = max(i for i, move in enumerate(moves) if "position" in move.writes)
-        self.keys = [(letter, name) for letter, group in march.coefficients.items() for name in group]
-        coefficients = [march.coefficients[letter][name] for letter, name in self.keys]
-        named = {
-            **dict(self.dynamics.named_parameters(remove_duplicate=False)),
-            **dict(self.dynamics.named_buffers(remove_duplicate=False)),
-        }
-        # A tensor that has several names is one input.
-        self.registered = list({id(x): x for x in named.values()}.values())
-        self.names = {name: next(i for i, x in enumerate(self.registered) if x is value) for name, value in named.items()}
-        self.wanted = [i for i, c in enumerate(coefficients) if c.requires_grad]
-        self.places = [next(i for i, x in enumerate(self.registered) if x is p) for p in self.parameters]
-        self.sums = len(self.wanted) + len(self.places)
-        self.grids = _grids(self.program)
-        spacings = [x for grid in self.grids for x in (grid.spacing, grid._shift)]
-        begin = torch.tensor(march.time(0), dtype=torch.float64, device=position.device)
-        self.fixed = [begin, *(own(x) for x in (*coefficients, *self.registered, *spacings))]
-        self.modules = tuple((ref(module), settings(module)) for module in self.dynamics.modules())
-        self._drawn: tuple[int, int, Tensor] | None = None
-        march.problem.stats.setdefault("compile_seconds", 0.0)
+        self.turn = max(i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes)
+        coefficients = inputs.coefficients
+        self.wanted = [(a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad]
+        lattice = self.program.lattice
+        self.fixed = LoopConstants(
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.tensor(self.clock.begin, dtype=torch.float64, device=self.device),
+            {letter: {name: clone(c) for name, c in group.items()} for letter, group in coefficients.items()},
+            tuple(clone(x) for x in inputs.parameters),
+            {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
+        )
+        self.settings = self._settings()
+        self.stops: list[int] = []
+        self._kept: tuple[int, int, Tensor] | None = None
+        problem.stats.setdefault("compile_seconds", 0.0)
 
-    def boundaries(self, watched: Iterable[int]) -> list[int]:
-        """The steps at which loops have to end: those that are watched, the one before the first of a time average, and those
-        at which the buffers of an exact run are looked at."""
-        last = self.march.last
-        extra = [last] if self.average is None else [last, self.recorder.first - 1]
-        if self.march.lattice is not None:
-            extra += range(0, last, self.march.growth.look_every)
-        return sorted({step for step in (*watched, *extra) if 0 < step <= last})
+    def forward(self, recording: Recording) -> ForwardLoops:
+        """Steps forward, with the time average that they gather."""
+        return ForwardLoops(self, recording)
 
-    def walk(self, start: State, watched: Iterable[int]) -> Iterator[tuple[int, State]]:
-        """Forward from a start that has entered, stopping after the steps that are watched."""
-        push: Tensor | None = self._first_force(start)
+    def backward(self, forces: ForceEvaluator) -> BackwardLoops:
+        """The way back, with the forces of what is not compiled."""
+        return BackwardLoops(self, forces)
 
-        def advance(state: State, begin: int, end: int) -> State:
-            nonlocal push
-            state, push = self.forward(state, begin, end, push)
-            return state
+    def boundaries(self, wanted: set[int]) -> list[int]:
+        """The steps after which loops have to end: those wanted, the first (which is not compiled), the one before the first
+        of a time average, those at which the buffers of an exact run or finiteness are checked."""
+        last, growth = self.clock.last, self.stepper.growth
+        found = {*wanted, 1, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
+        if self.recorder.average is not None:
+            found.add(self.recorder.first - 1)
+        if growth is not None:
+            found |= set(range(growth.check_every, last, growth.check_every))
+        self.stops = sorted(step for step in found if 0 < step <= last)
+        return self.stops
 
-        regular = range(0, self.march.last, LOOK_EVERY)
-        return self.march.forward(start, advance, self.boundaries([*watched, *regular]))
+    def averages(self, step: int) -> bool:
+        """Whether the end of a step counts for a time average."""
+        return self.recorder.average is not None and step >= self.recorder.first
 
-    def forward(self, state: State, start: int, stop: int, push: Tensor | None) -> tuple[State, Tensor | None]:
-        """From the state after ``start`` steps to that after ``stop``, and the force there if the next step wants it."""
+    def run(
+        self, back: bool, averaging: bool, kind: type, first: int, count: int, carry: Any, average: Sequence[Tensor] = ()
+    ) -> Any:
+        """Carry out a loop."""
+        numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
+        noise = self._noise(first, count)
+        constants = self.fixed._replace(steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average)))
+        loop = self._look_up(back, averaging, kind, constants, carry)
+        self.problem.stats["energy_evaluations"] += loop.once + (count - 1 if back else count) * loop.each
+        assert loop.function is not None
+        return loop.function(constants, carry)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """A field as it lies in memory inside a loop."""
+        return clone(packed(x, self.batch))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The field of the packed one."""
+        return unpacked(x, self.batch)
+
+    # How loops are traced.
+
+    def time(self, given: LoopConstants, k: Tensor) -> Tensor:
+        """The time at which step number ``k`` of the loop begins."""
+        return given.begin + (given.first + k).to(torch.float64) * self.clock.dt
+
+    def seen(self, given: LoopConstants, k: Tensor) -> list[Tensor] | None:
+        """The noise that step number ``k`` of the loop sees."""
+        if not given.noise:
+            return None
+        steps = [given.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.sees)]
+        return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
+
+    @contextmanager
+    def _within(self, back: bool, loop: Loop, given: LoopConstants) -> Iterator[LoopConstants]:
+        """Run the dynamics with the tensors of a trace, those as leaves that a gradient is wanted by."""
+        if back:
+            leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(given.parameters)]
+            coefficients = {
+                letter: {name: x.detach().requires_grad_((letter, name) in self.wanted) for name, x in group.items()}
+                for letter, group in given.coefficients.items()
+            }
+            given = given._replace(parameters=tuple(leaves), coefficients=coefficients)
+        with self.tensors.bound(given.parameters), torch.no_grad(), NoCapture(self.tensors.tensors, loop.constants):
+            yield given
+
+    def _look_up(self, back: bool, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+        leaves = tree_leaves((constants, carry))
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
+        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if back else ()
+        solver, threads = self.problem.solver, torch.get_num_threads()
+        key = (back, averaging, repr(solver), solver.dt, kind, shapes, gradient, self.settings, threads)
+        loop = cache.get(self.dynamics, key)
+        for constant in loop.constants if loop is not None else ():
+            constant.check()
+        if loop is None or any(constant.changed() for constant in loop.constants):
+            if self._settings() != self.settings:
+                raise RuntimeError(
+                    f"something that {type(self.dynamics).__name__}, its potential or the record reads (a plain attribute, a "
+                    "mode, a "
+                    "global) has changed since the run, and its way back had not been compiled yet. Call backward before the "
+                    "change."
+                )
+            begun = time.perf_counter()
+            loop = self._compile(back, averaging, kind, constants, carry)
+            cache.put(self.dynamics, key, loop)
+            self.problem.stats["compile_seconds"] += time.perf_counter() - begun
+        return loop
+
+    def _compile(self, back: bool, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+        loop = Loop()
+        spec: LoopSpec[Any, Any] = (BackwardLoops if back else ForwardLoops).spec(self, averaging, kind, loop)
+        # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
+        short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
+        what = f"a step of {type(self.dynamics).__name__}"
+        loop.function = compile_loop(spec, partial(self._within, back, loop), constants, carry, short, what)
+        return loop
+
+    def _settings(self) -> Any:
+        average = self.recorder.average
+        try:
+            return settings(self.dynamics, None if average is None else average.function)
+        except UnseenError as unseen:
+            raise CompileError(f"compile=True: {unseen}") from unseen
+
+    def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """That of the steps of a loop, as many as a loop may have; or none."""
+        if self.stepper.noise is None:
+            return ()
+        if self._kept is not None and self._kept[:2] == (first, count):
+            return (self._kept[2],)
+        seen = count + self.program.sees - 1
+        drawn = packed(self.stepper.noise.of_steps(first, seen), self.batch, leading=2)
+        whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
+        whole[:seen] = drawn
+        # The way back begins with what the way forward ended with.
+        self._kept = (first, count, whole)
+        return (whole,)
+
+
+class ForwardLoops:
+    """Steps forward in compiled loops, but for the first: it is carried out as it is written, and tells whether a step leaves
+    behind the force that the next one begins with."""
+
+    def __init__(self, driver: CompiledDriver, recording: Recording) -> None:
+        self.driver, self.recording = driver, recording
+        self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
+        self.force: Tensor | None = None
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        return self.driver.boundaries(wanted)
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        driver, recording = self.driver, self.recording
+        if start == 0:
+            inputs = Inputs(state, driver.fixed.coefficients, driver.fixed.parameters)
+            with torch.no_grad():
+                state = driver.stepper.step(0, state, inputs, self.forces)
+            self.force, start = self.forces.kept(state.position), 1
         while start < stop:
-            count = min(self.length, stop - start)
-            averaging, first = self._averages(start + 1), []
+            count = min(driver.length, stop - start)
+            averaging = driver.averages(start + 1)
+            carry = ForwardCarry(
+                (clone(self._total(state)),) if averaging else (),
+                () if self.force is None else (driver.pack(self.force),),
+                tuple(map(driver.pack, state)),
+            )
+            carry = driver.run(False, averaging, type(state), start, count, carry)
             if averaging:
-                first.append(self._total(state) if self.recorder.total is None else self.recorder.total)
-            if self.holds_after:
-                assert push is not None
-                first.append(self._pack(push))
-            out = self._run(False, averaging, type(state), start, count, [], [*first, *map(self._pack, state)])
-            if averaging:
-                self.recorder.total, self.recorder.come_to = out.pop(0), start + count
-            push = self._unpack(out.pop(0)) if self.holds_after else None
-            state = type(state)(*map(self._unpack, out))
+                recording.total, recording.come_to = carry.total[0], start + count
+            self.force = driver.unpack(carry.force[0]) if carry.force else None
+            state = type(state)(*map(driver.unpack, carry.state))
             start += count
-        return state, push
-
-    def backward(self, state: State, stop: int, start: int, grads: Gradients, cotangent: Tensor | None) -> State:
-        """From the state after ``stop`` steps back to that after ``start``, with the cotangents taken along.
-
-        ``cotangent`` is that of a time average.
-        """
-        fields = list(grads.state)
-        sums = [self._sum(grads.coefficient_grads.get(self.keys[i]), self.fixed[1 + i]) for i in self.wanted]
-        sums += [self._sum(g, p) for g, p in zip(grads.parameter_grads, self.parameters, strict=True)]
-        cotangents = [grads.state[name] for name in fields]
-        while stop > start:
-            count = min(self.length, stop - start)
-            averaging = self._averages(stop) and cotangent is not None
-            before = [_plain(cotangent * self.recorder.weight)] if averaging and cotangent is not None else []
-            carried = [*sums, *(self._pack(x) for x in (*cotangents, *state))]
-            out = self._run(True, averaging, type(state), stop - count, count, before, carried)
-            sums, out = out[: self.sums], [self._unpack(x) for x in out[self.sums :]]
-            cotangents, state = out[: len(fields)], type(state)(*out[len(fields) :])
-            stop -= count
-        grads.state.update(zip(fields, cotangents, strict=True))
-        grads.coefficient_grads.update({self.keys[i]: value for i, value in zip(self.wanted, sums, strict=False)})
-        grads.parameter_grads = list(sums[len(self.wanted) :])
         return state
 
-    # What is written down: a turn of a loop, and what comes before the first and after the last. They are functions of
-    # what does not change in the loop (``given``: the number of steps, that of the first one, what is fixed, noise and the
-    # cotangent of a time average), of the turn's number ``k`` and of what the loop carries.
+    def _total(self, state: State) -> Tensor:
+        """The sum of the time average so far."""
+        recording = self.recording
+        if recording.total is None:
+            with torch.no_grad():
+                value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
+            recording.add(torch.zeros_like(value), recording.come_to)
+        assert recording.total is not None
+        return recording.total
 
-    def _forward(self, averaging: bool, kind: type, made: Compiled) -> Written:
-        def start(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
-            return [torch.zeros_like(given[0]), *carried]
+    @staticmethod
+    def spec(driver: CompiledDriver, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, ForwardCarry]:
+        """One step an iteration."""
+
+        def start(given: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+            return torch.zeros_like(given.steps), carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k < count
 
-        def turn(given: list[Tensor], k: Tensor, carried: list[Tensor]) -> list[Tensor]:
-            stats, t, out = {"energy_evaluations": 0}, self._time(given, k), []
-            forces = self.program.forces(stats)
-            total = carried.pop(0) if averaging else None
-            if self.holds_after:
-                forces.know(self.potential, self._unpack(carried.pop(0)))
-            state = kind(*map(self._unpack, carried))
-            state = self.program.step(t, state, self._coefficients(given), self._seen(given, k), forces)
-            if total is not None:
-                assert self.average is not None
-                out.append(own(total + self.average.function(self.march.leave(state))))
-            if self.holds_after:
-                out.append(self._pack(forces(self.potential, t, state.position)))
-            made.each = stats["energy_evaluations"]
-            return [k + 1, *out, *map(self._pack, state)]
-
-        def finish(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
-            return carried
-
-        return Written(start, more, turn, finish)
-
-    def _backward(self, averaging: bool, kind: type, made: Compiled) -> Written:
-        moves, fields = list(self.program.moves), self.march.problem.state._fields
-
-        def begin(given: list[Tensor], carried: list[Tensor]) -> tuple[State, Gradients]:
-            rest = [self._unpack(x) for x in carried[self.sums :]]
-            parameters = [self._registered(given)[i] for i in self.places]
-            grads = Gradients(dict(zip(fields, rest, strict=False)), parameters, self.program.force_grid)
-            grads.coefficient_grads = {self.keys[i]: value for i, value in zip(self.wanted, carried, strict=False)}
-            grads.parameter_grads = list(carried[len(self.wanted) : self.sums])
-            return kind(*rest[len(fields) :]), grads
-
-        def end(state: State, grads: Gradients) -> list[Tensor]:
-            known = [*(grads.coefficient_grads[self.keys[i]] for i in self.wanted), *grads.parameter_grads]
-            states = [self._pack(x) for x in (*(grads.state[name] for name in fields), *state)]
-            return [*(own(x) for x in known if x is not None), *states]
-
-        def back(over: Sequence[Any], k: Tensor, state: State, grads: Gradients, given: list[Tensor]) -> State:
-            coefficients, t, seen = self._coefficients(given, self.wanted), self._time(given, k), self._seen(given, k)
-            for stage, move in reversed(over):
-                grads.moving(move.writes)
-                state = move.retreat(state, self.program.at(t, stage, coefficients, seen, self.program.forces()), grads, None)
-            return state
-
-        def look(state: State, grads: Gradients, given: list[Tensor]) -> None:
+        def body(given: LoopConstants, k: Tensor, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+            stats, t = {"energy_evaluations": 0}, driver.time(given, k)
+            state = kind(*map(driver.unpack, carry.state))
+            known = (state.position, driver.unpack(carry.force[0])) if carry.force else None
+            program = driver.program.with_spacings(given.spacings)
+            forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
+            state = program.step(t, state, given.coefficients, driver.seen(given, k), forces)
+            total = carry.total
             if averaging:
-                assert self.average is not None
-                self.recorder.pull_function(self.average.function, self.march.leave(state), given[-1], grads)
+                value = driver.recorder.value(driver.stepper.from_lattice(state))
+                total = (clone(total[0] + value.to(sum_dtype(value))),)
+            force = (driver.pack(forces.force(state.position, t)),) if carry.force else ()
+            loop.each = stats["energy_evaluations"]
+            return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
 
-        def start(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
-            state, grads = begin(given, carried)
-            look(state, grads, given)
-            state = back(moves[self.turn :], given[0] - 1, state, grads, given)
-            made.once += grads.evaluations
-            return [given[0] - 1, *end(state, grads)]
+        def finish(given: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
+            return carry
+
+        return LoopSpec(start, more, body, finish)
+
+
+class BackwardLoops:
+    """The way back in compiled loops."""
+
+    def __init__(self, driver: CompiledDriver, forces: ForceEvaluator) -> None:
+        self.driver, self.forces = driver, forces
+
+    def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
+        """Take the cotangents from the last state back to the start, which is returned."""
+        pairs = list(pairwise([0, *self.driver.stops]))[::-1]
+        for start, stop in shown(pairs, "backward", len(pairs), progress):
+            if self.driver.recorder.average is None:
+                saved.accumulate(stop, self.driver.stepper.from_lattice(state), cotangents, self.forces)
+            state = self._over(state, stop, start, cotangents, saved.of_average)
+            state = rewind.restore(start, state)
+        return state
+
+    def _over(self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None) -> State:
+        """From the state after ``stop`` steps back to that after ``start``, with the cotangents taken along."""
+        driver, fields = self.driver, cotangents.fields
+        coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
+        carry = BackwardCarry(
+            {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in driver.wanted},
+            {name: _sum(cotangents.parameter_sums.get(name), p) for name, p in cotangents.parameters.items()},
+            {name: driver.pack(cotangents[name]) for name in fields},
+            tuple(map(driver.pack, state)),
+        )
+        while stop > start:
+            count = min(driver.length, stop - start)
+            averaging = average is not None and driver.averages(stop)
+            given = [average] if averaging and average is not None else []
+            carry = driver.run(True, averaging, type(state), stop - count, count, carry, given)
+            stop -= count
+        for name, cotangent in carry.cotangents.items():
+            cotangents[name] = driver.unpack(cotangent)
+        cotangents.coefficient_sums.update(carry.coefficients)
+        cotangents.parameter_sums.update(carry.parameters)
+        return type(state)(*map(driver.unpack, carry.state))
+
+    @staticmethod
+    def spec(driver: CompiledDriver, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
+        """The end of one step and the beginning of the one before it an iteration."""
+        late, early = slice(driver.turn, None), slice(0, driver.turn)
+
+        class Sweep:
+            """The way back inside a trace, from what is carried."""
+
+            def __init__(self, given: LoopConstants, carry: BackwardCarry) -> None:
+                self.given, self.stats = given, {"energy_evaluations": 0}
+                self.state = kind(*map(driver.unpack, carry.state))
+                trainable = driver.tensors.trainable(given.parameters)
+                fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
+                self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
+                self.program = driver.program.with_spacings(given.spacings)
+                self.forces = self.program.forces(driver.dynamics.potential, parameters=trainable, stats=self.stats)
+
+            def over(self, part: slice, k: Tensor) -> None:
+                """Go back over a part of step number k."""
+                t, seen = driver.time(self.given, k), driver.seen(self.given, k)
+                coefficients = self.given.coefficients
+                self.state = self.program.backward(t, self.state, coefficients, seen, self.forces, self.sums, None, part)
+
+            def look(self) -> None:
+                """Add what a time average says of the state."""
+                if averaging:
+                    (cotangent,), state = self.given.average, driver.stepper.from_lattice(self.state)
+                    RecordSweep(driver.recorder, (), None, 0.0).add_function(state, cotangent, self.sums, self.forces)
+
+            def carry(self) -> BackwardCarry:
+                self.sums.complete()
+                return BackwardCarry(
+                    {key: clone(self.sums.coefficient_sums[key]) for key in driver.wanted},
+                    {name: clone(self.sums.parameter_sums[name]) for name in self.sums.parameters},
+                    {name: driver.pack(self.sums[name]) for name in self.sums.fields},
+                    tuple(map(driver.pack, self.state)),
+                )
+
+        def start(given: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+            sweep = Sweep(given, carry)
+            sweep.look()
+            sweep.over(late, given.steps - 1)
+            found = sweep.carry()
+            loop.once += sweep.stats["energy_evaluations"]
+            return given.steps - 1, found
 
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k > 0
 
-        def turn(given: list[Tensor], k: Tensor, carried: list[Tensor]) -> list[Tensor]:
-            state, grads = begin(given, carried)
-            state = back(moves[: self.turn], k, state, grads, given)
-            look(state, grads, given)
-            state = back(moves[self.turn :], k - 1, state, grads, given)
-            made.each = grads.evaluations
-            return [k - 1, *end(state, grads)]
+        def body(given: LoopConstants, k: Tensor, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+            sweep = Sweep(given, carry)
+            sweep.over(early, k)
+            sweep.look()
+            sweep.over(late, k - 1)
+            found = sweep.carry()
+            loop.each = sweep.stats["energy_evaluations"]
+            return k - 1, found
 
-        def finish(given: list[Tensor], carried: list[Tensor]) -> list[Tensor]:
-            state, grads = begin(given, carried)
-            state = back(moves[: self.turn], torch.zeros_like(given[0]), state, grads, given)
-            grads.settle()
-            made.once += grads.evaluations
-            return end(state, grads)
+        def finish(given: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
+            sweep = Sweep(given, carry)
+            sweep.over(early, torch.zeros_like(given.steps))
+            found = sweep.carry()
+            loop.once += sweep.stats["energy_evaluations"]
+            return found
 
-        return Written(start, more, turn, finish)
-
-    def _time(self, given: Sequence[Tensor], k: Tensor) -> Tensor:
-        return given[2] + (given[1] + k).to(torch.float64) * self.march.solver.dt
-
-    def _coefficients(self, given: Sequence[Tensor], wanted: Sequence[int] = ()) -> dict[str, Any]:
-        found: dict[str, Any] = {stage.letter: {} for stage in self.program.stages}
-        for i, (letter, name) in enumerate(self.keys):
-            value = given[3 + i]
-            found[letter][name] = value.detach().requires_grad_() if i in wanted else value
-        return found
-
-    def _registered(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        begin = 3 + len(self.keys)
-        return given[begin : begin + len(self.registered)]
-
-    def _seen(self, given: Sequence[Tensor], k: Tensor) -> list[Tensor] | None:
-        """The noise that step number ``k`` of the loop sees."""
-        if not self.program.draws:
-            return None
-        noise = given[2 + len(self.fixed)]
-        steps = [noise.index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.sees)]
-        return [self._unpack(draw) for step in steps for draw in step.unbind(0)]
-
-    @contextmanager
-    def _given(self, around: Sequence[Tensor], back: bool, made: Compiled) -> Iterator[list[Tensor]]:
-        """Parameters, buffers and spacings replaced by the inputs that stand for them."""
-        given = list(around)
-        begin = 3 + len(self.keys)
-        for i in self.places if back else ():
-            given[begin + i] = given[begin + i].detach().requires_grad_()
-        registered = self._registered(given)
-        known = [(grid.spacing, grid._shift) for grid in self.grids]
-        begin += len(registered)
-        try:
-            for i, grid in enumerate(self.grids):
-                grid.spacing, grid._shift = given[begin + 2 * i : begin + 2 * i + 2]
-            named = {name: registered[i] for name, i in self.names.items()}
-            with _reparametrize_module(self.dynamics, named), torch.no_grad(), NoCapture(self.registered, made.constants):
-                yield given
-        finally:
-            for grid, (spacing, shift) in zip(self.grids, known, strict=True):
-                grid.spacing, grid._shift = spacing, shift
-
-    # Compiling and running it.
-
-    def _run(
-        self, back: bool, averaging: bool, kind: type, first: int, count: int, before: list[Tensor], carried: list[Tensor]
-    ) -> list[Tensor]:
-        device = self.march.problem.state.position.device
-        numbers = [torch.tensor(x, device=device) for x in (count, first)]
-        around = [*numbers, *self.fixed, *self._noise(first, count), *before]
-        made = self._look_up(back, averaging, kind, around, carried)
-        self.march.problem.stats["energy_evaluations"] += made.once + (count - 1 if back else count) * made.each
-        return list(made.function(*around, *carried))
-
-    def _look_up(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
-        solver, record = self.march.solver, weak(self.average.function) if averaging and self.average is not None else None
-        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in (*around, *carried))
-        wanted = (tuple(self.places), tuple(self.wanted)) if back else ()
-        key = (back, record, repr(solver), solver.dt, kind, shapes, wanted, self.modules, torch.get_num_threads())
-        known = _compiled.setdefault(self.dynamics, {})
-        for constant in known[key].constants if key in known else ():
-            constant.check()
-        if key not in known or any(constant.changed() for constant in known[key].constants):
-            begun = time.perf_counter()
-            known[key] = self._compile(back, averaging, kind, around, carried)
-            self.march.problem.stats["compile_seconds"] += time.perf_counter() - begun
-        return known[key]
-
-    def _compile(self, back: bool, averaging: bool, kind: type, around: list[Tensor], carried: list[Tensor]) -> Compiled:
-        made = Compiled(lambda *_: ())
-        written = (self._backward if back else self._forward)(averaging, kind, made)
-        # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
-        short = max(self.march.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
-        what = f"a step of {type(self.dynamics).__name__}"
-        made.function = compile_loop(written, lambda x: self._given(x, back, made), around, carried, short, what)
-        return made
-
-    # What goes in.
-
-    def _pack(self, x: Tensor) -> Tensor:
-        """A field as it lies in memory inside of a loop."""
-        return own(packed(x, self.batch))
-
-    def _unpack(self, x: Tensor) -> Tensor:
-        return unpacked(x, self.batch)
-
-    def _noise(self, first: int, count: int) -> list[Tensor]:
-        """That of the steps of a loop, as many as a loop may have; or none."""
-        if not self.program.draws:
-            return []
-        if self._drawn is not None and self._drawn[:2] == (first, count):
-            return [self._drawn[2]]
-        seen = count + self.program.sees - 1
-        drawn = self.march.drawn(first, seen)
-        drawn = packed(drawn, self.batch, leading=2)
-        whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
-        whole[:seen] = drawn
-        # The way back begins with what the way forward ended with.
-        self._drawn = (first, count, whole)
-        return [whole]
-
-    def _averages(self, step: int) -> bool:
-        return self.average is not None and step >= self.recorder.first
-
-    def _total(self, state: State) -> Tensor:
-        assert self.average is not None
-        with torch.no_grad():
-            return torch.zeros_like(self.average.function(self.march.leave(state)), memory_format=torch.contiguous_format)
-
-    def _first_force(self, start: State) -> Tensor:
-        self.march.problem.stats["energy_evaluations"] += 1
-        with torch.no_grad():
-            push = force(self.potential, start.position, self.march.time(0), self.program.force_grid)
-        if not bool(torch.isfinite(push).all()):
-            # A compiled loop over pairs takes what is at no distance for the atom itself.
-            raise FloatingPointError("the forces at the start are not finite: are two atoms in one place?")
-        return push
-
-    @staticmethod
-    def _sum(known: Tensor | None, like: Tensor) -> Tensor:
-        return torch.zeros_like(_plain(like)) if known is None else own(known)
+        return LoopSpec(start, more, body, finish)
 
 
-def _plain(x: Tensor) -> Tensor:
-    return x.detach().contiguous()
-
-
-def _grids(program: Any) -> list[Grid]:
-    """The lattice spacings that the moves of a step know of."""
-    found = [grid for _, move in program.moves if (grid := getattr(move, "grid", None)) is not None]
-    if program.force_grid is not None:
-        found.append(program.force_grid)
-    return list({id(grid): grid for grid in found}.values())
+def _sum(known: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(clone(like)) if known is None else clone(known)

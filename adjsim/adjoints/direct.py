@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from adjsim.adjoints.base import Adjoint, Result
-from adjsim.adjoints.compiled import Loops
-from adjsim.adjoints.march import March, Recorder
+from adjsim.adjoints.compiled import CompiledDriver
+from adjsim.adjoints.eager import EagerDriver
+from adjsim.adjoints.recorder import Recorder, Recording
+from adjsim.adjoints.stepper import Driver, prepare
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous import ContinuousSolver
 
@@ -25,14 +27,12 @@ class DirectAdjoint(Adjoint):
     def run(self, problem: Problem) -> Result:
         if isinstance(problem.solver, ContinuousSolver):
             return problem.solver.solve(problem, None)
-        march = March(problem)
-        recorder = Recorder(problem.record, march)
-        state = start = march.enter(problem.state)
-        recorder.visit(0, march.leave(start))
-        steps = march.forward(start)
+        stepper, inputs = prepare(problem)
+        recording = Recording(Recorder(problem.record, stepper.clock), stepper)
         if problem.compile:
-            steps = Loops(march, [], recorder).walk(start, march.frames)
-        for step, state in steps:
-            recorder.visit(step, march.leave(state))
-        states, record = recorder.result()
-        return states, record, march.leave(state)
+            driver: Driver = CompiledDriver(stepper, inputs, problem).forward(recording)
+        else:
+            driver = EagerDriver(stepper, inputs, stepper.program.forces(problem.dynamics.potential, stats=problem.stats))
+        start = stepper.to_lattice(inputs.state)
+        final = stepper.run(start, inputs, driver, [recording], problem)
+        return *recording.result(), stepper.from_lattice(final)

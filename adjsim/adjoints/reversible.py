@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from adjsim._state import State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.march import March
-from adjsim.adjoints.retrace import Retrace
-from adjsim.adjoints.sweep import Backtrack, run_swept
-from adjsim.dynamics.sources import Gradients
+from adjsim.adjoints.exact_inversion import Fingerprints
+from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.adjoints.sweep import run_swept
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.splitting import Splitting
 
@@ -62,7 +65,11 @@ class ReversibleAdjoint(Adjoint):
         if every is None and not exact:
             every = _spacing(problem, self.tol)
         problem.stats.update(reconstruction_error=None, checkpoint_every=every)
-        return run_swept(problem, Retrace(problem, every) if exact else _Undo(problem, every, self.tol))
+
+        def history(stepper: Stepper) -> History:
+            return Fingerprints(stepper, every) if exact else Resets(stepper, every, self.tol, problem.stats)
+
+        return run_swept(problem, history)
 
 
 def _spacing(problem: Problem, tol: float) -> int | None:
@@ -80,48 +87,75 @@ def _spacing(problem: Problem, tol: float) -> int | None:
     return max(1, int(min(by_friction, by_rounding)))
 
 
-class _Undo(Backtrack):
-    def __init__(self, problem: Problem, every: int | None, tol: float) -> None:
-        self.problem, self.every, self.tol = problem, every, tol
+class Resets(History):
+    """The states that reversed steps are compared with and go on from: the start, saved frames, checkpoints.
+
+    Args:
+        stepper: the steps of the run.
+        every: steps between checkpoints; None: no checkpoints.
+        tol: relative error above which going back raises.
+        stats: where the error goes.
+    """
+
+    def __init__(self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]) -> None:
+        self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
         self.stored: dict[int, State] = {}
+        # The largest entry of each field at these steps, which errors are relative to.
         self.scale: list[torch.Tensor] = []
 
-    def keep(self, march: March, step: int, state: State) -> None:
-        checkpoint = step == 0 or (self.every is not None and step % self.every == 0 and step < march.last)
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        regular = () if self.every is None else range(0, stepper.clock.last, self.every)
+        return {*stepper.clock.saves, *regular}
+
+    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        last = self.stepper.clock.last
+        checkpoint = step == 0 or (self.every is not None and step % self.every == 0 and step < last)
         if checkpoint:
             self.stored[step] = detached(state)
-        if checkpoint or step in march.frames or step == march.last:
+        if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
             self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
 
-    def watches(self, march: March) -> Iterable[int]:
-        return {*march.frames, *([] if self.every is None else range(0, march.last, self.every))}
+    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+        saves = self.stepper.clock.saves
+        known = {} if frames is None else {step: select(frames, i) for i, step in enumerate(saves)}
+        return FloatInversion(self, {**known, **self.stored}, final)
 
-    def begin(self, march: March, outputs: State | None, final: State) -> State:
-        self.frames = {} if outputs is None else {s: select(outputs, i) for i, s in enumerate(march.saves)}
-        self.problem.stats["reconstruction_error"] = 0.0
-        return final
 
-    def moves_before(self, step: int) -> list[State] | None:
-        return None
+class FloatInversion(Rewind):
+    """Earlier states found by inverting the moves in floating point, with the error that this makes wherever the true state is
+    known.
 
-    def arrive(self, step: int, state: State, grads: Gradients) -> State:
-        known = self.stored.get(step, self.frames.get(step))
-        if known is None:
+    Args:
+        kept: what the run has kept.
+        known: the true states, by step.
+        final: the last state.
+    """
+
+    def __init__(self, kept: Resets, known: Mapping[int, State], final: State) -> None:
+        self.kept, self.known, self._final, self.error = kept, known, final, 0.0
+        # A function of the state may be so much more sensitive than the state is wrong.
+        self.tolerance = max(closeness(final[0].dtype), 1e3 * kept.tol)
+
+    def final(self) -> State:
+        return self._final
+
+    def restore(self, step: int, state: State) -> State:
+        true = self.known.get(step)
+        if true is None:
             return state
-        # A force found at the reconstructed position does not belong to the state we go on with.
-        grads.settle()
         error = max(
-            float((found - true).abs().amax().double() / torch.where(size > 0, size, 1.0))
-            for found, true, size in zip(state, known, self.scale, strict=True)
+            float((found - x).abs().amax().double() / torch.where(size > 0, size, 1.0))
+            for found, x, size in zip(state, true, self.kept.scale, strict=True)
         )
-        stats = self.problem.stats
-        stats["reconstruction_error"] = max(stats["reconstruction_error"], error)
-        if not error <= self.tol:
+        assert self.error is not None
+        self.kept.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
+        if not error <= self.kept.tol:
             single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
-                f"was run (tol = {self.tol:g}), and the gradient would be wrong. Use Splitting(..., "
-                f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}."
+                f"was run (tol = {self.kept.tol:g}), and the gradient would be wrong. Use Splitting(..., "
+                f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}. Where the "
+                "force is random, or something that it reads has changed since the run, make it reproducible."
             )
-        return known
+        return true

@@ -1,36 +1,182 @@
-"""What compiled code depends on besides its inputs, as keys by which it is looked up."""
+"""What compiled code depends on apart from its inputs, as keys by which it is looked up.
+
+Tensors registered on modules are inputs of compiled code. Everything else that a potential or a record reads is baked into it:
+numbers, texts, arrays, activation functions, data classes, attributes of classes, what a function closes over, and globals. So
+all of that is part of the key. A value that cannot be looked at is refused, since a change of it would go unnoticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
+import builtins
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
+import numpy as np
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 # What torch keeps in a module: registered tensors are inputs, submodules are looked at by themselves.
-_OF_EVERY_MODULE = set(vars(nn.Module())) - {"training"}
+_OF_EVERY_MODULE = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+# Packages whose functions and classes do not change while a program runs.
+_FIXED = {
+    "adjsim",
+    "beartype",
+    "builtins",
+    "functools",
+    "itertools",
+    "jaxtyping",
+    "math",
+    "numpy",
+    "operator",
+    "scipy",
+    "torch",
+}
+_FIXED |= {"_operator", "collections", "typing", "cmath", "abc", "types"}
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, Fraction, PurePath)
+_PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 
 
-def settings(module: nn.Module) -> tuple[Any, ...]:
-    """The Python numbers and words of a module, those in its lists and dictionaries too, and which tensors it has that are not
-    registered, in which version."""
-    found: list[Any] = []
-    for name, value in vars(module).items():
-        if name not in _OF_EVERY_MODULE:
-            leaves, shape = tree_flatten(value)
-            found.append((name, str(shape), *(known for x in leaves if (known := _setting(x)) is not None)))
-    return tuple(found)
+class UnseenError(ValueError):
+    """Something that compiled code would depend on cannot be looked at."""
 
 
-def _setting(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return id(x), x._version
-    return (type(x), x) if isinstance(x, bool | int | float | complex | str) else None
+class Same:
+    """An object as itself: equal to itself alone, and to nothing once it is gone. It does not keep the object alive."""
+
+    __slots__ = ("_id", "_ref")
+
+    def __init__(self, x: Any) -> None:
+        self._ref, self._id = ref(x), id(x)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and (x := self._ref()) is not None and x is other._ref()
 
 
-def weak(record: Callable[..., Any]) -> Any:
-    """A record as part of a key that does not keep it alive: it may hold the dynamics whose code is looked up."""
-    return WeakMethod(record) if isinstance(record, MethodType) else ref(record)
+@dataclass
+class _Look:
+    """One look at things that refer to each other.
+
+    Args:
+        known: modules that are looked at anyway.
+        seen: those met so far, with their numbers, by identity; they are kept so that no other gets the identity of one.
+    """
+
+    known: set[int]
+    seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
+
+    def at(self, x: Any, where: str) -> Any:
+        if isinstance(x, float):
+            return float, x.hex()  # which equals itself also where it is no number, and tells the two zeros apart
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, np.generic):
+            return type(x), x.tobytes()
+        if isinstance(x, Tensor):
+            return Same(x), None if x.is_inference() else x._version, x.requires_grad
+        if isinstance(x, np.ndarray):
+            return x.shape, x.dtype.str, self.at(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+        if isinstance(x, ModuleType):
+            return x.__name__
+        if id(x) in self.seen:
+            return "seen", self.seen[id(x)][0]
+        self.seen[id(x)] = (len(self.seen), x)
+        if isinstance(x, (tuple, list)):
+            return type(x), *(self.at(y, f"{where}[{i}]") for i, y in enumerate(x))
+        if isinstance(x, (set, frozenset)):
+            return type(x), frozenset(self.at(y, where) for y in x)
+        if isinstance(x, Mapping):
+            return type(x), *((self.at(k, where), self.at(y, f"{where}[{k!r}]")) for k, y in x.items())
+        if isinstance(x, nn.Module):
+            return Same(x) if id(x) in self.known else self._stranger(x, where)
+        if isinstance(x, type):
+            return self._class(x, where)
+        if (callable(x) and not hasattr(x, "__dict__")) or isinstance(
+            x, BuiltinFunctionType | FunctionType | MethodType | partial
+        ):
+            return self._function(x, where)
+        return self._object(x, where)
+
+    def module(self, x: nn.Module) -> Any:
+        """The settings of one module of the dynamics."""
+        name = type(x).__name__
+        own = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
+        return Same(x), self._class(type(x), name), *((key, self.at(value, f"{name}.{key}")) for key, value in own.items())
+
+    def _stranger(self, x: nn.Module, where: str) -> Any:
+        """A module that is not part of the dynamics: its tensors are constants too."""
+        tensors = [*x.parameters(), *x.buffers()]
+        return tuple(self.module(part) for part in x.modules()), *(self.at(y, where) for y in tensors)
+
+    def _class(self, x: type, where: str) -> Any:
+        kinds = [kind for kind in x.__mro__ if _package(kind) not in _FIXED]
+        found = []
+        for kind in kinds:
+            for name, value in vars(kind).items():
+                value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                value = value.fget if isinstance(value, property) else value
+                if isinstance(value, FunctionType) or not (name.startswith("__") or hasattr(value, "__get__")):
+                    found.append((name, self.at(value, f"{where}.{name}")))
+        return Same(x), *found
+
+    def _function(self, x: Any, where: str) -> Any:
+        if isinstance(x, MethodType):
+            return self.at(x.__func__, where), self.at(x.__self__, where)
+        if isinstance(x, partial):
+            return self.at(x.func, where), self.at(x.args, where), self.at(x.keywords, where)
+        if not isinstance(x, FunctionType) or _package(x) in _FIXED:
+            return x
+        cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
+        names = sorted(_names(x.__code__) & set(x.__globals__))
+        seen = ((name, self.at(x.__globals__[name], f"{where} ({name})")) for name in names)
+        return x.__code__, cells, *seen, self.at(x.__defaults__, where), self.at(x.__kwdefaults__, where)
+
+    def _cell(self, cell: Any, where: str) -> Any:
+        try:
+            return self.at(cell.cell_contents, where)
+        except ValueError as empty:
+            if isinstance(empty, UnseenError):
+                raise
+            return "empty"
+
+    def _object(self, x: Any, where: str) -> Any:
+        slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
+        if not hasattr(x, "__dict__") and not slots:
+            raise UnseenError(
+                f"{where} is {type(x).__name__}, which cannot be looked at, so that a change of it would go unnoticed in "
+                "compiled "
+                "code. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
+            )
+        inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
+        return self._class(type(x), where), *((name, self.at(value, f"{where}.{name}")) for name, value in inner.items())
+
+
+def settings(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
+    """What a module, its submodules and a function read that is not a registered tensor, as a key.
+
+    Raises:
+        UnseenError: something that cannot be looked at.
+    """
+    modules = list(module.modules())
+    look = _Look({id(part) for part in modules})
+    return tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
+
+
+def _package(x: Any) -> str:
+    return (getattr(x, "__module__", None) or "").partition(".")[0]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names and attributes that a function's code mentions, those of functions inside of it too."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner)) - set(vars(builtins))

@@ -9,7 +9,7 @@ from adjsim.dynamics.hamiltonian import Hamiltonian
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
 from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
-from adjsim.dynamics.sources import Coefficient, Combination, Field, ForceOf, Function, Random
+from adjsim.dynamics.sources import Coefficient, Combination, Field, Force, Function, Random
 
 __all__ = [
     "ESH",
@@ -19,7 +19,7 @@ __all__ = [
     "Dynamics",
     "ESHState",
     "Field",
-    "ForceOf",
+    "Force",
     "Function",
     "GeneralizedLangevin",
     "Hamiltonian",

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from adjsim._module import ModuleCache
 from adjsim._noise import Noise, seed_from
 from adjsim._params import register, trainable
 from adjsim._state import PhaseState, State, check_state
 from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.couplings import Move
-from adjsim.potentials.base import ForceField
+from adjsim.potentials.base import ForceField, unwritten
 
 # Shapes of positions that a potential has been found to map as it should.
-_fitting: WeakKeyDictionary[nn.Module, set[torch.Size]] = WeakKeyDictionary()
+_fitting: ModuleCache[bool] = ModuleCache(64)
 
 
 class Term:
@@ -125,20 +125,22 @@ class Dynamics(nn.Module):
     def check(self, state: State) -> None:
         """Refuse a state this dynamics cannot step; called before any work is done."""
         check_state(state, self.state_type)
-        expected, known = state.position.shape[:-2], _fitting.setdefault(self.potential, set())
-        if state.position.shape in known:
+        expected = state.position.shape[:-2]
+        if _fitting.get(self.potential, state.position.shape):
             return
-        with torch.no_grad():
+        # A copy, since this is where a potential that writes into its argument is found.
+        position = state.position.detach().clone()
+        with torch.no_grad(), unwritten(self.potential, position):
             if isinstance(self.potential, ForceField):
-                got = tuple(self.potential(0.0, state.position).shape)
-                what, expected = "force", state.position.shape
+                got = tuple(self.potential(0.0, position).shape)
+                what, expected = "force", position.shape
             else:
-                got, what = tuple(self.potential(state.position).shape), "energy"
+                got, what = tuple(self.potential(position).shape), "energy"
         if got != tuple(expected):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
             )
-        known.add(state.position.shape)
+        _fitting.put(self.potential, state.position.shape, True)
 
     def trainable(self) -> dict[str, Tensor]:
         """Everything registered that requires grad, by name."""

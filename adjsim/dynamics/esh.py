@@ -59,24 +59,24 @@ class Turn(Term):
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         d = state.position.shape[-1] * state.position.shape[-2]
-        push = force(self.dynamics.potential, state.position, t) / d
-        along = (state.direction * push).sum((-1, -2), keepdim=True)
-        return {"direction": push - along * state.direction, "log_speed": along[..., 0, 0]}
+        e = force(self.dynamics.potential, state.position, t) / d
+        along = (state.direction * e).sum((-1, -2), keepdim=True)
+        return {"direction": e - along * state.direction, "log_speed": along[..., 0, 0]}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
         return (
             Map(
                 ("direction", "log_speed"),
-                lambda c, push, u, r: turn(h, push, u, r),
-                lambda c, push, u, r: turn(-h, push, u, r),
-                self.dynamics.potential,
+                lambda c, force, u, r: turn(h, force, u, r),
+                lambda c, force, u, r: turn(-h, force, u, r),
+                force=True,
             ),
         )
 
 
-def turn(h: float, push: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """The flow of :class:`Turn`, written in even functions of delta so that it is smooth where the force vanishes."""
-    a = push * (h / (push.shape[-1] * push.shape[-2]))
+    a = force * (h / (force.shape[-1] * force.shape[-2]))
     square = (a * a).sum((-1, -2), keepdim=True)
     small = square < 1e-4
     delta = torch.where(small, 1.0, square).sqrt()

@@ -23,20 +23,22 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import LARGEST, Grid, power_of_two, straight
+from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
 from adjsim._state import State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
-from adjsim.dynamics.couplings import Move, Scale, Shear
-from adjsim.dynamics.sources import At, Coefficient, Coefficients, ForceOf, insert, take
+from adjsim.dynamics.cotangents import take
+from adjsim.dynamics.couplings import Move, Scale, Shear, put
+from adjsim.dynamics.sources import At, Coefficient, Coefficients, Force
 from adjsim.potentials.base import Potential
 
 # A field may grow this far beyond its scale; those that are scaled get the finer lattice, since a scale is d units rough.
@@ -72,17 +74,29 @@ class Lattice:
         scales = _scales(dynamics, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
         self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
-        pushed = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, ForceOf)]
+        kicked = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, Force)]
         # For contributions to forces, which have one more axis; at least as fine as that of the increments they give.
-        self.force_grid = Grid(power_of_two(pushed[0].spacing / dt).unsqueeze(-1) / 2) if pushed else None
-        for potential in {m.source.potential for _, m in every if isinstance(m, Shear) and isinstance(m.source, ForceOf)}:
-            _check_force(potential)
+        self.force_grid = Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
+        if kicked:
+            _check_force(dynamics.potential)
         self._constant = [(a, m.source.name) for a, m in every if isinstance(m, Scale) and isinstance(m.source, Coefficient)]
         self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
         self._varies = any(isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every)
 
-    def place(self, move: Move) -> Move:
+    def spacings(self) -> dict[str, Tensor]:
+        """The spacing of each field, and that of contributions to the force as ``"force"``."""
+        found = {name: grid.spacing for name, grid in self.grids.items()}
+        return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
+
+    def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
+        """The same lattice with these tensors as its spacings: inputs of compiled code, in place of constants."""
+        other = copy(self)
+        other.grids = {name: Grid(spacings[name]) for name in self.grids}
+        other.force_grid = None if self.force_grid is None else Grid(spacings["force"])
+        return other
+
+    def on_lattice(self, move: Move) -> Move:
         """The move on this lattice."""
         assert isinstance(move, Shear | Scale)
         grid = self.grids[move.field].link(move.link)
@@ -119,13 +133,13 @@ class Lattice:
         # Half a bit more than is planned for, so that a buffer that grew by all of it is none that overflowed.
         return Growth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
 
-    def enter(self, state: State) -> State:
+    def to_lattice(self, state: State) -> State:
         """The nearest state of the lattice, with empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
         buffers = [torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled]
         return self._extended(*fields, *buffers)
 
-    def leave(self, state: State) -> State:
+    def from_lattice(self, state: State) -> State:
         """The state without its buffers."""
         return self._kind(*state[: self.width])
 
@@ -140,7 +154,7 @@ class Lattice:
         return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].reach:.3g},"
 
     def _fill(self, state: State) -> dict[str, float]:
-        return {name: self.grids[name].fill(value) for name, value in self.leave(state)._asdict().items()}
+        return {name: self.grids[name].fill(value) for name, value in self.from_lattice(state)._asdict().items()}
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Relieve the buffers that are full."""
@@ -164,11 +178,11 @@ class Lattice:
 
 @dataclass(frozen=True)
 class Growth:
-    """Bits that a step adds to the buffers, by field (None if that depends on the state); every how many steps they have to be
-    looked at, and the size they then must not have reached."""
+    """Bits that a step adds to the buffers, by field (None if that depends on the state); the steps between two checks of the
+    buffers, and the size they must not have reached at one."""
 
     bits: dict[str, Tensor] | None
-    look_every: int
+    check_every: int
     limit: float
 
     def mean(self, state: State) -> float | None:
@@ -188,7 +202,7 @@ class LatticeShear(Shear):
         if self.coefficient is not None:
             value = at.coefficients[self.coefficient] * value
         y, increment = take(getattr(state, self.field), self.link), self.grid.round(value)
-        return self._put(state, y + increment if sign > 0 else y - increment)
+        return put(state, self.field, self.link, y + increment if sign > 0 else y - increment)
 
 
 @dataclass(frozen=True)
@@ -204,7 +218,7 @@ class LatticeScale(Scale):
         y = take(getattr(state, self.field), self.link)
         out, buffer = self._rescale(state, y, n, d)
         if y.requires_grad or factor.requires_grad:
-            out = straight(y * factor, out)
+            out = straight_through(y * factor, out)
         return self._put_both(state, out, buffer)
 
     def _divide(self, state: State, factor: Tensor, at: At) -> State:
@@ -228,14 +242,10 @@ class LatticeScale(Scale):
         return x * self.grid.spacing, kept
 
     def _put_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
-        values = list(state)
-        for name, part in ((self.field, y), (buffer_name(self.field), buffer)):
-            i = state._fields.index(name)
-            values[i] = insert(values[i], self.link, part)
-        return type(state)(*values)
+        return put(put(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _extended(kind: type, scaled: tuple[str, ...]) -> Any:
     names: tuple[str, ...] = kind._fields
     return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))

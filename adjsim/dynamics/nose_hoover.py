@@ -14,8 +14,9 @@ from adjsim._params import register
 from adjsim._state import State
 from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim.dynamics.cotangents import Cotangents, insert, take
 from adjsim.dynamics.couplings import Move, Scale, Shear
-from adjsim.dynamics.sources import At, Coefficients, Field, Gradients, Pull, insert, reduce, take
+from adjsim.dynamics.sources import Accumulate, At, Coefficients, Field, reduce
 from adjsim.dynamics.terms import Kick, Stream
 
 
@@ -96,9 +97,9 @@ class Drag:
     def value(self, state: State, at: At) -> Tensor:
         return _drag(state, at.coefficients, self.link, self.h)
 
-    def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
+    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
         value = self.value(state, at)
-        return value, lambda cotangent: _pull_drag(self.link, self.h, cotangent * value, state, at, grads)
+        return value, lambda cotangent: _drag_vjp(self.link, self.h, cotangent * value, state, at, cotangents)
 
 
 @dataclass(frozen=True)
@@ -113,51 +114,49 @@ class Heat:
         heat = _heat(state, at.coefficients, self.link) * self.h
         return heat if self.dragged_by is None else heat * _drag(state, at.coefficients, self.dragged_by, self.h / 2)
 
-    def linearise(self, state: State, at: At, grads: Gradients) -> tuple[Tensor, Pull]:
+    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
         heat = _heat(state, at.coefficients, self.link) * self.h
         if self.dragged_by is None:
-            return heat, lambda cotangent: self._pull(cotangent * self.h, state, at, grads)
+            return heat, lambda cotangent: self._heat_vjp(cotangent * self.h, state, at, cotangents)
         k, drag = self.dragged_by, _drag(state, at.coefficients, self.dragged_by, self.h / 2)
         value = heat * drag
 
-        def pull(cotangent: Tensor) -> None:
-            _pull_drag(k, self.h / 2, cotangent * value, state, at, grads)
-            self._pull(cotangent * drag * self.h, state, at, grads)
+        def accumulate(cotangent: Tensor) -> None:
+            _drag_vjp(k, self.h / 2, cotangent * value, state, at, cotangents)
+            self._heat_vjp(cotangent * drag * self.h, state, at, cotangents)
 
-        return value, pull
+        return value, accumulate
 
-    def _pull(self, cotangent: Tensor, state: State, at: At, grads: Gradients) -> None:
+    def _heat_vjp(self, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
         """The cotangent of G_j taken to what it depends on."""
         c, j = at.coefficients, self.link
-        _add_to_link(at, grads, "target", j, -cotangent)
+        _add_to_link(at, cotangents, "target", j, -cotangent)
         if j == 0:
             scaled = state.momentum * cotangent
-            grads.state["momentum"] = torch.addcmul(grads.state["momentum"], scaled, c["1/m"], value=2)
+            cotangents["momentum"] = torch.addcmul(cotangents["momentum"], scaled, c["1/m"], value=2)
             if c["1/m"].requires_grad:
-                grads.add_coefficient(at.letter, "1/m", reduce(scaled * state.momentum, c["1/m"]))
+                cotangents.add_coefficient(at.letter, "1/m", reduce(scaled * state.momentum, c["1/m"]))
         else:
             before = take(state.bath_momentum, j - 1)
-            _add_to_bath(grads, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
-            _add_to_link(at, grads, "1/Q", j - 1, cotangent * before**2)
+            _add_to_bath(cotangents, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
+            _add_to_link(at, cotangents, "1/Q", j - 1, cotangent * before**2)
 
 
-def _pull_drag(j: int, h: float, cotangent: Tensor, state: State, at: At, grads: Gradients) -> None:
+def _drag_vjp(j: int, h: float, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
     """The cotangent of the exponent's exponential, times its value, taken to b_j and 1/Q_j."""
-    _add_to_bath(grads, j, cotangent * at.coefficients["1/Q"][j] * -h)
-    _add_to_link(at, grads, "1/Q", j, cotangent * take(state.bath_momentum, j) * -h)
+    _add_to_bath(cotangents, j, cotangent * at.coefficients["1/Q"][j] * -h)
+    _add_to_link(at, cotangents, "1/Q", j, cotangent * take(state.bath_momentum, j) * -h)
 
 
-def _add_to_bath(grads: Gradients, j: int, cotangent: Tensor) -> None:
-    old = grads.state["bath_momentum"]
-    cotangent = reduce(cotangent, take(old, j))
-    grads.state["bath_momentum"] = insert(old, j, take(old, j) + cotangent)
+def _add_to_bath(cotangents: Cotangents, j: int, cotangent: Tensor) -> None:
+    cotangents.add("bath_momentum", reduce(cotangent, take(cotangents["bath_momentum"], j)), j)
 
 
-def _add_to_link(at: At, grads: Gradients, name: str, j: int, cotangent: Tensor) -> None:
+def _add_to_link(at: At, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
     """Add to the cotangent of one link of a coefficient."""
     whole = at.coefficients[name]
     if whole.requires_grad:
-        grads.add_coefficient(at.letter, name, insert(torch.zeros_like(whole), j, reduce(cotangent, whole[j])))
+        cotangents.add_coefficient(at.letter, name, insert(torch.zeros_like(whole), j, reduce(cotangent, whole[j])))
 
 
 class NoseHooverChain(MassiveDynamics):

@@ -33,8 +33,7 @@ class Diffuse(Term):
         self.dynamics = dynamics
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        push = force(self.dynamics.potential, state.position, t)
-        return {"position": push / self.dynamics.frictions(state.position)}
+        return {"position": force(self.dynamics.potential, state.position, t) / self.dynamics.frictions(state.position)}
 
     def moves(self, h: float, state: State) -> NoReturn:
         raise TypeError("the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or SDESolver.")

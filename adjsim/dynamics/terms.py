@@ -11,7 +11,7 @@ from torch import Tensor
 from adjsim._state import State
 from adjsim.dynamics.base import MassiveDynamics, Term
 from adjsim.dynamics.couplings import Move, Shear
-from adjsim.dynamics.sources import Field, ForceOf
+from adjsim.dynamics.sources import Field, Force
 from adjsim.potentials.base import force
 
 
@@ -40,12 +40,11 @@ class Kick(Term):
         self.dynamics = dynamics
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        push = force(self.dynamics.potential, state.position, t)
-        return {"momentum": self.dynamics.mobile(state.position) * push}
+        return {"momentum": self.dynamics.mobile(state.position) * force(self.dynamics.potential, state.position, t)}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         with torch.no_grad():
             return {"h": h * self.dynamics.mobile(state.position)}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
-        return (Shear("momentum", ForceOf(self.dynamics.potential), "h"),)
+        return (Shear("momentum", Force(), "h"),)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._params import trainable
 from adjsim._state import State
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
-from adjsim.adjoints.march import March, Recorder
+from adjsim.adjoints.eager import EagerDriver
+from adjsim.adjoints.recorder import Recorder, Recording
+from adjsim.adjoints.stepper import Inputs, Stepper, prepare
+from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
@@ -84,25 +89,20 @@ class Girsanov(ChunkedEstimator):
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
-        stats: dict[str, Any] = {"energy_evaluations": 0}
-        march = March(Problem(dynamics, start, times, solver, None, {}, noise, stats=stats))
+        problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
+        stepper, inputs = prepare(problem)
         average = observable if isinstance(observable, TimeAverage) else None
-        recorder = Recorder(average, march)
-        score = _score(dynamics, solver, march)
+        recorder = Recorder(average, stepper.clock)
+        recording = Recording(recorder, stepper)
+        score = _score(dynamics, solver, stepper, inputs)
         explicit = _Explicit(dynamics, average)
-        entered = march.enter(start)
-        before = march.leave(entered)
-        recorder.visit(0, before)
-        for step, state in march.forward(entered):
-            after = march.leave(state)
-            score(step - 1, before, after)
-            recorder.visit(step, after)
-            if average is not None and step >= recorder.first:
-                explicit(after)
-            before = after
-        score.settle(march.last)
-        states, record = recorder.result()
-        trajectory = Trajectory(times, states, record, before, stats)
+        path = _Path(stepper, score, explicit, recorder.first)
+        driver = EagerDriver(stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats))
+        final = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
+        score.settle(stepper.clock.last)
+        states, record = recording.result()
+        stats = problem.stats
+        trajectory = Trajectory(times, states, record, stepper.from_lattice(final), stats)
         with torch.enable_grad():
             seen = checked(look(observable, trajectory), start)
             mean = seen.mean(0)
@@ -148,6 +148,25 @@ class Girsanov(ChunkedEstimator):
         return "Girsanov()"
 
 
+class _Path:
+    """Shows every step to the score, and every state that counts to a time average's own dependence on the parameters."""
+
+    def __init__(self, stepper: Stepper, score: _Score, explicit: _Explicit, first: int) -> None:
+        self.stepper, self.score, self.explicit, self.first = stepper, score, explicit, first
+        self.before: State | None = None
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return range(1, stepper.clock.last + 1)
+
+    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        after = self.stepper.from_lattice(state)
+        if step > 0:
+            self.score(step - 1, self.before, after)
+            if self.explicit.average is not None and step >= self.first:
+                self.explicit(after)
+        self.before = after
+
+
 class _Explicit:
     """The observable's own dependence on the parameters, averaged over the steps of a time average."""
 
@@ -170,7 +189,7 @@ class _Explicit:
         return {name: grad / self.count for name, grad in self.total.items()}
 
 
-class _Contraction:
+class _ParameterVJP:
     """``v . dF/dtheta`` for every replica."""
 
     def __init__(self, potential: nn.Module) -> None:
@@ -179,7 +198,7 @@ class _Contraction:
 
     def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
         names = [name.removeprefix("potential.") for name in self.parameters]
-        wrapped = _ForceOf(self.potential)
+        wrapped = _Force(self.potential)
 
         def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
             named = {f"potential.{name}": value for name, value in values.items()}
@@ -190,7 +209,7 @@ class _Contraction:
         return {f"potential.{name}": grad for name, grad in found.items()}
 
 
-class _ForceOf(nn.Module):
+class _Force(nn.Module):
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
         self.potential = potential
@@ -202,9 +221,9 @@ class _ForceOf(nn.Module):
 class _Score(ABC):
     """The score of every replica's path, added up along the run."""
 
-    def __init__(self, dynamics: Any, march: March) -> None:
-        self.march, self.contraction = march, _Contraction(dynamics.potential)
-        replicas = march.problem.state.position.shape[0]
+    def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
+        self.stepper, self.contraction = stepper, _ParameterVJP(dynamics.potential)
+        replicas = inputs.state.position.shape[0]
         self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.contraction.parameters.items()}
         # A force in time is taken at its time; others wait, since one call for many steps spares its overhead.
         self.patience = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
@@ -219,13 +238,13 @@ class _Score(ABC):
         """Add what waits."""
         if self.waiting and self.total:
             positions, weights = (torch.cat(entries) for entries in zip(*self.waiting, strict=True))
-            for name, found in self.contraction(positions, weights, self.march.time(step)).items():
+            for name, found in self.contraction(positions, weights, self.stepper.clock.time(step)).items():
                 total = self.total[name]
                 self.total[name] = total + found.reshape(len(self.waiting), *total.shape).sum(0)
         self.waiting.clear()
 
     def noise(self, step: int) -> tuple[Tensor, ...]:
-        drawn = self.march.noise(step)
+        drawn = self.stepper.seen(step)
         assert drawn is not None
         return drawn
 
@@ -235,9 +254,9 @@ class _Score(ABC):
 
 
 class _EulerMaruyama(_Score):
-    def __init__(self, dynamics: OverdampedLangevin, march: March) -> None:
-        super().__init__(dynamics, march)
-        group = march.coefficients["D"]
+    def __init__(self, dynamics: OverdampedLangevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        group = inputs.coefficients["D"]
         self.scale = _ratio(group["mobility"], group["noise"])
 
     def __call__(self, step: int, before: State, after: State) -> None:
@@ -245,10 +264,10 @@ class _EulerMaruyama(_Score):
 
 
 class _OBABO(_Score):
-    def __init__(self, dynamics: Langevin, march: March) -> None:
-        super().__init__(dynamics, march)
-        self.c = march.coefficients["O"]["decay"]
-        self.scale = _ratio(march.coefficients["B"]["h"], march.coefficients["O"]["noise"])
+    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        self.c = inputs.coefficients["O"]["decay"]
+        self.scale = _ratio(inputs.coefficients["B"]["h"], inputs.coefficients["O"]["noise"])
 
     def __call__(self, step: int, before: State, after: State) -> None:
         first, second = self.noise(step)
@@ -257,13 +276,13 @@ class _OBABO(_Score):
 
 
 class _BAOAB(_Score):
-    def __init__(self, dynamics: Langevin, march: March) -> None:
-        super().__init__(dynamics, march)
-        group = march.coefficients["O"]
+    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        group = inputs.coefficients["O"]
         # Half a kick, "h" being half of dt, is what the first step sees; the others follow on another half.
-        self.half = _ratio(march.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating = torch.zeros_like(march.problem.state.position)
-        for step in range(march.last - 1, -1, -1):
+        self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
+        self.alternating = torch.zeros_like(inputs.state.position)
+        for step in range(stepper.clock.last - 1, -1, -1):
             self.alternating = self.noise(step)[0] - self.alternating
 
     def __call__(self, step: int, before: State, after: State) -> None:
@@ -277,7 +296,7 @@ def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
     return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
 
 
-def _score(dynamics: Any, solver: Any, march: March) -> _Score:
+def _score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> _Score:
     if isinstance(solver, EulerMaruyama):
-        return _EulerMaruyama(dynamics, march)
-    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, march)
+        return _EulerMaruyama(dynamics, stepper, inputs)
+    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from adjsim._params import trainable
 from adjsim._typing import Positions
 from adjsim.adjoints.base import refuse_graph
-from adjsim.potentials.base import Contraction, force, force_vjp
+from adjsim.potentials.base import DeferredVJP, force, force_vjp
 
 # Curvature below this share of the largest counts as none: translations, rotations.
 FLAT = 1e-8
@@ -107,7 +107,7 @@ class _Minimum(torch.autograd.Function):
             x = _solve(_Hessian(ctx.potential, q), v.double().cpu().numpy().ravel())
             _, pullback = force_vjp(ctx.potential, q, parameters)
             _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
-            listed = grads.gradient(parameters) if isinstance(grads, Contraction) else grads
+            listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
             total = [old if g is None else old + g.detach() for old, g in zip(total, listed, strict=True)]
         return (None, None, None, *total)
 

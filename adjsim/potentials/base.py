@@ -11,43 +11,55 @@ function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import Grid, straight
-from adjsim._params import leaves, point_of_differentiation
-from adjsim._state import in_transform, stored
+from adjsim._grid import Grid, straight_through
+from adjsim._layout import materialise
+from adjsim._params import leaves, point_of_differentiation, refuse_unknown
+from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 
 
 @dataclass(frozen=True)
-class Contraction:
-    """``sum of weight . function(x; theta)`` over all entries, whose gradient with respect to theta is wanted.
+class DeferredVJP:
+    """The gradient of ``sum of weight . function(x; theta)`` with respect to theta, to be taken later.
 
     Those of one function may be stacked along a new leading axis and differentiated together, which spares small systems the
     overhead of doing so in every step.
+
+    Args:
+        module: whose parameters theta are.
+        function: of x, elementwise.
+        weight: the cotangent of its value.
+        x: where it is evaluated.
     """
 
+    module: nn.Module
     function: Callable[[Tensor], Tensor]
     weight: Tensor
     x: Tensor
 
     def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """None for a parameter that the function does not depend on."""
-        if not parameters:
-            return []
+        """By each parameter, None for one that the function does not depend on.
+
+        Raises:
+            ValueError: the function depends on a tensor that requires grad and is not one of the parameters.
+        """
         with torch.enable_grad():
             total = (self.weight * self.function(self.x)).sum()
-        if not total.requires_grad:
+        refuse_unknown(total, self.module, parameters, f"the force of {type(self.module).__name__}")
+        if not parameters or not total.requires_grad:
             return [None] * len(parameters)
         return list(torch.autograd.grad(total, parameters, allow_unused=True))
 
 
-Pullback = Callable[[Tensor], tuple[Tensor, Contraction | list[Tensor | None]]]
+Pullback = Callable[[Tensor], tuple[Tensor, DeferredVJP | list[Tensor | None]]]
 
 
 class Potential(nn.Module):
@@ -69,7 +81,7 @@ class Potential(nn.Module):
 
         On a grid, the force has the bits that :meth:`force` gives it.
         """
-        return _autograd_vjp(lambda q: force(self, q, grid=grid), position, parameters)
+        return _autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
 
 
 class ForceField(nn.Module):
@@ -101,9 +113,9 @@ class SeparablePotential(Potential):
         with torch.no_grad():
             value = -self.slope(position)
 
-        def pullback(v: Tensor) -> tuple[Tensor, Contraction]:
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
             with torch.no_grad():
-                return -self.curvature(position) * v, Contraction(self.slope, -v, position)
+                return -self.curvature(position) * v, DeferredVJP(self, self.slope, -v, position)
 
         return value, pullback
 
@@ -119,13 +131,17 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
 
     Returns:
         ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
+
+    Raises:
+        ValueError: the potential writes into the position that it is given.
     """
-    position = stored(position)
-    if isinstance(potential, ForceField):
-        return potential(t, position)
-    if isinstance(potential, Potential):
-        return potential.force(position) if grid is None else potential.force(position, grid)
-    return _derived(potential, position, grid)
+    position = materialise(position)
+    with unwritten(potential, position):
+        if isinstance(potential, ForceField):
+            return potential(t, position)
+        if isinstance(potential, Potential):
+            return potential.force(position) if grid is None else potential.force(position, grid)
+        return _derived(potential, position, grid)
 
 
 def force_vjp(
@@ -135,27 +151,44 @@ def force_vjp(
 
     The position must not require grad; the product may be asked for once.
     """
-    position = stored(position)
-    if not isinstance(potential, Potential):
-        value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), position, parameters)
-    elif grid is None:
-        value, pullback = potential.force_vjp(position, parameters)
-    else:
-        value, pullback = potential.force_vjp(position, parameters, grid)
-    return value, lambda v: pullback(stored(v))
+    position = materialise(position)
+    with unwritten(potential, position):
+        if not isinstance(potential, Potential):
+            value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), potential, position, parameters)
+        elif grid is None:
+            value, pullback = potential.force_vjp(position, parameters)
+        else:
+            value, pullback = potential.force_vjp(position, parameters, grid)
+    return value, lambda v: pullback(materialise(v))
+
+
+@contextmanager
+def unwritten(potential: nn.Module, position: Tensor) -> Iterator[None]:
+    """Refuse a potential that writes into its argument, which may be somebody's start."""
+    version = None if position.is_inference() else position._version
+    yield
+    if version is not None and position._version != version:
+        raise ValueError(
+            f"{type(potential).__name__} writes into the position that it is given, which would change the state of the run "
+            "(an assignment to a slice, or an operation such as add_). Work on position.clone(), or write it without."
+        )
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off."""
+    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off.
+
+    The cost does not depend on how x was computed: autograd looks no further back than the node that it differentiates with
+    respect to, and x gets one of its own. (A leaf in its place would make it visit every operation that x has come from.)
+    """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
     create = torch.is_grad_enabled()
     with torch.enable_grad():
-        zero = point_of_differentiation(x)
-        total = function(x + zero).sum()
+        here = x.view_as(x) if x.requires_grad else point_of_differentiation(x)
+        total = function(here).sum()
         if not total.requires_grad:
             return torch.zeros_like(x)
-        (slope,) = torch.autograd.grad(total, zero, create_graph=create, allow_unused=True)
+        (slope,) = torch.autograd.grad(total, here, create_graph=create, allow_unused=True)
     if slope is None:
         return torch.zeros_like(x)
     # Where nothing but our own leaf asks for a gradient, the result must not claim one.
@@ -164,21 +197,22 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
-    push = -derivative(potential, position)
-    if grid is None or not push.requires_grad:
-        return push
+    smooth = -derivative(potential, position)
+    if grid is None or not smooth.requires_grad:
+        return smooth
     # A derivative that keeps a graph comes from other kernels, and may differ in its last bit.
     with torch.no_grad():
         same = -derivative(potential, position)
-    return straight(push, same)
+    return straight_through(smooth, same)
 
 
 def _autograd_vjp(
-    function: Callable[[Tensor], Tensor], position: Tensor, parameters: Sequence[Tensor]
+    function: Callable[[Tensor], Tensor], module: nn.Module, position: Tensor, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, Pullback]:
     with torch.enable_grad():
         q = position.detach().requires_grad_()
         value = function(q)
+    refuse_unknown(value, module, [q, *parameters], f"the force of {type(module).__name__}")
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         if not value.requires_grad:

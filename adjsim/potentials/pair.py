@@ -8,7 +8,7 @@ elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q, w_ij =
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
 so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom with itself, beyond
-the cutoff) get a harmless distance before any division, and a zero after it: by their difference, which is none, or by the
+the cutoff) get a harmless distance before any division, and a zero after it: by their difference, which is zero, or by the
 cutoff. So values and gradients stay finite.
 
 All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside, ``(dim, atoms,
@@ -25,10 +25,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
-from adjsim._params import register
-from adjsim._state import memory_order, packed, traced, unpacked
+from adjsim._layout import is_tracing, memory_order, packed, unpacked
+from adjsim._params import refuse_unknown, register
 from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.base import Contraction, Potential, Pullback, derivative
+from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 
 
 class PairPotential(Potential):
@@ -88,33 +88,42 @@ class PairPotential(Potential):
             value = _sum_pairs(bare, d, grid)
             bare = bare.unsqueeze(-3)
 
-        def pullback(v: Tensor) -> tuple[Tensor, Contraction | list[Tensor | None]]:
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP | list[Tensor | None]]:
             with torch.no_grad():
                 w = planes(differences(v))
                 dw = sum_planes([x * y for x, y in zip(d, w, strict=True)])
                 bend = (-4 * self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3)
                 rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
-                found = Contraction(self.pair_slope, self._counted(-dw, counts), s)
-                return _join(rows), self._by_rows(found, parameters) if traced() else found
+                found = DeferredVJP(self, self.pair_slope, self._counted(-dw, counts), s)
+                return _join(rows), self._by_rows(found, parameters) if is_tracing() else found
 
         return value, pullback
 
-    def _by_rows(self, found: Contraction, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient by parameters, each scalar of them given to every row of pairs as its own: the sums over a row then go
-        into the loop over pairs that the rest of a compiled step has, where a sum over all pairs would need another."""
-        rows = (*found.x.shape[:-1], 1)
-        registered = [*self.named_parameters(), *self.named_buffers()]
-        own = {name: p for name, p in registered if any(p is q for q in parameters)}
-        if not own:
-            return [None] * len(parameters)
-        leaves = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
-        with torch.enable_grad(), _reparametrize_module(self, leaves):
-            total = (found.weight * found.function(found.x)).sum()
+    def _by_rows(self, put_off: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradient with respect to parameters, each scalar of them given to every row of pairs as its own.
+
+        The sums over a row then go into the loop over pairs that the rest of a compiled step has, where a sum over all pairs
+        would need another loop. A parameter that has several names gets the sum of what they get.
+        """
+        rows = (*put_off.x.shape[:-1], 1)
+        registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        mine = {name: p for name, p in registered if any(p is q for q in parameters)}
+        stand_ins = {
+            name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in mine.items()
+        }
+        with torch.enable_grad(), _reparametrize_module(self, stand_ins):
+            total = (put_off.weight * put_off.function(put_off.x)).sum()
+        refuse_unknown(total, self, list(stand_ins.values()), f"the force of {type(self).__name__}")
         if not total.requires_grad:
             return [None] * len(parameters)
-        grads = dict(zip(own, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True))
-        names = [next((name for name, p in own.items() if p is q), None) for q in parameters]
-        return [None if name is None or (g := grads[name]) is None else g.sum() if own[name].ndim == 0 else g for name in names]
+        grads = torch.autograd.grad(total, list(stand_ins.values()), allow_unused=True)
+        sums: list[Tensor | None] = []
+        for q in parameters:
+            parts = [
+                g.sum() if p.ndim == 0 else g for p, g in zip(mine.values(), grads, strict=True) if p is q and g is not None
+            ]
+            sums.append(sum(parts[1:], parts[0]) if parts else None)
+        return sums
 
     def _counted(self, x: Tensor, counts: Tensor) -> Tensor:
         """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero of what it is times."""
@@ -126,12 +135,11 @@ class PairPotential(Potential):
         if self.box is not None:
             d = nearest_image(d, self.box.to(position), exact=self.cutoff is None)
         parts = planes(d)
-        s = sum_planes([x * x for x in parts])
-        # Comparing indices would be the dearest part of the compiled loop. Other atoms than itself are never at no distance: a
-        # start with two in one place is refused before, and there is an infinite barrier around it.
-        counts = s > 0 if traced() else ~torch.eye(position.shape[-2], dtype=torch.bool, device=position.device)
+        s, counts = sum_planes([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
-            counts = counts & (s < self.cutoff**2)
+            # One comparison of numbers in place of two masks, which compiled loops would widen.
+            s = torch.where(counts, s, torch.finfo(s.dtype).max)
+            counts = s < self.cutoff**2
         return parts, torch.where(counts, s, self.harmless(s)), counts
 
 
@@ -189,10 +197,17 @@ class LennardJones(PairPotential):
         return epsilon, ratio * ratio * ratio, inverse
 
 
+def distinct(position: Tensor) -> Tensor:
+    """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in one place."""
+    # Compared in the type of positions, so that a compiled loop over pairs does not change between kinds of numbers.
+    index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
+    return index.unsqueeze(-1) != index
+
+
 def planes(d: Tensor) -> list[Tensor]:
     """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to be compiled: sums over
     pairs are then one loop for all coordinates, and what they share is not computed for each."""
-    return list(d.split(1, -3)) if traced() else [d]
+    return list(d.split(1, -3)) if is_tracing() else [d]
 
 
 def sum_planes(parts: list[Tensor]) -> Tensor:
@@ -215,7 +230,7 @@ def _join(rows: list[Tensor]) -> Tensor:
 
 
 def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:
-    pushes = [weight.unsqueeze(-3) * x for x in d]
+    parts = [weight.unsqueeze(-3) * x for x in d]
     if grid is not None:
-        pushes = [grid.round(push) for push in pushes]
-    return _join([push.sum(-1) for push in pushes])
+        parts = [grid.round(part) for part in parts]
+    return _join([part.sum(-1) for part in parts])

@@ -1,22 +1,25 @@
-"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward and back."""
+"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward and backward."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._grid import Grid
+from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import Record
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import At, Coefficients, Forces
+from adjsim.dynamics.sources import At, Coefficients
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Program:
     """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
 
     A step draws ``draws`` fields of noise, each of the shape of position, and sees those of ``sees`` steps: its own and the
-    next ones. On a lattice it steps the lattice's states, which have information buffers besides.
+    next ones. On a lattice it steps the lattice's states, which have information buffers in addition.
     """
 
     stages: Sequence[Stage]
@@ -51,49 +54,82 @@ class Program:
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "moves", tuple((stage, move) for stage in self.stages for move in stage.moves))
+        place = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
+        moves = tuple((stage, place(move)) for stage in self.stages for move in stage.moves)
+        object.__setattr__(self, "moves", moves)
 
     def step(
         self,
         t: Any,
         state: State,
-        coefficients: dict[str, Coefficients],
+        coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
-        forces: Forces | None = None,
+        forces: ForceEvaluator,
     ) -> State:
-        """The state a step later: a pure function of its tensors. ``forces`` carries the last force between steps."""
-        forces = self.forces() if forces is None else forces
+        """The state a step later: a pure function of its tensors. ``forces`` takes the last force from step to step."""
         for stage, move in self.moves:
             state = move.flow(state, self.at(t, stage, coefficients, noise, forces))
-            forces.moved(move.writes)
         return state
 
-    def inverse(
+    def trail(
         self,
         t: Any,
         state: State,
-        coefficients: dict[str, Coefficients],
+        coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
-        forces: Forces | None = None,
+        forces: ForceEvaluator,
+    ) -> list[State]:
+        """The states before each move of a step, and the state after the last."""
+        states = [state]
+        for stage, move in self.moves:
+            states.append(move.flow(states[-1], self.at(t, stage, coefficients, noise, forces)))
+        return states
+
+    def backward(
+        self,
+        t: Any,
+        state: State,
+        coefficients: Mapping[str, Coefficients],
+        noise: Sequence[Tensor] | None,
+        forces: ForceEvaluator,
+        cotangents: Cotangents,
+        before: Sequence[State] | None = None,
+        part: slice = slice(None),
     ) -> State:
-        """The state a step earlier; t is the time at which the step began."""
-        forces = self.forces() if forces is None else forces
-        for stage, move in reversed(self.moves):
-            forces.moved(move.writes)
-            state = move.inverse(state, self.at(t, stage, coefficients, noise, forces))
+        """The state a step earlier, with the cotangents taken through the step.
+
+        Args:
+            t: the time at which the step began.
+            before: the states before each move; None: they are found by the moves' inverses.
+            part: which of the step's moves, if not all.
+        """
+        for i in reversed(range(len(self.moves))[part]):
+            stage, move = self.moves[i]
+            at = self.at(t, stage, coefficients, noise, forces)
+            state = move.backward(state, at, cotangents, None if before is None else before[i])
         return state
 
-    def forces(self, stats: dict[str, Any] | None = None) -> Forces:
-        """An empty store of forces, as this program wants them rounded."""
-        return Forces(stats, self.force_grid)
+    def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
+        """An evaluator of the potential's forces, rounded as this program wants them."""
+        return ForceEvaluator(potential, grid=self.force_grid, **options)
 
     @property
     def force_grid(self) -> Grid | None:
         return None if self.lattice is None else self.lattice.force_grid
 
+    def with_spacings(self, spacings: Mapping[str, Tensor]) -> Program:
+        """The same step with these tensors as the spacings of its lattice."""
+        return self if self.lattice is None else replace(self, lattice=self.lattice.with_spacings(spacings))
+
     def at(
-        self, t: Any, stage: Stage, coefficients: dict[str, Coefficients], noise: Sequence[Tensor] | None, forces: Forces
+        self,
+        t: Any,
+        stage: Stage,
+        coefficients: Mapping[str, Coefficients],
+        noise: Sequence[Tensor] | None,
+        forces: ForceEvaluator,
     ) -> At:
+        """Where the moves of a stage take place, in a step that begins at t."""
         drawn = None
         if stage.draws:
             assert noise is not None
@@ -106,15 +142,15 @@ class Problem:
     """Everything about one run, validated: what an adjoint is given."""
 
     dynamics: Dynamics
+    tensors: ModuleTensors
     state: State
     times: Tensor
     solver: Any
     record: Record
-    parameters: dict[str, Tensor]
     noise: Noise | None = None
     progress: bool = False
     compile: bool = False
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
 
 
 class SteppingSolver(ABC):

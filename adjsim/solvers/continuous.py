@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adjsim._params import refuse_captured
 from adjsim._state import State, stack
 from adjsim._trajectory import TimeAverage, grid
 from adjsim.solvers.base import Problem
@@ -36,10 +38,12 @@ class ContinuousSolver(ABC):
         record = problem.record
         average = record if isinstance(record, TimeAverage) else None
         times, saves = self.times(problem)
-        field = VectorField(problem, average, self.dt)
+        field = VectorField(problem, average, self.dt, backsolve is not None)
         start = tuple(problem.state)
         if average is not None:
-            start = (*start, torch.zeros_like(average.function(problem.state)))
+            value = average.function(problem.state)
+            dtype = value.dtype if value.is_floating_point() or value.is_complex() else problem.state.position.dtype
+            start = (*start, torch.zeros_like(value, dtype=dtype))
         frames = self.integrate(field, start, times, backsolve)
         _check_finite(frames, problem, saves)
         kind, count = type(problem.state), len(problem.state)
@@ -78,16 +82,34 @@ class ContinuousSolver(ABC):
 
 
 class VectorField(torch.nn.Module):
-    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the energy."""
+    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the energy.
 
-    def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None) -> None:
+    The continuous adjoints evaluate it again on the way back, and differentiate it by its parameters at every evaluation. So
+    they get copies of the parameters, as they were at the start, through which autograd comes to the user's own, with their
+    hooks, once.
+
+    Args:
+        problem: whose drift.
+        average: what is integrated with it.
+        unit: the step, if time is counted in steps.
+        copied: whether it runs on copies of the parameters.
+    """
+
+    def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None, copied: bool) -> None:
         super().__init__()
         # In a list, so that the module does not register what it only looks at.
         self._problem, self.average, self.unit = [problem], average, unit
+        tensors = problem.tensors.tensors
+        self._copies = [tuple(x.clone() for x in tensors)] if copied else []
 
     @property
     def problem(self) -> Problem:
         return self._problem[0]
+
+    @property
+    def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
+        """The copies that a gradient is wanted by."""
+        return tuple(self.problem.tensors.trainable(self._copies[0]).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
         return type(self.problem.state)(*fields[: len(self.problem.state)])
@@ -95,11 +117,20 @@ class VectorField(torch.nn.Module):
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.problem.times[0] + t * self.unit
 
+    def diffusion(self, t: Tensor, state: State) -> State:
+        """The amplitudes of the noise."""
+        with self._bound():
+            return self.problem.dynamics.diffusion(self.time(t), state)
+
     def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state, stats = self.state(fields), self.problem.stats
-        rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
-        if self.average is not None:
-            rates = (*rates, self.average.function(state))
+        with self._bound():
+            rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
+            if self.average is not None:
+                rates = (*rates, self.average.function(state).to(fields[-1].dtype))
+            if self._copies and torch.is_grad_enabled():
+                for rate in rates:
+                    refuse_captured(rate, self.problem.dynamics, [*fields, t], "the drift, or what is averaged,")
         stats["energy_evaluations"] += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
@@ -107,10 +138,13 @@ class VectorField(torch.nn.Module):
             tracked.register_hook(lambda _: _count(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
+    def _bound(self) -> AbstractContextManager[None]:
+        return self.problem.tensors.bound(self._copies[0]) if self._copies else nullcontext()
+
 
 def asks_gradient(problem: Problem) -> bool:
     """Whether anyone will differentiate this run."""
-    return torch.is_grad_enabled() and (bool(problem.parameters) or any(x.requires_grad for x in problem.state))
+    return torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
 
 
 def _count(stats: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class ODESolver(ContinuousSolver):
                         start,
                         times,
                         options=options,
-                        adjoint_params=tuple(problem.parameters.values()),
+                        adjoint_params=field.parameters_of_adjoint,
                         adjoint_rtol=backsolve["rtol"],
                         adjoint_atol=backsolve["atol"],
                         **common,

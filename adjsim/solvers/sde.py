@@ -86,7 +86,7 @@ class SDESolver(ContinuousSolver):
         if backsolve is None:
             frames = sdeint(equation, equation.flat(start), times, **options)
         else:
-            parameters = tuple(problem.parameters.values())
+            parameters = field.parameters_of_adjoint
             frames = sdeint_adjoint(equation, equation.flat(start), times, adjoint_params=parameters, **options)
         assert isinstance(frames, Tensor)
         return equation.fields(frames.squeeze(1))
@@ -121,7 +121,7 @@ class _Equation(torch.nn.Module):
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
         field = self._field
-        amplitudes = tuple(field.problem.dynamics.diffusion(field.time(t), field.state(self.fields(y.squeeze(0)))))
+        amplitudes = tuple(field.diffusion(t, field.state(self.fields(y.squeeze(0)))))
         zeros = [y.new_zeros(shape) for shape in self.shapes[len(amplitudes) :]]
         return self.flat((*amplitudes, *zeros)) * self._root
 

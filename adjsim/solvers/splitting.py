@@ -49,10 +49,7 @@ class Splitting(SteppingSolver):
     def program(self, dynamics: Dynamics, state: State) -> Program:
         shares = self._shares(dynamics)
         moves = {letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()}
-        lattice = None
-        if self.exact:
-            lattice = Lattice(dynamics, state, moves, self.dt)
-            moves = {letter: tuple(map(lattice.place, group)) for letter, group in moves.items()}
+        lattice = Lattice(dynamics, state, moves, self.dt) if self.exact else None
         stages, elapsed, passed, draws = [], 0.0, Counter(), 0
         clocks = sum(letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time)
         for letter in self.scheme:

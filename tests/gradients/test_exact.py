@@ -302,8 +302,19 @@ def test_a_force_that_is_not_reproducible_is_caught(record):
         moment(run.final).backward()
 
 
-def test_a_parameter_changed_between_forward_and_backward_is_caught():
-    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(1.0, parameter(0.0)))
+class Stiff(torch.nn.Module):
+    """With a plain number, which a run cannot hold fast."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.center = 1.0, parameter(0.0)
+
+    def forward(self, position):
+        return (0.5 * self.k * (position - self.center) ** 2).sum((-1, -2))
+
+
+def test_a_number_changed_between_forward_and_backward_is_caught():
+    dynamics = adjsim.Hamiltonian(Stiff())
     run = adjsim.simulate(
         dynamics, dynamics.init(*square()), [0.0, 1.0], solver=Splitting("BAB", 0.01, exact=True), adjoint=ReversibleAdjoint()
     )

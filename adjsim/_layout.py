@@ -1,0 +1,58 @@
+"""How fields lie in memory inside compiled steps.
+
+Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once along the last axis in
+memory, so there coordinates come first and atoms, or replicas where there are enough of them, come last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Numbers of float64 that compiled loops take at once.
+VECTOR = 16
+
+
+def is_tracing() -> bool:
+    """Whether the operations of this thread are being recorded, to be compiled."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
+    """The order of the axes of a field ``(*batch, ..., atoms, dim)`` in memory, inside a compiled step.
+
+    Args:
+        axes: number of axes of the field.
+        batch: number of batch axes among them.
+        replicas: number of systems in the batch.
+    """
+    if axes < batch + 2:
+        return tuple(range(axes))
+    coordinates = (axes - 1, axes - 2)
+    links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
+    return (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
+
+
+def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
+    """A field ``(*batch, ..., atoms, dim)`` with its axes in memory order, behind ``leading`` others."""
+    order = memory_order(x.ndim - leading, len(batch), batch.numel())
+    return x.permute(*range(leading), *(leading + i for i in order))
+
+
+def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
+    """The field of which these are the axes in memory order."""
+    order = memory_order(x.ndim, len(batch), batch.numel())
+    return x.permute([order.index(i) for i in range(x.ndim)])
+
+
+def materialise(x: Tensor) -> Tensor:
+    """The same positions or forces ``(*batch, atoms, dim)``, computed once.
+
+    Where a step is traced, the compiler is made to write them to memory, instead of computing them again for every pair that
+    reads them.
+    """
+    if not is_tracing():
+        return x
+    flat = packed(x, x.shape[:-2]).clone(memory_format=torch.contiguous_format)
+    # Inductor computes a tensor whose strides are asked for before it goes on.
+    return unpacked(flat.as_strided(flat.shape, flat.stride()), x.shape[:-2])

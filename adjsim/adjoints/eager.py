@@ -1,0 +1,45 @@
+"""Steps carried out one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adjsim._progress import shown
+from adjsim._state import State
+from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.recorder import RecordSweep
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
+
+
+class EagerDriver:
+    """Carries out steps as they are written.
+
+    Args:
+        stepper: the steps.
+        inputs: what they read.
+        forces: where forces are evaluated.
+    """
+
+    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        return range(1, self.stepper.clock.last + 1)
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        for step in range(start, stop):
+            state = self.stepper.step(step, state, self.inputs, self.forces)
+        return state
+
+    def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
+        """Take the cotangents from the last state back to the start, which is returned."""
+        stepper, inputs = self.stepper, self.inputs
+        last = stepper.clock.last
+        for step in shown(range(last, 0, -1), "backward", last, progress):
+            saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
+            t, seen, before = stepper.clock.time(step - 1), stepper.seen(step - 1), rewind.before(step)
+            state = stepper.program.backward(t, state, inputs.coefficients, seen, self.forces, cotangents, before)
+            state = rewind.restore(step - 1, state)
+        return state

@@ -1,0 +1,171 @@
+"""What a run saves, and what that contributes to the backward sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State, stack
+from adjsim._trajectory import Record, TimeAverage, first_averaged_step
+from adjsim.adjoints.base import ReconstructionError
+from adjsim.adjoints.stepper import Clock, Stepper
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
+
+
+class Recorder:
+    """What is saved of the states of a run: they themselves, a function of them, or its time average. Immutable.
+
+    Args:
+        record: what was asked for.
+        clock: of the run.
+
+    Attributes:
+        average: the time average, if that is what is saved.
+        frames: the number of the frame that is saved after a step.
+        first: the first step whose end counts for the time average.
+        weight: of one step in it.
+    """
+
+    def __init__(self, record: Record, clock: Clock) -> None:
+        self.record = record
+        self.average = record if isinstance(record, TimeAverage) else None
+        self.frames = {step: i for i, step in enumerate(clock.saves)}
+        self.first = 0 if self.average is None else first_averaged_step(self.average.burn_in, clock.dt, clock.last)
+        self.weight = 1.0 / (clock.last - self.first + 1)
+
+    def value(self, state: State) -> Tensor:
+        """The function that is saved or averaged, of a state of the dynamics."""
+        function = self.average.function if isinstance(self.record, TimeAverage) and self.average else self.record
+        assert callable(function)
+        versions = [None if x.is_inference() else x._version for x in state]
+        value = function(state)
+        if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
+            raise ValueError(
+                "the record writes into the state that it is given, which would change the run. Use clone() there."
+            )
+        return value
+
+
+class Recording:
+    """What has been saved of one run: an observer of its states."""
+
+    def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
+        self.recorder, self.stepper = recorder, stepper
+        self.states: list[State] = []
+        self.values: list[Tensor] = []
+        # Of a time average: the sum so far in double precision, the type of its terms, and the last step that is in it.
+        self.total: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.come_to = 0
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return () if self.recorder.average is not None else stepper.clock.saves
+
+    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        recorder = self.recorder
+        if recorder.average is not None:
+            if step >= recorder.first and step > self.come_to:
+                self.add(recorder.value(self.stepper.from_lattice(state)), step)
+        elif step in recorder.frames:
+            state = self.stepper.from_lattice(state)
+            if recorder.record is None:
+                self.states.append(state)
+            else:
+                self.values.append(recorder.value(state))
+
+    def add(self, value: Tensor, step: int) -> None:
+        """Add the value after a step to the time average."""
+        self.dtype, value = _average_dtype(value, self.stepper), value.to(sum_dtype(value))
+        self.total, self.come_to = value if self.total is None else self.total + value, step
+
+    def result(self) -> tuple[State | None, Tensor | None]:
+        """Stacked states, or the record."""
+        if self.recorder.average is not None:
+            assert self.total is not None
+            return None, (self.total * self.recorder.weight).to(self.dtype)
+        if self.recorder.record is None:
+            return stack(self.states), None
+        return None, torch.stack(self.values)
+
+
+class RecordSweep:
+    """What the cotangents of the saved contribute to one backward sweep.
+
+    Values of a function are computed again on the way, and compared with those that were saved: a function that is random, or
+    that has changed in between, has no gradient.
+
+    Args:
+        recorder: what was saved.
+        cotangents: of the saved fields, or of the record.
+        saved: the record, if that is what was saved.
+        tolerance: relative difference that is allowed between the values and those saved.
+    """
+
+    def __init__(self, recorder: Recorder, cotangents: Sequence[Tensor | None], saved: Tensor | None, tolerance: float) -> None:
+        self.recorder, self.cotangents, self.saved, self.tolerance = recorder, cotangents, saved, tolerance
+        self.total: Tensor | None = None
+
+    @property
+    def of_average(self) -> Tensor | None:
+        """The cotangent of the averaged function's value at each step that counts."""
+        cotangent = self.cotangents[0] if self.recorder.average is not None else None
+        return None if cotangent is None else cotangent * self.recorder.weight
+
+    def accumulate(self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator) -> None:
+        """Add what the saved says of the state (of the dynamics) after ``step`` steps."""
+        recorder, frame = self.recorder, self.recorder.frames.get(step)
+        if recorder.average is not None:
+            cotangent = self.of_average
+            if step >= recorder.first and cotangent is not None:
+                value = self.add_function(state, cotangent, cotangents, forces).to(torch.float64)
+                self.total = value if self.total is None else self.total + value
+        elif frame is not None and recorder.record is None:
+            for name, cotangent in zip(state._fields, self.cotangents, strict=True):
+                if cotangent is not None:
+                    cotangents.add(name, cotangent[frame])
+        elif frame is not None and self.cotangents[0] is not None:
+            value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
+            assert self.saved is not None
+            self._compare(value, self.saved[frame], f"the record after step {step}")
+
+    def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
+        """Add what the cotangent of the function's value says of a state, and return the value."""
+        with torch.enable_grad():
+            leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+            value = self.recorder.value(leaves)
+        if value.requires_grad:
+            forces.refuse_unknown(value, list(leaves), "the record")
+            cotangents.add_function(value, leaves, cotangent.to(value))
+        return value.detach()
+
+    def finish(self) -> None:
+        """Compare a time average with the saved one."""
+        if self.total is not None and self.saved is not None:
+            self._compare((self.total * self.recorder.weight).to(self.saved.dtype), self.saved, "the time average")
+
+    def _compare(self, found: Tensor, saved: Tensor, what: str) -> None:
+        known = torch.isfinite(saved) & torch.isfinite(found)
+        error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
+        size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
+        if float(error) > self.tolerance * float(size):
+            raise ReconstructionError(
+                f"{what} was {float(error):.1e} off when it was computed again on the way back, so its gradient would be "
+                "wrong. "
+                "The function that is recorded is random, or something that it reads has changed since the run (a plain "
+                "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+            )
+
+
+def sum_dtype(value: Tensor) -> torch.dtype:
+    """In which sums over many steps keep their digits."""
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
+    """That of the values; averages of counts and of true and false are floating-point."""
+    floating = value.is_floating_point() or value.is_complex()
+    return value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -1,0 +1,229 @@
+"""The steps of a run, as functions of its inputs, and the one loop that runs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._noise import Noise
+from adjsim._progress import shown
+from adjsim._state import State, all_finite, detached, in_transform
+from adjsim._trajectory import grid
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.lattice import Growth
+from adjsim.dynamics.sources import Coefficients
+from adjsim.solvers.base import Problem, Program, SteppingSolver
+
+# Steps between finiteness checks.
+FINITE_EVERY = 64
+
+
+class Inputs(NamedTuple):
+    """What a run reads, once, at its start.
+
+    Attributes:
+        state: the start.
+        coefficients: by letter and name.
+        parameters: the tensors of the dynamics, each once, in the order of :class:`adjsim._module.ModuleTensors`.
+    """
+
+    state: State
+    coefficients: Mapping[str, Coefficients]
+    parameters: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The times of a run on a grid of steps.
+
+    Attributes:
+        begin: the time of the start.
+        dt: the step.
+        saves: the numbers of the steps after which the state is saved; the first is 0.
+    """
+
+    begin: float
+    dt: float
+    saves: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """How many steps there are."""
+        return self.saves[-1]
+
+    def time(self, step: int) -> float:
+        """The time at which step number ``step`` begins, the same number however it was reached."""
+        return self.begin + step * self.dt
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise of a run's steps, for states ``(*batch, atoms, dim)``.
+
+    Attributes:
+        noise: the run's.
+        draws: fields of noise that a step draws.
+        sees: steps whose draws a step sees, its own among them.
+        like: a position.
+    """
+
+    noise: Noise
+    draws: int
+    sees: int
+    like: Tensor
+
+    def of_step(self, step: int) -> tuple[Tensor, ...]:
+        """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
+        return tuple(draw for k in range(step, step + self.sees) for draw in self._drawn(k))
+
+    def of_steps(self, step: int, count: int) -> Tensor:
+        """What is drawn for ``count`` steps from number ``step``: ``(count, draws, *batch, atoms, dim)``."""
+        *batch, atoms, dim = self.like.shape
+        rows = self.noise.span(step, count, self._shape, self.like)
+        return rows.reshape(count, *batch, self.draws, atoms, dim).movedim(-3, 1)
+
+    def _drawn(self, step: int) -> Sequence[Tensor]:
+        *batch, atoms, dim = self.like.shape
+        drawn = self.noise(step, self._shape, self.like)
+        if self.draws == 1:
+            return (drawn.reshape(self.like.shape),)
+        return drawn.reshape(*batch, self.draws, atoms, dim).unbind(-3)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        *batch, atoms, dim = self.like.shape
+        return math.prod(batch), self.draws * atoms * dim
+
+
+class Observer(Protocol):
+    """Sees the states of a run."""
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        """The numbers of steps after which it has to be shown the state."""
+        ...
+
+    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        """See the state (on the lattice, if there is one) after ``step`` steps, and what its buffers spilled there."""
+        ...
+
+
+class Driver(Protocol):
+    """Carries out steps: one by one, or in compiled loops."""
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        """The numbers of steps after which it stops, in order, those wanted among them."""
+        ...
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """The state after ``stop`` steps, from that after ``start``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """The steps of one run: immutable, functions of a state and of the run's inputs.
+
+    Attributes:
+        program: what a step does.
+        clock: when steps begin and where they are saved.
+        noise: what they see of the noise; None without noise.
+        growth: how the buffers of an exact run fill; None for another run.
+    """
+
+    program: Program
+    clock: Clock
+    noise: StepNoise | None = None
+    growth: Growth | None = None
+
+    def to_lattice(self, state: State) -> State:
+        """What the steps step: the state, or the nearest one on the lattice of an exact run, with its buffers."""
+        return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
+
+    def from_lattice(self, state: State) -> State:
+        """The state of the dynamics, of what the steps step."""
+        return state if self.program.lattice is None else self.program.lattice.from_lattice(state)
+
+    def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
+        """The state after step number ``number``, from that before it."""
+        return self.program.step(self.clock.time(number), state, inputs.coefficients, self.seen(number), forces)
+
+    def seen(self, number: int) -> tuple[Tensor, ...] | None:
+        """The noise that step number ``number`` sees."""
+        return None if self.noise is None else self.noise.of_step(number)
+
+    def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
+        """Relieve the buffers of an exact run where they are full: a function of the step and the state alone."""
+        if self.program.lattice is None or self.growth is None or step % self.growth.check_every:
+            return state, []
+        return self.program.lattice.spill(state, self.growth.limit)
+
+    def run(self, start: State, inputs: Inputs, driver: Driver, observers: Sequence[Observer], problem: Problem) -> State:
+        """Run all steps from a start on the lattice, show the observers what they want to see, and return the end.
+
+        Raises:
+            FloatingPointError: numbers that are no longer finite, with the step that made them.
+            OverflowError: numbers that have left the lattice of an exact run, likewise.
+        """
+        last, lattice = self.clock.last, self.program.lattice
+        stops = driver.stops({last, *(step for observer in observers for step in observer.stops(self) if 0 < step <= last)})
+        state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
+        for observer in observers:
+            observer.visit(0, start, ())
+        for stop in shown(stops, "forward", len(stops), problem.progress):
+            state, k = driver.advance(state, k, stop), stop
+            state, entries = self.spill(k, state)
+            spilled += sum(entry.bits for entry in entries)
+            if k - good_step >= FINITE_EVERY or k == last:
+                if not self._sound(state):
+                    self._name_the_step(good, good_step, k, inputs, problem.dynamics.potential)
+                good, good_step = detached(state), k
+            for observer in observers:
+                observer.visit(k, state, entries)
+        if lattice is not None:
+            problem.stats["buffer_bits"] = (spilled + lattice.held(state)) / (last * state.position.numel()) if last else 0.0
+        return state
+
+    def _sound(self, state: State) -> bool:
+        if in_transform():
+            return True
+        return all_finite(state) if self.program.lattice is None else self.program.lattice.inside(state)
+
+    @torch.no_grad()
+    def _name_the_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
+        k, forces = start, self.program.forces(potential)
+        while self._sound(state) and k < stop:
+            state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
+            k += 1
+        where = f"in step {k} (t = {self.clock.time(k):g})"
+        remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or start from a configuration with smaller forces."
+        lattice = self.program.lattice
+        if lattice is not None and all_finite(state):
+            raise OverflowError(f"{lattice.describe(state)} {where}. {remedy} A system that spreads is run with exact=False.")
+        raise FloatingPointError(f"the simulation left the finite numbers {where}. {remedy}")
+
+
+def prepare(problem: Problem) -> tuple[Stepper, Inputs]:
+    """The steps of a problem, and what it reads, with its graph."""
+    solver, dynamics, state = problem.solver, problem.dynamics, problem.state
+    assert isinstance(solver, SteppingSolver)
+    saves = grid(problem.times, solver.dt)
+    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    lattice, growth = program.lattice, None
+    stats: dict[str, Any] = {"steps": saves[-1], "order": program.order}
+    if lattice is not None:
+        coefficients = lattice.rationals(coefficients)
+        growth = lattice.growth(coefficients, [(stage.letter, move) for stage, move in program.moves])
+        stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
+    problem.stats.update(stats)
+    noise = None
+    if program.draws:
+        assert problem.noise is not None
+        noise = StepNoise(problem.noise, program.draws, program.sees, state.position.detach())
+    clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
+    return Stepper(program, clock, noise, growth), Inputs(state, coefficients, problem.tensors.tensors)

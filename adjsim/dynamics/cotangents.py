@@ -1,0 +1,140 @@
+"""What a backward sweep accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._layout import is_tracing, materialise
+from adjsim.dynamics.forces import LinearForce
+from adjsim.potentials.base import DeferredVJP
+
+# Entries of small systems that wait to be differentiated together: an eighth of a megabyte of float64.
+STACK = 16_384
+
+
+class Cotangents:
+    """Cotangents of the state, and the sums of those of coefficients and parameters; made for one sweep.
+
+    The cotangent of the position is complete only with the products of the forces that have received cotangents. They are taken
+    when it is asked for.
+
+    Args:
+        state: by field.
+        parameters: leaves that stand for the parameters, by name.
+        coefficient_sums: by letter and name, of what was swept before.
+        parameter_sums: by name, likewise.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor] | None = None,
+        coefficient_sums: Mapping[tuple[str, str], Tensor] | None = None,
+        parameter_sums: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._state = dict(state)
+        self.parameters = dict(parameters or {})
+        self.coefficient_sums = dict(coefficient_sums or {})
+        self.parameter_sums = dict(parameter_sums or {})
+        self._forces: list[LinearForce] = []
+        self._deferred: dict[Callable[[Tensor], Tensor], list[DeferredVJP]] = {}
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return tuple(self._state)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The cotangent of a field."""
+        if name == "position":
+            self._take_products()
+        return self._state[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        """Replace the cotangent of a field."""
+        self._state[name] = value
+
+    def add(self, name: str, value: Tensor, link: int | None = None) -> None:
+        """Add to the cotangent of a field, or of one link of it."""
+        old = self._state[name]
+        self._state[name] = insert(old, link, take(old, link) + value)
+
+    def add_to_force(self, force: LinearForce, value: Tensor) -> None:
+        """Add to the cotangent of a force."""
+        if force.cotangent is None:
+            self._forces.append(force)
+        force.accumulate(value)
+
+    def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
+        """Add to the cotangent of a coefficient."""
+        old = self.coefficient_sums.get((letter, name))
+        self.coefficient_sums[letter, name] = value if old is None else old + value
+
+    def add_parameter(self, name: str, value: Tensor) -> None:
+        """Add to the cotangent of a parameter."""
+        old = self.parameter_sums.get(name)
+        self.parameter_sums[name] = value if old is None else old + value
+
+    def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
+        """Add what the cotangent of a function's value says of the state, whose leaves it was computed from, and of the
+        parameters."""
+        if not value.requires_grad:
+            return
+        found = torch.autograd.grad(value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True)
+        for name, grad in zip(leaves._fields, found, strict=False):
+            if grad is not None:
+                self.add(name, grad)
+        for name, grad in zip(self.parameters, found[len(leaves) :], strict=True):
+            if grad is not None:
+                self.add_parameter(name, grad)
+
+    def complete(self) -> None:
+        """Take all products that were put off; the sums are complete afterwards."""
+        self._take_products()
+        for waiting in self._deferred.values():
+            if waiting:
+                self._differentiate(waiting)
+
+    def _take_products(self) -> None:
+        for force in self._forces:
+            product = force.product()
+            if product is None:
+                continue
+            along, found = product
+            self._state["position"] = self._state["position"] + along
+            if isinstance(found, DeferredVJP):
+                self._defer(found)
+            else:
+                for name, grad in found.items():
+                    self.add_parameter(name, grad)
+        self._forces.clear()
+
+    def _defer(self, found: DeferredVJP) -> None:
+        waiting = self._deferred.setdefault(found.function, [])
+        waiting.append(found)
+        if is_tracing() or len(waiting) * found.x.numel() >= STACK:
+            self._differentiate(waiting)
+
+    def _differentiate(self, waiting: list[DeferredVJP]) -> None:
+        weight, x = torch.stack([d.weight for d in waiting]), torch.stack([d.x for d in waiting])
+        stacked = DeferredVJP(waiting[0].module, waiting[0].function, weight, x)
+        waiting.clear()
+        grads = stacked.gradient(list(self.parameters.values()))
+        for name, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None:
+                self.add_parameter(name, grad)
+
+
+def take(value: Tensor, link: int | None) -> Tensor:
+    """One link of a field (an entry of its third-to-last axis), or all of it."""
+    return value if link is None else value.select(-3, link)
+
+
+def insert(value: Tensor, link: int | None, part: Tensor) -> Tensor:
+    """The field with one link, or all of it, replaced."""
+    # Links read links: a field that is not stored would be computed again wherever it is read, and again in each of those.
+    return part if link is None else materialise(torch.select_scatter(value, part, -3, link))

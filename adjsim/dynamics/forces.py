@@ -1,0 +1,105 @@
+"""Where forces, and their products with cotangents, are evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from adjsim._grid import Grid
+from adjsim._params import refuse_unknown
+from adjsim.potentials.base import DeferredVJP, force, force_vjp
+
+
+class LinearForce:
+    """A force at one position, and the cotangent that it has received so far.
+
+    The product with the Jacobian is linear in the cotangent, so it is taken once for all that the moves at this position add.
+    """
+
+    def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
+        self._evaluator = evaluator
+        self.value, self._pullback = force_vjp(
+            evaluator.potential, position, list(evaluator.parameters.values()), t, evaluator.grid
+        )
+        self.cotangent: Tensor | None = None
+
+    def accumulate(self, cotangent: Tensor) -> None:
+        """Add to the cotangent of the force."""
+        self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
+
+    def product(self) -> tuple[Tensor, DeferredVJP | dict[str, Tensor]] | None:
+        """The cotangent's product with the Jacobian: with respect to the position, and with respect to the parameters
+        (deferred, or by name). None if there is none to be taken."""
+        if self.cotangent is None:
+            return None
+        cotangent, self.cotangent = self.cotangent, None
+        along, found = self._pullback(cotangent)
+        self._evaluator.count()
+        if isinstance(found, DeferredVJP):
+            return along, found
+        names = self._evaluator.parameters
+        return along, {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+
+
+class ForceEvaluator:
+    """The force of one potential for one run or sweep, evaluated once at each position however many moves ask for it.
+
+    States are immutable, so a position tensor is its own version: a force is kept for the position object that it was evaluated
+    at, until another position is asked for.
+
+    Args:
+        potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
+        grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
+        parameters: tensors of the potential that gradients are wanted by, as leaves, by name.
+        known: a position and the force there, if it has been evaluated before.
+        stats: passes over the energy are added to its ``energy_evaluations``: one for a force, one for a product.
+    """
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        *,
+        grid: Grid | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
+        stats: dict[str, Any] | None = None,
+    ) -> None:
+        self.potential, self.grid, self.parameters = potential, grid, dict(parameters or {})
+        self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
+        self._position, self._value = known if known is not None else (None, None)
+        self._linear: tuple[Tensor, LinearForce] | None = None
+
+    def force(self, position: Tensor, t: Any) -> Tensor:
+        """The force at a position ``(*batch, atoms, dim)`` and a time."""
+        if self._linear is not None and self._linear[0] is position:
+            return self._linear[1].value
+        value = self.kept(position)
+        if value is None:
+            value = force(self.potential, position, t, self.grid)
+            self.count()
+            if value.requires_grad:
+                # Backpropagation through it is another pass.
+                value.register_hook(self.count)
+            self._position, self._value = position, value
+        return value
+
+    def kept(self, position: Tensor) -> Tensor | None:
+        """The force at a position if it is the last one that was evaluated."""
+        return self._value if self._position is position else None
+
+    def linear(self, position: Tensor, t: Any) -> LinearForce:
+        """The force at a position and a time, ready to receive cotangents."""
+        if self._linear is None or self._linear[0] is not position:
+            self._linear = (position, LinearForce(self, position, t))
+            self.count()
+        return self._linear[1]
+
+    def count(self, *_: Tensor) -> None:
+        """Add one pass over the energy."""
+        self.stats["energy_evaluations"] += 1
+
+    def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
+        """Refuse a value that depends on a tensor that requires grad and is neither known nor a parameter of the run."""
+        refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
