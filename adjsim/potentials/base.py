@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid, straight
+from adjsim._inputs import outside_inference_mode
 from adjsim._params import leaves, point_of_differentiation
 from adjsim._state import in_transform, stored
 from adjsim._typing import Energies, Positions
@@ -149,6 +150,10 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off."""
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
+    if torch.is_inference_mode_enabled():
+        # Nothing requires grad there, which would look like a function without a derivative.
+        with outside_inference_mode():
+            return derivative(function, x.clone())
     create = torch.is_grad_enabled()
     with torch.enable_grad():
         zero = point_of_differentiation(x)

@@ -251,6 +251,20 @@ def test_a_model_may_be_made_in_inference_mode():
     adjsim.simulate(dynamics, start, [0.0, 0.1], solver=BAOAB(0.01), generator=0).final.position.sum().backward()
 
 
+@pytest.mark.parametrize("name", POTENTIALS)
+def test_forces_and_minima_are_found_in_inference_mode(name):
+    """Nothing requires grad there, and a force taken by automatic differentiation came out as zero."""
+    potential, position = POTENTIALS[name](), square()[0]
+    expected, minimum = adjsim.force(potential, position), None
+    if name in ("harmonic", "plain-module"):
+        minimum = adjsim.ImplicitDifferentiation()(potential, position)
+    with torch.inference_mode():
+        made = position * 1.0
+        torch.testing.assert_close(adjsim.force(potential, made), expected, rtol=1e-14, atol=1e-14)
+        if minimum is not None:
+            assert torch.equal(adjsim.ImplicitDifferentiation()(potential, made), minimum)
+
+
 ESTIMATORS = [
     (adjsim.Pathwise, Final),
     (adjsim.FiniteDifference, Final),
