@@ -4,25 +4,63 @@ Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each t
 generator keyed by (seed, tile). The number for replica r, degree of freedom d and step k is element ``r * dof + d`` of
 step ``k``, wherever it is asked for: it does not depend on the number of replicas, on save times, on segments or on the
 adjoint, forward or backward. Keys are 128 bits, so that no two tiles share a stream (torch's own CPU generator takes
-32 bits of seed, and would repeat a tile after some ten thousand). Numbers are drawn in float64 on the CPU and then cast
-and moved, so that a float32 or GPU run sees the same noise.
+32 bits of seed, and would repeat a tile after some ten thousand). Steps, drawn momenta and drawn memory have streams of their
+own, so that one seed serves the start and the run, and neither is correlated with the other. Numbers are drawn in float64 on
+the CPU and then cast and moved, so that a float32 or GPU run sees the same noise.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim._inputs import describe_type
+from adjsim._typing import Seed
+
 ELEMENTS, STEPS = 256, 32
+# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. Steps have had zeros there from the first.
+SEED_BITS = 62
 
 
-def seed_from(generator: torch.Generator | None) -> int:
-    """One integer from the generator (torch's default one if None): the whole of a run's randomness."""
+class NoiseStream(IntEnum):
+    """What the numbers of one seed are for."""
+
+    STEPS = 0
+    MOMENTA = 1
+    MEMORY = 2
+
+
+def as_generator(seed: Seed) -> torch.Generator | None:
+    """A generator as it is, a new one for a seed, None (torch's default generator) for None.
+
+    Raises:
+        TypeError: anything else, a float or a string among it.
+        ValueError: a seed of more than 64 bits.
+    """
+    if seed is None or isinstance(seed, torch.Generator):
+        return seed
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+        raise TypeError(
+            f"generator must be a torch.Generator, a whole number that seeds one, or None; got {describe_type(seed)}."
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"generator must be a seed of at most 64 bits; got {seed}.")
+    return torch.Generator().manual_seed(int(seed))
+
+
+def seed_from(generator: Seed) -> int:
+    """One integer, the whole of a run's randomness: from the generator (None: torch's default one), which moves on by it.
+
+    A seed gives what a new generator with that seed does, every time. The generator may be on any device, whatever device the
+    state is on.
+    """
+    generator = as_generator(generator)
     device = generator.device if generator is not None else None
-    return int(torch.randint(2**62, (), generator=generator, device=device))
+    return int(torch.randint(2**SEED_BITS, (), generator=generator, device=device))
 
 
 class Noise:
@@ -32,10 +70,11 @@ class Noise:
         seed: names the whole sequence.
         first: the number of the first replica, when a batch is a part of a larger one.
         begin: the number of the first step, when a run is a part of a longer one.
+        stream: what the numbers are for; those of two streams are independent.
     """
 
-    def __init__(self, seed: int, first: int = 0, begin: int = 0) -> None:
-        self.seed, self.first, self.begin = seed, first, begin
+    def __init__(self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS) -> None:
+        self.seed, self.first, self.begin, self.stream = seed, first, begin, stream
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -67,5 +106,5 @@ class Noise:
         return self._blocks[key]
 
     def _tile(self, block: int, column: int) -> np.ndarray:
-        key = np.array([self.seed, (block << 32) | column], dtype=np.uint64)
+        key = np.array([self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key)).standard_normal((STEPS, ELEMENTS))

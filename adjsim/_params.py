@@ -1,6 +1,7 @@
 """Parameters: how physical numbers are stored, and how they enter autograd.
 
-A float becomes a float64 buffer and is cast to the state's dtype where it is used; an ``nn.Parameter`` stays one; a
+A float, an array or a list becomes a buffer and is cast to the state's dtype where it is used (float64, unless an array says
+float32); an ``nn.Parameter`` stays one; a
 tensor that requires grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything a
 simulation can be differentiated by is registered, and :func:`trainable` finds it. A tensor that requires grad, is
 reached by the force and is not registered would get no gradient from a constant-memory adjoint, so
@@ -14,13 +15,28 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from adjsim._inputs import as_tensor, outside_inference_mode
 from adjsim._typing import Number
 
 
 def register(module: nn.Module, name: str, value: Number, *, positive: bool = False) -> None:
-    """Store a physical number on a module, under its name, in the way its type asks for."""
-    if not isinstance(value, Tensor):
-        value = torch.tensor(float(value), dtype=torch.float64)
+    """Store a physical number on a module, under its name, in the way its type asks for.
+
+    Arrays and lists become buffers, as numbers do.
+
+    Raises:
+        TypeError: a string, None, a bool or complex numbers.
+        ValueError: NaN, no entry at all, a number that should be positive and is not, a list that holds a tensor that requires
+            grad, a parameter made under ``torch.inference_mode``.
+    """
+    if isinstance(value, nn.Parameter) and value.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode, where a parameter can never be differentiated: make it outside."
+        )
+    with outside_inference_mode():
+        value = as_tensor(name, value)
+    if value.numel() == 0:
+        raise ValueError(f"{name} has no entries.")
     if positive and not bool((value.detach() > 0).all()):
         raise ValueError(f"{name} must be positive; got {describe(value)}.")
     if bool(torch.isnan(value.detach()).any()):
@@ -43,6 +59,15 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = dict(module.named_parameters())
     named.update(module.named_buffers())
     return {name: value for name, value in named.items() if value.requires_grad}
+
+
+def refuse_untrainable(module: nn.Module) -> None:
+    """Raise if a gradient is asked for and there is nothing to take it by."""
+    if not trainable(module):
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad, so there is no gradient to estimate: give the "
+            "number that is to be differentiated by as nn.Parameter(torch.tensor(...))."
+        )
 
 
 def point_of_differentiation(x: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim._inputs import as_tensor
 from adjsim._typing import Positions
 
 State = Any
@@ -55,6 +57,30 @@ def magnitudes(state: State) -> list[Tensor]:
     return [x.detach().abs().amax().double() for x in state]
 
 
+def as_state(state: S) -> S:
+    """A state whose fields may be arrays or lists, with tensors for them. Lists take dtype and device of the first field.
+
+    Anything that is no named tuple is returned for :func:`check_state` to refuse.
+    """
+    if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
+        return state
+    names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
+    fields = [as_tensor(name, value) for name, value in zip(names, state, strict=True)]
+    made = [x if isinstance(given, Tensor | np.ndarray) else x.to(fields[0]) for x, given in zip(fields, state, strict=True)]
+    return type(state)(*made)
+
+
+def check_position(position: Tensor) -> None:
+    """Refuse a shape that is no ``(*batch, atoms, dim)``."""
+    if position.ndim < 2:
+        raise ValueError(
+            f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). "
+            "One particle in one dimension is (1, 1)."
+        )
+    if position.numel() == 0:
+        raise ValueError(f"position has shape {tuple(position.shape)}: there is nothing to simulate.")
+
+
 def check_state(state: State, kind: type) -> None:
     """Refuse a start that could only fail later: the wrong kind, shape, dtype, device, or numbers that are not finite."""
     if not isinstance(state, kind):
@@ -65,13 +91,7 @@ def check_state(state: State, kind: type) -> None:
     position = state.position
     if not isinstance(position, Tensor) or not position.is_floating_point():
         raise ValueError("position must be a floating-point tensor of shape (*batch, atoms, dim).")
-    if position.ndim < 2:
-        raise ValueError(
-            f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). "
-            "One particle in one dimension is (1, 1)."
-        )
-    if position.numel() == 0:
-        raise ValueError(f"position has shape {tuple(position.shape)}: there is nothing to simulate.")
+    check_position(position)
     for name, value in zip(state._fields, state, strict=True):
         if value.dtype != position.dtype or value.device != position.device:
             raise ValueError(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import State
+from adjsim._inputs import as_number, as_tensor, describe_type, refuse_uncalled_class
+from adjsim._state import State, detached
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,18 @@ class TimeAverage:
     Args:
         function: of the state, to a tensor.
         burn_in: time left out at the start.
+
+    Raises:
+        TypeError: a function that cannot be called, a burn_in that is no number.
+        ValueError: a negative burn_in.
     """
 
     function: Callable[[Any], Tensor]
     burn_in: float = 0.0
 
     def __post_init__(self) -> None:
+        check_function("TimeAverage", self.function)
+        object.__setattr__(self, "burn_in", as_number("burn_in", self.burn_in))
         if not self.burn_in >= 0:
             raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
 
@@ -40,9 +47,34 @@ class Final:
 
     Args:
         function: of the state, to a tensor whose leading axis is the replicas.
+
+    Raises:
+        TypeError: a function that cannot be called.
     """
 
     function: Callable[[Any], Tensor]
+
+    def __post_init__(self) -> None:
+        check_function("Final", self.function)
+
+
+def check_function(what: str, function: Any) -> None:
+    """Refuse something that cannot be called on a state, or a class in the place of an object."""
+    refuse_uncalled_class(f"the function of {what}", function)
+    if not callable(function):
+        raise TypeError(
+            f"{what} takes a function of the state, such as lambda state: state.position; got {describe_type(function)}."
+        )
+
+
+def check_record(record: Any) -> None:
+    """Refuse what ``record=`` does not take."""
+    if isinstance(record, Final):
+        raise TypeError(
+            "record= takes a function of the state or a TimeAverage, not a Final: compute fn(trajectory.final) after the run."
+        )
+    if record is not None and not isinstance(record, TimeAverage):
+        check_function("record=", record)
 
 
 Record = Callable[[Any], Tensor] | TimeAverage | None
@@ -62,6 +94,10 @@ class Trajectory:
             adjoints that do not reconstruct; 0 where an exact run was proven to have been retraced), ``checkpoint_every`` (of a
             reversible adjoint), ``seed`` (of stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: bits
             a step and degree of freedom that the information buffers took in, and that friction took).
+
+    It can be pickled, saved with ``torch.save`` and loaded with ``torch.load`` (``weights_only=True`` too, where adjsim has
+    been imported), and deep-copied: the copy has the numbers, and no graph. A gradient is taken from the trajectory that
+    :func:`adjsim.simulate` returned. ``copy.copy`` shares the tensors, and their graph with them.
     """
 
     def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:
@@ -69,23 +105,52 @@ class Trajectory:
         self._states = states
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("_") or name not in self.final._fields:
-            raise AttributeError(f"a trajectory of {type(self.final).__name__} has no '{name}'.")
+        # While it is being unpickled it has no final state yet.
+        final = self.__dict__.get("final")
+        if name.startswith("_") or final is None or name not in final._fields:
+            raise AttributeError(f"a trajectory of {type(final).__name__} has no '{name}'.")
         if self._states is None:
             raise AttributeError(f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its last value.")
         return getattr(self._states, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "times": self.times,
+            "record": None if self.record is None else self.record.detach(),
+            "final": detached(self.final),
+            "stats": self.stats,
+            "_states": None if self._states is None else detached(self._states),
+        }
+
+    def __copy__(self) -> Trajectory:
+        return Trajectory(self.times, self._states, self.record, self.final, self.stats)
+
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"
+        saved = [*self.final, *([] if self.record is None else [self.record])]
+        graph = "" if any(x.requires_grad for x in saved) else ", no gradient"
         return (
             f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
-            f"t = {self.times[0]:g} to {self.times[-1]:g}, position {tuple(self.final.position.shape)})"
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, position {tuple(self.final.position.shape)}{graph})"
         )
 
 
+torch.serialization.add_safe_globals([Trajectory])
+
+
 def check_times(ts: Any) -> Tensor:
-    """Save times as a float64 tensor, increasing and at least two."""
-    times = torch.as_tensor(ts, dtype=torch.float64, device="cpu").detach()
+    """Save times as a float64 tensor, increasing and at least two.
+
+    Raises:
+        TypeError: no list, array or tensor of numbers.
+        ValueError: times that require grad, fewer than two, not finite or not increasing.
+    """
+    if isinstance(ts, Tensor) and ts.requires_grad:
+        raise ValueError(
+            "ts requires grad, and simulate has no gradient with respect to times: pass ts.detach(), or use solve_ivp, which "
+            "has one."
+        )
+    times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
     if times.ndim != 1 or len(times) < 2:
         raise ValueError(f"ts must list the initial time and at least one save time; got shape {tuple(times.shape)}.")
     if not bool(torch.isfinite(times).all()) or not bool((times[1:] > times[:-1]).all()):

@@ -7,14 +7,21 @@ The annotations cost nothing at run time; the tests switch beartype on and check
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Real
 from torch import Tensor, nn
 
 Positions = Float[Tensor, "*batch atoms dim"]
 Energies = Float[Tensor, "*batch"]
-Number = float | int | Tensor | nn.Parameter
+# What is made into a tensor where one is wanted.
+Array = Tensor | np.ndarray | Sequence[Any]
+PositionsLike = Real[Tensor, "*batch atoms dim"] | np.ndarray | Sequence[Any]
+Number = float | int | np.generic | nn.Parameter | Array
 Times = Sequence[float | int] | np.ndarray | Tensor
+# What a draw of random numbers begins with: a seed, a generator, or torch's default generator.
+Seed = int | np.integer | torch.Generator | None
 
-__all__ = ["Energies", "Number", "Positions", "Times"]
+__all__ = ["Array", "Energies", "Number", "Positions", "PositionsLike", "Seed", "Times"]

@@ -18,7 +18,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from adjsim._inputs import outside_inference_mode
 from adjsim._noise import seed_from
+from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
 from adjsim.solvers.sde import InstabilityError
@@ -140,13 +142,14 @@ class Comparison:
         return figure
 
 
+@outside_inference_mode()
 def compare(
     simulation: Simulation,
     observable: Observable,
     estimators: Mapping[str, Estimator],
     *,
     replicas: int,
-    generator: torch.Generator | None = None,
+    generator: Seed = None,
 ) -> Comparison:
     """Estimate one gradient by several estimators on the same starts and the same noise.
 
@@ -155,7 +158,7 @@ def compare(
         observable: what is averaged.
         estimators: by the name they are to be shown under; the first is the reference.
         replicas: number of independent runs for each.
-        generator: seeds starts and noise; None: torch's default generator.
+        generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
 
     Returns:
         A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary one to a path question, a

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from adjsim._inputs import as_flag, describe_type, outside_inference_mode, refuse_uncalled
 from adjsim._module import ModuleTensors, lent
-from adjsim._noise import Noise, seed_from
+from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_captured
-from adjsim._state import State, in_transform
-from adjsim._trajectory import Record, TimeAverage, Trajectory, check_times
-from adjsim._typing import Times
+from adjsim._state import State, as_state, in_transform
+from adjsim._trajectory import Record, TimeAverage, Trajectory, check_record, check_times
+from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
@@ -30,27 +31,31 @@ def simulate(
     solver: Solver,
     adjoint: Adjoint = DirectAdjoint(),
     record: Record = None,
-    generator: torch.Generator | None = None,
+    generator: Seed = None,
     compile: bool = False,
     progress: bool = False,
 ) -> Trajectory:
     """Run the dynamics from a state and return what was saved, connected to autograd.
 
     Gradients flow from the trajectory to the start and to every parameter of the dynamics that requires grad, in the way the
-    adjoint says. The path does not depend on the save times, on the record or on the adjoint.
+    adjoint says. Where neither the start nor a parameter requires grad the trajectory has no graph, and its repr says "no
+    gradient": give the number that is to be differentiated by as an ``nn.Parameter``. The path does not depend on the save
+    times, on the record or on the adjoint. Under ``torch.inference_mode`` a run is that of ``torch.no_grad``.
 
     Args:
         dynamics: the physics.
-        state: the start, from ``dynamics.init``; its dtype and device are those of the run.
-        ts: save times; ``ts[0]`` is the time of the start, whose frame is saved too. With a fixed-step solver each must be a
+        state: the start, from ``dynamics.init``; its dtype and device are those of the run. Fields may be arrays or lists.
+        ts: save times, a list, array, range or tensor, with respect to which there is no gradient (:func:`~adjsim.solve_ivp`
+            has one); ``ts[0]`` is the time of the start, whose frame is saved too. With a fixed-step solver each must be a
             whole number of steps after it, to a thousandth of a step.
         solver: how the equations are integrated.
         adjoint: how the gradient is taken.
         record: a function of the state whose values are saved instead of whole states, or a :class:`TimeAverage`. It may
             depend on the parameters of the dynamics.
-        generator: seeds the noise of stochastic dynamics; None: torch's default generator. The noise is a function of the seed,
-            the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample sees the
-            same noise; give the state a batch axis instead.)
+        generator: seeds the noise of stochastic dynamics, as a generator or a whole number; None: torch's default generator.
+            The seed of the start may be given again: starts and steps have streams of their own. The noise is a function of
+            the seed, the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample
+            sees the same noise; give the state a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. For :class:`~adjsim.Splitting` with
             :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. It needs a C++
             compiler. The first run of a kind takes from five seconds to a minute to compile
@@ -64,14 +69,20 @@ def simulate(
     Raises:
         ValueError: times off the grid, wrong shapes, NaN or infinite input, a scheme that misses a term, a tensor that
             requires grad and is not registered.
-        TypeError: a solver and an adjoint that do not go together.
+        TypeError: a solver and an adjoint that do not go together; a class or a function where an object is meant; a record
+            that cannot be called.
         FloatingPointError: the run left the finite numbers; the message names the step.
         OverflowError: an exact run left its lattice; likewise.
     """
+    _check_dynamics(dynamics)
+    as_flag("compile", compile)
+    as_flag("progress", progress)
+    generator = as_generator(generator)
     noise = Noise(seed_from(generator)) if dynamics.stochastic else None
     return run(dynamics, state, ts, solver, adjoint, record, noise, progress, compile)
 
 
+@outside_inference_mode()
 def run(
     dynamics: Dynamics,
     state: State,
@@ -85,12 +96,13 @@ def run(
 ) -> Trajectory:
     """:func:`simulate` on noise that is given: a part of a larger batch is run on its part of the noise."""
     _check_pair(solver, adjoint)
+    check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(
             f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, jvp): use DirectAdjoint() there. "
             "For many replicas, give the state a leading batch axis instead of vmap."
         )
-    times = check_times(ts)
+    times, state = check_times(ts), as_state(state)
     # A dynamics holds its tensors, and a run may put others in their place: one thread at a time.
     with lent(dynamics):
         dynamics.check(state)
@@ -105,7 +117,15 @@ def run(
     return Trajectory(times, states, saved, final, problem.stats)
 
 
+def _check_dynamics(dynamics: Any) -> None:
+    refuse_uncalled("dynamics", dynamics)
+    if not isinstance(dynamics, Dynamics):
+        raise TypeError(f"dynamics must be one such as Hamiltonian(potential); got {describe_type(dynamics)}.")
+
+
 def _check_pair(solver: Any, adjoint: Any) -> None:
+    refuse_uncalled("solver", solver)
+    refuse_uncalled("adjoint", adjoint)
     if not isinstance(solver, Solver):
         raise TypeError(f"solver must be a solver such as VelocityVerlet(dt) or ODESolver(); got {solver!r}.")
     if not isinstance(adjoint, Adjoint):

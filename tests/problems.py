@@ -145,11 +145,11 @@ class Case:
         return f"{self.dynamics}-{self.scheme}-{self.potential}"
 
 
-def start(dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
+def start(dynamics: Dynamics, position: Tensor, momentum: Tensor, seed: int = 5) -> State:
     """A start whose bath variables, if any, are always the same draw."""
     if isinstance(dynamics, adjsim.OverdampedLangevin):
         return dynamics.init(position)
-    return dynamics.init(position, momentum, torch.Generator().manual_seed(5))
+    return dynamics.init(position, momentum, seed)
 
 
 def schemes() -> list[Case]:

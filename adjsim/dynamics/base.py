@@ -7,17 +7,19 @@ come from the same term. A :class:`Dynamics` is a module that owns the physical 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from adjsim._inputs import as_tensor, refuse_uncalled
 from adjsim._module import ModuleCache
-from adjsim._noise import Noise, seed_from
+from adjsim._noise import Noise, NoiseStream, seed_from
 from adjsim._params import register, trainable
-from adjsim._state import PhaseState, State, check_state
-from adjsim._typing import Energies, Number, Positions
+from adjsim._state import PhaseState, State, check_position, check_state
+from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
 from adjsim.potentials.base import ForceField, unwritten
 
@@ -62,6 +64,7 @@ class Dynamics(nn.Module):
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
+        refuse_uncalled("potential", potential)
         if not isinstance(potential, nn.Module):
             raise TypeError(
                 f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. "
@@ -69,8 +72,19 @@ class Dynamics(nn.Module):
             )
         self.potential = potential
 
-    def init(self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None) -> State:
-        """A start at this position; what is not given is drawn from the generator."""
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # A named tuple of tensors is safe to load, so that torch.load takes it with weights_only=True.
+        torch.serialization.add_safe_globals([cls.state_type])
+
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> State:
+        """A start at this position; what is not given is drawn from the generator.
+
+        Args:
+            position: ``(*batch, atoms, dim)``, a tensor or anything that makes one; whole numbers become float64.
+            momentum: of the same shape; cast to the dtype and device of position.
+            generator: a generator, or a seed. One seed serves the start and the run: they have streams of their own.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it starts.")
 
     def drift(self, t: Any, state: State) -> State:
@@ -193,15 +207,13 @@ class MassiveDynamics(Dynamics):
                 "they must be equal."
             )
 
-    def thermal_momentum(self, position: Positions, kT: Tensor, generator: torch.Generator | None) -> Positions:
+    def thermal_momentum(self, position: PositionsLike, kT: Number, generator: Seed = None) -> Positions:
         """sqrt(m kT) xi: Gaussian momenta that carry a gradient to mass and kT, zero on pinned atoms.
 
-        xi of replica i is the same in a batch of any size.
+        xi of replica i is the same in a batch of any size. A seed for the generator may serve the run too.
         """
-        dof = position.shape[-1] * position.shape[-2]
-        replicas = position[..., 0, 0].numel()
-        xi = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
-        return self.thermal_scale(position, kT) * xi
+        at, _ = as_start(position)
+        return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
 
     def typical(self, state: State, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
@@ -216,6 +228,31 @@ class MassiveDynamics(Dynamics):
         mobile = torch.isfinite(mass.detach())
         thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
         return torch.where(mobile, thermal, 0.0)
+
+
+def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> tuple[Positions, Positions | None]:
+    """Position and momentum as tensors of one shape, dtype and device.
+
+    Raises:
+        ValueError: a position that is not ``(*batch, atoms, dim)``, or a momentum of another shape.
+    """
+    at = as_tensor("position", position)
+    check_position(at)
+    if momentum is None:
+        return at, None
+    p = as_tensor("momentum", momentum)
+    if p.shape != at.shape:
+        raise ValueError(f"momentum has shape {tuple(p.shape)} and position {tuple(at.shape)}; they must be equal.")
+    return at, p.to(at)
+
+
+def standard_normal(
+    position: Tensor, generator: Seed, stream: NoiseStream = NoiseStream.MOMENTA, links: tuple[int, ...] = ()
+) -> Tensor:
+    """Numbers for a start, ``(*batch, *links, atoms, dim)``. Those of replica i are the same in a batch of any size."""
+    *batch, atoms, dim = position.shape
+    drawn = Noise(seed_from(generator), stream=stream)(0, (math.prod(batch), math.prod((*links, atoms, dim))), position)
+    return drawn.reshape((*batch, *links, atoms, dim))
 
 
 def per_atom(value: Tensor, like: Tensor) -> Tensor:

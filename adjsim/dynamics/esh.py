@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim._noise import Noise, seed_from
+from adjsim._inputs import as_tensor
 from adjsim._state import State
-from adjsim._typing import Energies, Positions
-from adjsim.dynamics.base import Dynamics, Term
+from adjsim._typing import Array, Energies, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Map, Move, Shear
 from adjsim.dynamics.sources import Field
 from adjsim.potentials.base import force
@@ -111,23 +111,20 @@ class ESH(Dynamics):
         super().__init__(potential)
         self.terms = {"A": Glide(), "E": Turn(self)}
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> ESHState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ESHState:
         """A start at speed 1, moving along ``momentum`` (drawn at random if not given)."""
-        dof = position.shape[-1] * position.shape[-2]
-        if dof < 2:
+        at, p = as_start(position, momentum)
+        if at.shape[-1] * at.shape[-2] < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. "
                 "Use a Nose-Hoover chain there."
             )
-        if momentum is None:
-            replicas = position[..., 0, 0].numel()
-            momentum = Noise(seed_from(generator))(0, (replicas, dof), position).reshape(position.shape)
-        norm = momentum.pow(2).sum((-1, -2), keepdim=True).sqrt()
+        if p is None:
+            p = standard_normal(at, generator)
+        norm = p.pow(2).sum((-1, -2), keepdim=True).sqrt()
         if not bool((norm.detach() > 0).all()):
             raise ValueError("ESH.init: a momentum of zero has no direction.")
-        state = ESHState(position, (momentum / norm).to(position), torch.zeros_like(position[..., 0, 0]))
+        state = ESHState(at, p / norm, torch.zeros_like(at[..., 0, 0]))
         self.check(state)
         return state
 
@@ -145,7 +142,7 @@ class ESH(Dynamics):
         return self.potential(state.position) + d * state.log_speed
 
 
-def canonical_weights(log_speed: Float[Tensor, "time *batch"]) -> Float[Tensor, "time *batch"]:
+def canonical_weights(log_speed: Float[Tensor, "time *batch"] | Array) -> Float[Tensor, "time *batch"]:
     """Weights that turn averages over equally spaced ESH frames into canonical averages at kT = 1.
 
     The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one over time::
@@ -153,4 +150,4 @@ def canonical_weights(log_speed: Float[Tensor, "time *batch"]) -> Float[Tensor, 
         w = canonical_weights(trajectory.log_speed)
         mean = (w * observable(trajectory.position)).sum(0)
     """
-    return torch.softmax(log_speed, dim=0)
+    return torch.softmax(as_tensor("log_speed", log_speed), dim=0)

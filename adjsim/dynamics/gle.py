@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim._noise import Noise, seed_from
+from adjsim._inputs import as_tensor
+from adjsim._noise import NoiseStream
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Number, Positions
-from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim._typing import Number, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.terms import Kick, Stream
@@ -145,17 +146,16 @@ class GeneralizedLangevin(MassiveDynamics):
         potential: nn.Module,
         mass: Number = 1.0,
         kT: Number = 1.0,
-        rates: Tensor | Sequence[float] = (1.0,),
-        strengths: Tensor | Sequence[float] = (1.0,),
+        rates: Number = (1.0,),
+        strengths: Number = (1.0,),
     ) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
         for name, value in (("rates", rates), ("strengths", strengths)):
-            if not isinstance(value, Tensor):
-                value = torch.tensor(list(value), dtype=torch.float64)
-            if value.ndim != 1 or value.numel() == 0:
-                raise ValueError(f"{name} must list at least one number; got shape {tuple(value.shape)}.")
-            register(self, name, value, positive=True)
+            given = as_tensor(name, value)
+            if given.ndim != 1 or given.numel() == 0:
+                raise ValueError(f"{name} must list at least one number; got shape {tuple(given.shape)}.")
+            register(self, name, given, positive=True)
         if self.rates.shape != self.strengths.shape:
             raise ValueError(f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as many of each.")
         self.terms = {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
@@ -186,17 +186,13 @@ class GeneralizedLangevin(MassiveDynamics):
         covariance = exponential[:n, n:] @ propagator.T
         return propagator, 0.5 * (covariance + covariance.T)
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> MemoryState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> MemoryState:
         """A start with the memory at equilibrium, sqrt(m kT) xi; momenta not given are drawn alike."""
-        atoms, dim = position.shape[-2:]
-        count, replicas = len(self.rates), position[..., 0, 0].numel()
-        if momentum is None:
-            momentum = self.thermal_momentum(position, self.kT, generator)
-        xi = Noise(seed_from(generator))(0, (replicas, count * atoms * dim), position)
-        xi = xi.reshape(*position.shape[:-2], count, atoms, dim)
-        state = MemoryState(position, momentum.to(position), self.thermal_scale(position, self.kT) * xi)
+        at, p = as_start(position, momentum)
+        if p is None:
+            p = self.thermal_momentum(at, self.kT, generator)
+        xi = standard_normal(at, generator, NoiseStream.MEMORY, (len(self.rates),))
+        state = MemoryState(at, p, self.thermal_scale(at, self.kT) * xi)
         self.check(state)
         return state
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from adjsim._state import PhaseState, State
-from adjsim._typing import Energies, Number, Positions
-from adjsim.dynamics.base import MassiveDynamics
+from adjsim._typing import Energies, Number, PositionsLike, Seed
+from adjsim.dynamics.base import MassiveDynamics, as_start
 from adjsim.dynamics.terms import Kick, Stream
 
 
@@ -26,16 +25,15 @@ class Hamiltonian(MassiveDynamics):
         super().__init__(potential, mass)
         self.terms = {"A": Stream(self), "B": Kick(self)}
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> PhaseState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
         """A start. The momentum must be given: without a temperature there is nothing to draw it from."""
-        if momentum is None:
+        at, p = as_start(position, momentum)
+        if p is None:
             raise ValueError(
                 "Hamiltonian.init needs the momentum: NVE has no temperature to draw it from. "
                 "thermal_momentum(position, kT, generator) draws one."
             )
-        state = PhaseState(position, momentum.to(position))
+        state = PhaseState(at, p)
         self.check(state)
         return state
 

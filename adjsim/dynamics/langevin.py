@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from adjsim._params import register
 from adjsim._state import PhaseState, State
-from adjsim._typing import Number, Positions
-from adjsim.dynamics.base import MassiveDynamics, Term, check_entries, check_per_atom, per_atom
+from adjsim._typing import Number, PositionsLike, Seed
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_entries, check_per_atom, per_atom
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Kick, Stream
@@ -83,13 +83,10 @@ class Langevin(MassiveDynamics):
         """The friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> PhaseState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
         """A start; momenta not given are drawn as sqrt(m kT) xi."""
-        if momentum is None:
-            momentum = self.thermal_momentum(position, self.kT, generator)
-        state = PhaseState(position, momentum.to(position))
+        at, p = as_start(position, momentum)
+        state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)
         return state
 

@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Energies, Number, Positions
-from adjsim.dynamics.base import MassiveDynamics, Term
+from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start
 from adjsim.dynamics.cotangents import Cotangents, insert, take
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Accumulate, At, Coefficients, Field, reduce
@@ -203,11 +204,11 @@ class NoseHooverChain(MassiveDynamics):
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
         register(self, "tau", tau, positive=True)
-        if int(length) != length or length < 1:
-            raise ValueError(f"length must be a whole number of links, at least 1; got {length}.")
-        if dof is not None and not dof > 0:
+        self.length, self.dof = as_whole("length", length), None if dof is None else as_number("dof", dof)
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1 link; got {length}.")
+        if self.dof is not None and not self.dof > 0:
             raise ValueError(f"dof must be positive; got {dof}.")
-        self.length, self.dof = int(length), dof
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,14 +219,13 @@ class NoseHooverChain(MassiveDynamics):
         kT, tau = self.kT.to(position), self.tau.to(position)
         return count * (kT * tau**2), count * kT
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> ChainState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
         """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
-        if momentum is None:
-            momentum = self.thermal_momentum(position, self.kT, generator)
-        bath = position.new_zeros((*position.shape[:-2], self.length, 1, 1))
-        state = ChainState(position, momentum.to(position), bath, bath)
+        at, p = as_start(position, momentum)
+        if p is None:
+            p = self.thermal_momentum(at, self.kT, generator)
+        bath = at.new_zeros((*at.shape[:-2], self.length, 1, 1))
+        state = ChainState(at, p, bath, bath)
         self.check(state)
         return state
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Energies, Number, Positions
-from adjsim.dynamics.base import Dynamics, Term, check_entries, check_per_atom, per_atom
+from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics, Term, as_start, check_entries, check_per_atom, per_atom
 from adjsim.potentials.base import ForceField, force, force_vjp
 
 POWER_ITERATIONS = 30
@@ -73,13 +73,11 @@ class OverdampedLangevin(Dynamics):
         """The friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
-    def init(
-        self, position: Positions, momentum: Positions | None = None, generator: torch.Generator | None = None
-    ) -> PositionState:
+    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PositionState:
         """A start. There is no momentum."""
         if momentum is not None:
             raise ValueError("OverdampedLangevin has no momentum; use Langevin where momenta matter.")
-        state = PositionState(position)
+        state = PositionState(as_start(position)[0])
         self.check(state)
         return state
 

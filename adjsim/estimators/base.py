@@ -26,10 +26,12 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from adjsim._noise import Noise, seed_from
+from adjsim._inputs import outside_inference_mode
+from adjsim._noise import Noise, as_generator, seed_from
+from adjsim._params import refuse_untrainable
 from adjsim._state import State, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
-from adjsim._typing import Times
+from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.memory import PeakMemory
@@ -61,10 +63,10 @@ class Simulation:
     ts: Times
     solver: Solver
 
-    def starts(self, replicas: int, generator: torch.Generator | None) -> State:
+    def starts(self, replicas: int, generator: Seed) -> State:
         """The starts of all replicas, checked."""
         with torch.no_grad():
-            state = self.initial(replicas, generator)
+            state = self.initial(replicas, as_generator(generator))
         self.dynamics.check(state)
         if state.position.ndim < 3 or state.position.shape[0] != replicas:
             raise ValueError(
@@ -196,7 +198,7 @@ class Estimator(ABC):
         *,
         replicas: int,
         chunks: int = 16,
-        generator: torch.Generator | None = None,
+        generator: Seed = None,
     ) -> GradientEstimate:
         """Estimate the mean of the observable and its gradient.
 
@@ -207,7 +209,7 @@ class Estimator(ABC):
             replicas: number of independent runs.
             chunks: the replicas are run in so many groups, as even as possible, whose spread gives the standard errors. The
                 noise of a replica does not depend on it.
-            generator: seeds starts and noise; None: torch's default generator.
+            generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
         """
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
@@ -239,6 +241,7 @@ class Estimator(ABC):
 class ChunkedEstimator(Estimator):
     """One that runs its replicas chunk by chunk. Subclasses say what a chunk gives."""
 
+    @outside_inference_mode()
     def __call__(
         self,
         simulation: Simulation,
@@ -246,9 +249,10 @@ class ChunkedEstimator(Estimator):
         *,
         replicas: int,
         chunks: int = 16,
-        generator: torch.Generator | None = None,
+        generator: Seed = None,
     ) -> GradientEstimate:
-        slices = chunk_slices(replicas, chunks)
+        refuse_untrainable(simulation.dynamics)
+        slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
         self.check(simulation, observable)
         starts = simulation.starts(replicas, generator)
         seed = seed_from(generator) if simulation.dynamics.stochastic else None

@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from scipy.sparse.linalg import LinearOperator, eigsh, minres
 from torch import Tensor, nn
 
+from adjsim._inputs import outside_inference_mode
 from adjsim._params import trainable
 from adjsim._typing import Positions
 from adjsim.adjoints.base import refuse_graph
@@ -43,6 +44,7 @@ class ImplicitDifferentiation:
             raise ValueError(f"tol and max_iterations must be positive; got {tol} and {max_iterations}.")
         self.tol, self.max_iterations = tol, max_iterations
 
+    @outside_inference_mode()
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
         """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the potential's parameters."""
         parameters = list(trainable(potential).values())

@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adjsim._noise import Noise, seed_from
+from adjsim._inputs import outside_inference_mode
+from adjsim._noise import Noise, as_generator, seed_from
+from adjsim._params import refuse_untrainable
 from adjsim._state import State, select
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._typing import Seed
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
     Chunk,
@@ -64,6 +67,7 @@ class Reweighting(Estimator):
         average = stationary(self, simulation, observable)
         self._frames(simulation, burn_in(self, self.burn_in, average))
 
+    @outside_inference_mode()
     def __call__(
         self,
         simulation: Simulation,
@@ -71,9 +75,10 @@ class Reweighting(Estimator):
         *,
         replicas: int,
         chunks: int = 16,
-        generator: torch.Generator | None = None,
+        generator: Seed = None,
     ) -> GradientEstimate:
-        slices = chunk_slices(replicas, chunks)
+        refuse_untrainable(simulation.dynamics)
+        slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
         self.check(simulation, observable)
         assert isinstance(observable, TimeAverage)
         sizes, kept, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()

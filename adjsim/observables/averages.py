@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from adjsim._inputs import as_tensor
+from adjsim._typing import Array
 
 
 class Mean(NamedTuple):
@@ -16,12 +18,12 @@ class Mean(NamedTuple):
     ess: float
 
 
-def autocorrelation_time(series: Tensor, window: float = 5.0) -> float:
+def autocorrelation_time(series: Array, window: float = 5.0) -> float:
     """The integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series ``(time,)``, in samples.
 
     The sum is cut at the first lag that is ``window`` times the sum so far (Sokal 1997), where noise takes over.
     """
-    x = series.detach().double().flatten()
+    x = as_tensor("series", series).detach().double().flatten()
     x = x - x.mean()
     n = len(x)
     spectrum = torch.fft.rfft(x, n=2 * n)
@@ -33,12 +35,12 @@ def autocorrelation_time(series: Tensor, window: float = 5.0) -> float:
     return max(1.0, float(tau[int(stop[0]) if len(stop) else n - 1]))
 
 
-def mean_with_error(series: Tensor) -> Mean:
+def mean_with_error(series: Array) -> Mean:
     """The mean of a correlated series ``(time,)`` or of independent ones ``(time, replicas)``, and its standard error.
 
     With several replicas the error comes from the spread of their own means; with one, from its autocorrelation time.
     """
-    x = series.detach().double()
+    x = as_tensor("series", series).detach().double()
     if x.ndim == 2 and x.shape[1] > 1:
         means = x.mean(0)
         stderr = float(means.std(correction=1)) / means.numel() ** 0.5

@@ -6,27 +6,34 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from adjsim._inputs import as_tensor, as_whole
+from adjsim._typing import Array
+
 Frames = Float[Tensor, "time *batch atoms dim"]
 
 
-def mean_squared_displacement(position: Frames) -> Float[Tensor, "time *batch"]:
+def mean_squared_displacement(position: Frames | Array) -> Float[Tensor, "time *batch"]:
     """``|q(t) - q(0)|^2`` averaged over atoms, length^2, from positions that were not wrapped into a box."""
-    return ((position - position[0]) ** 2).sum(-1).mean(-1)
+    q = as_tensor("position", position)
+    return ((q - q[0]) ** 2).sum(-1).mean(-1)
 
 
-def velocity_autocorrelation(velocity: Frames, lags: int) -> Float[Tensor, "lags *batch"]:
+def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tensor, "lags *batch"]:
     """``<v(t) . v(0)> / dim`` averaged over atoms and time origins, for lags of 0 to ``lags - 1`` frames.
 
     It begins at kT/m at equilibrium.
     """
-    frames = velocity.shape[0]
+    v, lags = as_tensor("velocity", velocity), as_whole("lags", lags)
+    frames = v.shape[0]
     if not 1 <= lags <= frames:
         raise ValueError(f"lags must be between 1 and the number of frames, {frames}; got {lags}.")
-    products = [(velocity[: frames - k] * velocity[k:]).mean((0, -1, -2)) for k in range(lags)]
+    products = [(v[: frames - k] * v[k:]).mean((0, -1, -2)) for k in range(lags)]
     return torch.stack(products)
 
 
-def first_passage_time(rate: Float[Tensor, "time *batch"], times: Float[Tensor, " time"]) -> Float[Tensor, "*batch"]:
+def first_passage_time(
+    rate: Float[Tensor, "time *batch"] | Array, times: Float[Tensor, " time"] | Array
+) -> Float[Tensor, "*batch"]:
     """The time until a walker is absorbed, or that of the last frame if it is not by then, counted from the first::
 
         T = sum_n (t_{n+1} - t_n) exp(-sum_{j<=n} rate_j (t_{j+1} - t_j))
@@ -41,5 +48,6 @@ def first_passage_time(rate: Float[Tensor, "time *batch"], times: Float[Tensor, 
             which both can answer.
         times: of the frames.
     """
-    dt = (times[1:] - times[:-1]).to(rate).reshape(-1, *[1] * (rate.ndim - 1))
-    return (dt * torch.exp(-(rate[:-1] * dt).cumsum(0))).sum(0)
+    k, t = as_tensor("rate", rate), as_tensor("times", times)
+    dt = (t[1:] - t[:-1]).to(k).reshape(-1, *[1] * (k.ndim - 1))
+    return (dt * torch.exp(-(k[:-1] * dt).cumsum(0))).sum(0)

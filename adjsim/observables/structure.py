@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from adjsim._box import checked_box, differences, nearest_image
-from adjsim._typing import Energies, Positions
+from adjsim._inputs import as_tensor
+from adjsim._typing import Array, Energies, PositionsLike
 
 
-def radius_of_gyration(position: Positions) -> Energies:
+def radius_of_gyration(position: PositionsLike) -> Energies:
     """``sqrt(sum |q_i - q_mean|^2 / atoms)``, length, ``(*batch,)``: equal masses, no periodic cell."""
-    centered = position - position.mean(-2, keepdim=True)
+    q = as_tensor("position", position)
+    centered = q - q.mean(-2, keepdim=True)
     return (centered**2).sum(-1).mean(-1).sqrt()
 
 
-def pair_distances(position: Positions, box: Tensor | Sequence[float] | None = None) -> Tensor:
+def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
     """Distances of all pairs i<j, to the nearest image in a box: ``(*batch, atoms (atoms - 1) / 2)``."""
-    d = differences(position)
+    q = as_tensor("position", position)
+    d = differences(q)
     if box is not None:
-        d = nearest_image(d, checked_box(box, None).to(position))
-    i, j = torch.triu_indices(position.shape[-2], position.shape[-2], offset=1, device=position.device)
+        d = nearest_image(d, checked_box(box, None).to(q))
+    i, j = torch.triu_indices(q.shape[-2], q.shape[-2], offset=1, device=q.device)
     return (d[..., i, j] ** 2).sum(-2).sqrt()
 
 
-def radial_distribution(position: Positions, edges: Tensor, box: Tensor | Sequence[float]) -> Tensor:
+def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Tensor:
     """The radial distribution function g(r) in a three-dimensional periodic box, averaged over the batch.
 
     ::
@@ -44,12 +46,15 @@ def radial_distribution(position: Positions, edges: Tensor, box: Tensor | Sequen
     Returns:
         ``(bins,)``, 1 where the fluid has no structure.
     """
-    cell = checked_box(box, float(edges[-1]))
-    frames = position.detach().reshape(-1, *position.shape[-2:])
-    counts = torch.zeros(len(edges) - 1, dtype=torch.float64)
+    q, bounds = as_tensor("position", position).detach(), as_tensor("edges", edges).detach().double().cpu()
+    if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
+        raise ValueError(f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}.")
+    cell = checked_box(box, float(bounds[-1]))
+    frames = q.reshape(-1, *q.shape[-2:])
+    counts = torch.zeros(len(bounds) - 1, dtype=torch.float64)
     for frame in frames:
-        counts += torch.histogram(pair_distances(frame, cell).double().cpu(), edges.double().cpu()).hist
+        counts += torch.histogram(pair_distances(frame, cell).double().cpu(), bounds).hist
     volume = float(cell.prod() if cell.ndim == 1 else torch.linalg.det(cell).abs())
-    atoms = position.shape[-2]
-    shells = 4 / 3 * math.pi * (edges[1:].double() ** 3 - edges[:-1].double() ** 3).cpu()
+    atoms = q.shape[-2]
+    shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
     return counts / len(frames) / (atoms * (atoms - 1) / 2) * volume / shells

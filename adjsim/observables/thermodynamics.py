@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from adjsim._inputs import as_number, as_tensor
+from adjsim._typing import Energies, Number, PositionsLike
 
-from adjsim._typing import Energies, Number, Positions
 
-
-def kinetic_temperature(momentum: Positions, mass: Number = 1.0, dof: float | int | None = None) -> Energies:
+def kinetic_temperature(momentum: PositionsLike, mass: Number = 1.0, dof: float | int | None = None) -> Energies:
     """``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
     Args:
@@ -15,7 +14,8 @@ def kinetic_temperature(momentum: Positions, mass: Number = 1.0, dof: float | in
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
         dof: degrees of freedom; None: atoms x dim. Take off dim where the total momentum is zero and stays so.
     """
-    if isinstance(mass, Tensor) and mass.numel() > 1:
-        mass = mass.reshape(-1, 1)
-    count = momentum.shape[-1] * momentum.shape[-2] if dof is None else dof
-    return (momentum**2 / mass).sum((-1, -2)) / count
+    p, m = as_tensor("momentum", momentum), as_tensor("mass", mass)
+    if m.numel() > 1:
+        m = m.reshape(-1, 1)
+    count = p.shape[-1] * p.shape[-2] if dof is None else as_number("dof", dof)
+    return (p**2 / m.to(p)).sum((-1, -2)) / count

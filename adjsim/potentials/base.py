@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid, straight_through
+from adjsim._inputs import outside_inference_mode
 from adjsim._layout import materialise
 from adjsim._params import leaves, point_of_differentiation, refuse_unknown
 from adjsim._state import in_transform
@@ -182,6 +183,10 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
+    if torch.is_inference_mode_enabled():
+        # Nothing requires grad there, which would look like a function without a derivative.
+        with outside_inference_mode():
+            return derivative(function, x.clone())
     create = torch.is_grad_enabled()
     with torch.enable_grad():
         here = x.view_as(x) if x.requires_grad else point_of_differentiation(x)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim._typing import Number
+from adjsim._inputs import as_indices, outside_inference_mode
+from adjsim._params import describe
+from adjsim._typing import Array, Number
 from adjsim.potentials.pair import LennardJones
 
 
@@ -35,29 +37,56 @@ class LennardJonesMixture(LennardJones):
     ``epsilon_ij = sqrt(epsilon_i epsilon_j)``, ``sigma_ij = (sigma_i + sigma_j) / 2``.
 
     Args:
-        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma.
+        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma; ``range(atoms)`` for numbers atom by atom.
         epsilon: ``(species,)``, energy.
         sigma: ``(species,)``, length.
         cutoff, box: as for :class:`LennardJones`.
+
+    Raises:
+        ValueError: epsilon and sigma of different lengths, a species that they do not have, another number of atoms.
     """
 
     species: Tensor
 
     def __init__(
         self,
-        species: Tensor,
+        species: Array,
         epsilon: Number,
         sigma: Number,
         *,
         cutoff: float | None = None,
-        box: Tensor | Sequence[float] | None = None,
+        box: Array | None = None,
     ) -> None:
         super().__init__(epsilon, sigma, cutoff=cutoff, box=box)
-        self.register_buffer("species", species.long())
+        with outside_inference_mode():
+            self.register_buffer("species", _checked_species(species, len(self.epsilon)))
+
+    def _check_parameters(self) -> None:
+        if self.epsilon.ndim != 1 or self.epsilon.shape != self.sigma.shape:
+            raise ValueError(
+                "epsilon and sigma must list one number for each species; got shapes "
+                f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
+            )
+        if not bool((self.epsilon.detach() >= 0).all()):
+            raise ValueError(f"epsilon is mixed by a root and must not be negative; got {describe(self.epsilon.detach())}.")
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.species) != s.shape[-1]:
+            raise ValueError(f"species is for {len(self.species)} atoms and position has {s.shape[-1]}.")
         root, half = self.epsilon.to(s).sqrt()[self.species], self.sigma.to(s)[self.species] / 2
         return root[:, None] * root, half[:, None] + half
+
+
+def _checked_species(species: Array, count: int) -> Tensor:
+    found = as_indices("species", species)
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"species must be (atoms,), the number of each atom's species; got shape {tuple(found.shape)}.")
+    if not 0 <= int(found.min()) <= int(found.max()) < count:
+        raise ValueError(
+            f"species must be numbers from 0 to {count - 1}, since epsilon and sigma list {count}; "
+            f"got {int(found.min())} to {int(found.max())}."
+        )
+    return found
 
 
 def trainable_numbers(values: Sequence[float]) -> nn.Parameter:

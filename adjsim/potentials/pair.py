@@ -25,9 +25,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
+from adjsim._inputs import as_number, outside_inference_mode
 from adjsim._layout import is_tracing, memory_order, packed, unpacked
 from adjsim._params import refuse_unknown, register
-from adjsim._typing import Energies, Number, Positions
+from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 
 
@@ -38,20 +39,23 @@ class PairPotential(Potential):
 
     Args:
         cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there. None: no cutoff.
-        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the nearest image.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the nearest image. Tilted rows
+            are kept as those of the same lattice that are as little skewed as can be.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box, where an atom would meet two images.
+        ValueError: a cutoff above half the smallest perpendicular width of the box (after that reduction, which gives the
+            largest that the lattice has): below it no atom meets two images of another.
     """
 
     box: Tensor | None
 
-    def __init__(self, *, cutoff: float | None = None, box: Tensor | Sequence[float] | None = None) -> None:
+    def __init__(self, *, cutoff: float | None = None, box: Array | None = None) -> None:
         super().__init__()
-        if cutoff is not None and not cutoff > 0:
+        self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
+        if self.cutoff is not None and not self.cutoff > 0:
             raise ValueError(f"cutoff must be positive; got {cutoff}.")
-        self.cutoff = cutoff
-        self.register_buffer("box", None if box is None else checked_box(box, cutoff))
+        with outside_inference_mode():
+            self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
 
     def pair_energy(self, s: Tensor) -> Tensor:
         """u(s), elementwise."""
@@ -153,6 +157,10 @@ class LennardJones(PairPotential):
             2.5 sigma or more where energy conservation matters. None: all pairs.
         box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair counts once, at its
             nearest image.
+
+    Raises:
+        ValueError: epsilon or sigma that is not symmetric, or a vector: for a number for each atom or species, and its mixing
+            rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -164,14 +172,23 @@ class LennardJones(PairPotential):
         sigma: Number = 1.0,
         *,
         cutoff: float | None = None,
-        box: Tensor | Sequence[float] | None = None,
+        box: Array | None = None,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box)
         register(self, "epsilon", epsilon)
         register(self, "sigma", sigma, positive=True)
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Refuse numbers that are no property of a pair."""
+        for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
+            _check_symmetric(name, value.detach())
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """epsilon and sigma of every pair, to broadcast against the squared distances."""
+        for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
+            if value.ndim and value.shape[-1] not in (1, s.shape[-1]):
+                raise ValueError(f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}.")
         return self.epsilon.to(s), self.sigma.to(s)
 
     def pair_energy(self, s: Tensor) -> Tensor:
@@ -202,6 +219,23 @@ def distinct(position: Tensor) -> Tensor:
     # Compared in the type of positions, so that a compiled loop over pairs does not change between kinds of numbers.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
     return index.unsqueeze(-1) != index
+
+
+def _check_symmetric(name: str, value: Tensor) -> None:
+    if value.numel() == 1:
+        return
+    if value.ndim != 2 or value.shape[0] != value.shape[1]:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). "
+            "For a number for each atom use LennardJonesMixture(species=range(atoms), ...)."
+        )
+    difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
+    if difference > 8 * torch.finfo(value.dtype).eps * scale:
+        i, j = divmod(int((value - value.T).abs().argmax()), len(value))
+        raise ValueError(
+            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, {i}) are "
+            f"{float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 is symmetric."
+        )
 
 
 def planes(d: Tensor) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
+from adjsim._inputs import as_number
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._state import State
@@ -167,7 +168,8 @@ class SteppingSolver(ABC):
         """Each letter's coefficients, differentiable in the parameters."""
 
 
-def check_dt(dt: float) -> float:
-    if not 0 < float(dt) < float("inf"):
+def check_dt(dt: Any) -> float:
+    step = as_number("dt", dt)
+    if not 0 < step < float("inf"):
         raise ValueError(f"dt must be a positive time; got {dt}.")
-    return float(dt)
+    return step

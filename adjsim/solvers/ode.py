@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torchdiffeq import odeint, odeint_adjoint
 
+from adjsim._inputs import as_number
 from adjsim.solvers.base import Problem, check_dt
 from adjsim.solvers.continuous import ContinuousSolver, VectorField, asks_gradient
 
@@ -41,14 +42,15 @@ class ODESolver(ContinuousSolver):
         known = ADAPTIVE + SCIPY + ONE_STEP + MULTISTEP
         if method not in known:
             raise ValueError(f"unknown ODE method {method!r}; torchdiffeq has {', '.join(known)}.")
-        if not (rtol > 0 and atol > 0):
+        self.rtol, self.atol = as_number("rtol", rtol), as_number("atol", atol)
+        if not (self.rtol > 0 and self.atol > 0):
             raise ValueError(f"rtol and atol must be positive; got {rtol} and {atol}.")
         self.fixed_step = method in ONE_STEP + MULTISTEP
         if self.fixed_step and dt is None:
             raise ValueError(f"{method!r} takes fixed steps: give dt.")
         if not self.fixed_step and dt is not None:
             raise ValueError(f"{method!r} chooses its own steps: leave dt out and set rtol and atol.")
-        self.method, self.rtol, self.atol = method, rtol, atol
+        self.method = method
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from adjsim._inputs import as_flag, describe_type
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.lattice import Lattice
@@ -38,9 +39,11 @@ class Splitting(SteppingSolver):
     """
 
     def __init__(self, scheme: str, dt: float, *, exact: bool = False) -> None:
+        if not isinstance(scheme, str):
+            raise TypeError(f"scheme must be a word such as 'BAB'; got {describe_type(scheme)}.")
         if not scheme:
             raise ValueError("scheme is empty; 'BAB' is velocity Verlet.")
-        self.scheme, self.dt, self.exact = scheme, check_dt(dt), exact
+        self.scheme, self.dt, self.exact = scheme, check_dt(dt), as_flag("exact", exact)
 
     @property
     def order(self) -> int:
