@@ -11,6 +11,7 @@ length of a reciprocal vector, and the longest of a Minkowski-reduced basis is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -90,27 +91,62 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
             return rows
 
 
-def nearest_image(d: Tensor, box: Tensor, *, exact: bool = True) -> Tensor:
-    """Differences ``(*batch, dim, ...)``, coordinates third from the end, to the nearest image.
+def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -> list[Tensor]:
+    """Differences to the nearest image: all coordinates in one tensor ``(*batch, dim, ...)``, third from the end, or a tensor
+    ``(*batch, 1, ...)`` for each.
 
     The box is one of :func:`checked_box`. In a tilted cell rounding finds the nearest image only within half the smallest
     width, which a cutoff guarantees; ``exact`` searches the images around it too, which in a reduced cell are enough.
     """
-    if box.shape[0] != d.shape[-3]:
-        raise ValueError(f"box has {box.shape[0]} dimensions and position {d.shape[-3]}.")
+    dim = sum(part.shape[-3] for part in parts)
+    if box.shape[0] != dim:
+        raise ValueError(f"box has {box.shape[0]} dimensions and position {dim}.")
     if box.ndim == 1:
-        length = box[:, None, None]
-        return d - length * torch.round(d.detach() / length)
-    rows = d.detach().movedim(-3, -1)
-    shift = -torch.round(rows @ torch.linalg.inv(box)) @ box
-    if exact:
-        near = rows + shift
-        best, extra = (near * near).sum(-1), torch.zeros_like(near)
-        for offset in product((-1.0, 0.0, 1.0), repeat=box.shape[0]):
-            step = torch.tensor(offset, dtype=box.dtype, device=box.device) @ box
-            distance = ((near + step) ** 2).sum(-1)
-            closer = distance < best
-            best = torch.where(closer, distance, best)
-            extra = torch.where(closer.unsqueeze(-1), step, extra)
-        shift = shift + extra
-    return d + shift.movedim(-1, -3)
+        lengths = [box[:, None, None]] if len(parts) == 1 else list(box)
+        return [d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)]
+    planes = parts[0].split(1, -3) if len(parts) == 1 else parts
+    moved = [d + shift for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)]
+    return [torch.cat(moved, -3)] if len(parts) == 1 else moved
+
+
+def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
+    """What takes differences to their nearest image in a tilted cell, by coordinate. Written in single numbers of the cell, so
+    that a compiled loop over pairs takes it in."""
+    rows = [row.unbind(0) for row in box.unbind(0)]
+    whole = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
+    shift = [_dot(whole, column) for column in zip(*rows, strict=True)]
+    if not exact:
+        return shift
+    near = [x + y for x, y in zip(d, shift, strict=True)]
+    best, extra = _dot(near, near), [torch.zeros_like(x) for x in near]
+    for offset in product((-1.0, 0.0, 1.0), repeat=len(rows)):
+        step = [sum(n * x for n, x in zip(offset, column, strict=True)) for column in zip(*rows, strict=True)]
+        other = [x + y for x, y in zip(near, step, strict=True)]
+        distance = _dot(other, other)
+        closer = distance < best
+        best = torch.where(closer, distance, best)
+        extra = [torch.where(closer, y, x) for x, y in zip(extra, step, strict=True)]
+    return [x + y for x, y in zip(shift, extra, strict=True)]
+
+
+def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """The columns of the inverse of a cell: a difference times the i-th is its i-th fractional coordinate."""
+    if len(rows) == 1:
+        return [[1 / rows[0][0]]]
+    if len(rows) == 2:
+        normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
+    else:
+        normals = [_cross(rows[1], rows[2]), _cross(rows[2], rows[0]), _cross(rows[0], rows[1])]
+    volume = _dot(rows[0], normals[0])
+    return [[x / volume for x in normal] for normal in normals]
+
+
+def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    return [a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]]
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = total + x * y
+    return total

@@ -15,6 +15,8 @@ VECTOR = 16
 
 def is_tracing() -> bool:
     """Whether the operations of this thread are being recorded, to be compiled."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -51,8 +53,11 @@ def materialise(x: Tensor) -> Tensor:
     Where a step is traced, the compiler is made to write them to memory, instead of computing them again for every pair that
     reads them.
     """
-    if not is_tracing():
-        return x
-    flat = packed(x, x.shape[:-2]).clone(memory_format=torch.contiguous_format)
+    return unpacked(stored(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
+
+
+def stored(x: Tensor) -> Tensor:
+    """A traced tensor that the compiler writes to memory, with its axes in order."""
+    flat = x.clone(memory_format=torch.contiguous_format)
     # Inductor computes a tensor whose strides are asked for before it goes on.
-    return unpacked(flat.as_strided(flat.shape, flat.stride()), x.shape[:-2])
+    return flat.as_strided(flat.shape, flat.stride())

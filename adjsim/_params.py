@@ -94,19 +94,27 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
     """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor registered on ``module``."""
-    refuse_unknown(output, module, [*trainable(module).values(), *inputs], what)
+    refuse_unknown(output, module, list(inputs), what)
 
 
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is not among the known ones."""
+    """Raise if ``output`` depends on a tensor that requires grad and is neither known nor registered on ``module``."""
+    if _unknown(output, known) is None:
+        return
+    # Which tensors a module has takes a walk over it, so it is asked only where there is a doubt.
+    leaf = _unknown(output, [*known, *trainable(module).values()])
+    if leaf is not None:
+        raise ValueError(
+            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, so an adjoint would "
+            "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics and read it as an "
+            "attribute of its module, or detach() it."
+        )
+
+
+def _unknown(output: Tensor, known: Sequence[Tensor]) -> Tensor | None:
+    """A leaf that the output depends on and that is not known."""
     ids = {id(x) for x in known}
-    for leaf in leaves(output, known):
-        if id(leaf) not in ids:
-            raise ValueError(
-                f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, so an adjoint would "
-                "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics and read it as an "
-                "attribute of its module, or detach() it."
-            )
+    return next((leaf for leaf in leaves(output, known) if id(leaf) not in ids), None)
 
 
 def _name_of(leaf: Tensor, module: nn.Module) -> str:

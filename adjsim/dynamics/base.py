@@ -21,7 +21,7 @@ from adjsim._params import register, trainable
 from adjsim._state import PhaseState, State, check_position, check_state
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
-from adjsim.potentials.base import ForceField, unwritten
+from adjsim.potentials.base import ForceField, refuse_written, version_of
 
 # Shapes of positions that a potential has been found to map as it should.
 _fitting: ModuleCache[bool] = ModuleCache(64)
@@ -144,12 +144,14 @@ class Dynamics(nn.Module):
             return
         # A copy, since this is where a potential that writes into its argument is found.
         position = state.position.detach().clone()
-        with torch.no_grad(), unwritten(self.potential, position):
+        version = version_of(position)
+        with torch.no_grad():
             if isinstance(self.potential, ForceField):
                 got = tuple(self.potential(0.0, position).shape)
                 what, expected = "force", position.shape
             else:
                 got, what = tuple(self.potential(position).shape), "energy"
+        refuse_written(self.potential, position, version)
         if got != tuple(expected):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."

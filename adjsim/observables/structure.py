@@ -24,7 +24,7 @@ def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
     q = as_tensor("position", position)
     d = differences(q)
     if box is not None:
-        d = nearest_image(d, checked_box(box, None).to(q))
+        (d,) = nearest_image([d], checked_box(box, None).to(q))
     i, j = torch.triu_indices(q.shape[-2], q.shape[-2], offset=1, device=q.device)
     return (d[..., i, j] ** 2).sum(-2).sqrt()
 

@@ -11,8 +11,7 @@ function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,12 +136,15 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
         ValueError: the potential writes into the position that it is given.
     """
     position = materialise(position)
-    with unwritten(potential, position):
-        if isinstance(potential, ForceField):
-            return potential(t, position)
-        if isinstance(potential, Potential):
-            return potential.force(position) if grid is None else potential.force(position, grid)
-        return _derived(potential, position, grid)
+    version = version_of(position)
+    if isinstance(potential, ForceField):
+        value = potential(t, position)
+    elif isinstance(potential, Potential):
+        value = potential.force(position) if grid is None else potential.force(position, grid)
+    else:
+        value = _derived(potential, position, grid)
+    refuse_written(potential, position, version)
+    return value
 
 
 def force_vjp(
@@ -153,22 +155,25 @@ def force_vjp(
     The position must not require grad; the product may be asked for once.
     """
     position = materialise(position)
-    with unwritten(potential, position):
-        if not isinstance(potential, Potential):
-            value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), potential, position, parameters)
-        elif grid is None:
-            value, pullback = potential.force_vjp(position, parameters)
-        else:
-            value, pullback = potential.force_vjp(position, parameters, grid)
+    version = version_of(position)
+    if not isinstance(potential, Potential):
+        value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), potential, position, parameters)
+    elif grid is None:
+        value, pullback = potential.force_vjp(position, parameters)
+    else:
+        value, pullback = potential.force_vjp(position, parameters, grid)
+    refuse_written(potential, position, version)
     return value, lambda v: pullback(materialise(v))
 
 
-@contextmanager
-def unwritten(potential: nn.Module, position: Tensor) -> Iterator[None]:
-    """Refuse a potential that writes into its argument, which may be somebody's start."""
-    version = None if position.is_inference() else position._version
-    yield
-    if version is not None and position._version != version:
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been written to, as far as torch counts it."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None:
+    """Refuse a potential that has written into its argument, which may be somebody's start, since it had this version."""
+    if version_of(position) != version:
         raise ValueError(
             f"{type(potential).__name__} writes into the position that it is given, which would change the state of the run "
             "(an assignment to a slice, or an operation such as add_). Work on position.clone(), or write it without."

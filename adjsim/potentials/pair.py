@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
-from adjsim._layout import is_tracing, memory_order, packed, unpacked
+from adjsim._layout import is_tracing, memory_order, packed, stored, unpacked
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
@@ -135,10 +135,9 @@ class PairPotential(Potential):
 
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
         """Differences in planes, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
-        d = differences(position)
+        parts = planes(differences(position))
         if self.box is not None:
-            d = nearest_image(d, self.box.to(position), exact=self.cutoff is None)
-        parts = planes(d)
+            parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
         s, counts = sum_planes([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
             # One comparison of numbers in place of two masks, which compiled loops would widen.
@@ -216,8 +215,9 @@ class LennardJones(PairPotential):
 
 def distinct(position: Tensor) -> Tensor:
     """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in one place."""
-    # Compared in the type of positions, so that a compiled loop over pairs does not change between kinds of numbers.
+    # Compared in the type of positions, and read from memory, so that a compiled loop over pairs does not convert numbers.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
+    index = stored(index) if is_tracing() else index
     return index.unsqueeze(-1) != index
 
 
