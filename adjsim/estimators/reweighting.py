@@ -84,7 +84,8 @@ class Reweighting(Estimator):
             if sampled:
                 kept = self._samples = self._sample(simulation, skip, slices, generator)
             assert kept is not None
-            parts = [self._weigh(kept, i, observable) for i in range(len(sizes))]
+            largest = self._largest(kept)
+            parts = [self._weigh(kept, i, observable, largest) for i in range(len(sizes))]
             if sampled:
                 parts[0].stats["energy_evaluations"] += kept.evaluations
             diagnostics = self._combine(parts, sizes)
@@ -158,11 +159,17 @@ class Reweighting(Estimator):
         w = torch.softmax(torch.cat([kept.log_weight(i) for i in range(len(kept.states))]), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
-    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage) -> Chunk:
+    @torch.no_grad()
+    def _largest(self, kept: _Samples) -> Tensor:
+        """The largest logarithm of a weight. Weights are taken relative to it, which changes neither the ratio of their sums nor
+        its gradient, so that a constant added to the energy does not overflow."""
+        return torch.stack([kept.log_weight(i).max() for i in range(len(kept.states))]).max()
+
+    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage, largest: Tensor) -> Chunk:
         """One chunk's means of w O and of w, and their derivatives."""
         parameters = kept.simulation.dynamics.trainable()
         with torch.enable_grad():
-            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i))
+            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i) - largest)
             A, B = (_like(w, values) * values).mean(0), w.mean()
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
