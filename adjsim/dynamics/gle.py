@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adjsim._noise import Noise, seed_from
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Number, Positions
+from adjsim._typing import Energies, Number, Positions
 from adjsim.dynamics.base import MassiveDynamics, Term
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
@@ -136,6 +136,7 @@ class GeneralizedLangevin(MassiveDynamics):
     """
 
     state_type = MemoryState
+    bath_fields = ("memory",)
     kT: Tensor
     rates: Tensor
     strengths: Tensor
@@ -206,6 +207,11 @@ class GeneralizedLangevin(MassiveDynamics):
         expected = (*batch, len(self.rates), atoms, dim)
         if tuple(state.memory.shape) != expected:
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
+
+    def reduced_energy(self, state: State) -> Energies:
+        """H/kT and ``sum z_i^2/(2 m kT)``: each memory variable is distributed as a momentum is."""
+        memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
+        return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
     def typical(self, state: State, time: float) -> dict[str, Tensor]:
         found = super().typical(state, time)

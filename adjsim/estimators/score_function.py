@@ -10,12 +10,16 @@ from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._state import State
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._trajectory import TimeAverage, Trajectory, check_times, first_averaged_step, grid
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Estimator, Observable, Simulation, checked, weighted_mean
+from adjsim.estimators.probes import reads_bath, reduced_energy
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
+
+# Starts at which an observable is looked at before any work.
+PROBED = 4
 
 
 class ScoreFunction(ChunkedEstimator):
@@ -26,8 +30,16 @@ class ScoreFunction(ChunkedEstimator):
     It answers the stationary question, whatever the dynamics that sampled, for parameters of the density: the potential's,
     masses and kT. Nothing is propagated in time, so chaos does no harm and memory does not grow with the number of samples.
     Its variance is that of a product, ``var(O) var(du/dtheta)`` and more over the number of independent samples: for large
-    systems, where du/dtheta is large, pathwise or reweighted gradients are better. Parameters the density does not know
-    (friction, tau) have gradient zero, exactly.
+    systems, where du/dtheta is large, pathwise or reweighted gradients are better.
+
+    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a Nose-Hoover chain) have a density
+    too. Its terms count where the observable is found to read them, at the starts or at the ends, by moving them. Parameters
+    that the density does not know have gradient zero, exactly: friction, rates, strengths, and tau where no chain momentum is
+    read.
+
+    Raises:
+        TypeError: dynamics without a known density, or an observable that is no ``TimeAverage``.
+        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary density.
 
     Args:
         burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
@@ -47,16 +59,28 @@ class ScoreFunction(ChunkedEstimator):
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         assert isinstance(observable, TimeAverage)
         assert isinstance(simulation.solver, SteppingSolver)
+        dynamics, function = simulation.dynamics, observable.function
+        made, moments = self._sample(simulation, observable, start, noise, reads_bath(dynamics, function, start))
+        evaluations = made.stats["energy_evaluations"]
+        if not moments["bath"] and reads_bath(dynamics, function, made.final):
+            made, moments = self._sample(simulation, observable, start, noise, True)
+            evaluations += made.stats["energy_evaluations"]
+        return Chunk(moments["O"], moments["dO"], {"energy_evaluations": evaluations}, moments)
+
+    def _sample(
+        self, simulation: Simulation, observable: TimeAverage, start: State, noise: Noise | None, bath: bool
+    ) -> tuple[Trajectory, dict[str, Any]]:
+        """A run, and the moments that it gives with the terms of the bath or without."""
+        assert isinstance(simulation.solver, SteppingSolver)
         skip, times, dt = burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
         last = grid(times, dt)[-1]
-        sums = _Sums(simulation.dynamics, observable, start, last - first_averaged_step(skip, dt, last) + 1)
+        sums = _Sums(simulation.dynamics, observable, start, last - first_averaged_step(skip, dt, last) + 1, bath)
         with torch.no_grad():
             made = run(
                 simulation.dynamics, start, simulation.ts, simulation.solver, DirectAdjoint(), TimeAverage(sums, skip), noise
             )
-        moments = sums.means()
-        stats = {"energy_evaluations": made.stats["energy_evaluations"] + sums.evaluations}
-        return Chunk(moments["O"], moments["dO"], stats, moments)
+        made.stats["energy_evaluations"] += sums.evaluations
+        return made, {**sums.means(), "bath": bath}
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         """Every chunk's covariance about the means of all: their mean is the covariance of all, and their spread its error."""
@@ -81,9 +105,9 @@ class _Sums:
     """Sums over steps and replicas of the observable, of du/dtheta, and of their product: a function of the state to be
     averaged, so that nothing is stored."""
 
-    def __init__(self, dynamics: Dynamics, observable: TimeAverage, start: State, steps: int) -> None:
+    def __init__(self, dynamics: Dynamics, observable: TimeAverage, start: State, steps: int, bath: bool) -> None:
         self.dynamics, self.function, self.steps = dynamics, observable.function, steps
-        self.parameters, self.start = dynamics.trainable(), start
+        self.parameters, self.start, self.bath = dynamics.trainable(), start, bath
         self.count = self.evaluations = 0
         self.replicas = start.position.shape[0]
         self.offset: Tensor | None = None
@@ -91,7 +115,7 @@ class _Sums:
     def __call__(self, state: State) -> Tensor:
         with torch.enable_grad():
             seen = checked(self.function(state), self.start)
-            u, entries = self.dynamics.reduced_energy(state), seen.sum(0).reshape(-1).unbind()
+            u, entries = reduced_energy(self.dynamics, state, self.bath), seen.sum(0).reshape(-1).unbind()
         self.evaluations += 1
         values = seen.detach()
         if self.offset is None:
@@ -200,9 +224,10 @@ def stationary(estimator: Estimator, simulation: Simulation, observable: Observa
         )
     if not isinstance(simulation.solver, SteppingSolver):
         raise TypeError(f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}.")
-    probe = simulation.starts(1, torch.Generator().manual_seed(0))
+    probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.no_grad():
         simulation.dynamics.reduced_energy(probe)
+    reads_bath(simulation.dynamics, observable.function, probe)
     return observable
 
 
