@@ -40,6 +40,8 @@ Initial = Callable[[int, torch.Generator | None], State]
 
 # Below so many independent samples an error bar is not to be trusted either.
 FEW_SAMPLES = 50
+# Fewer replicas that make up a variance leave the error bar itself unknown by more than a tenth.
+FEW_CONTRIBUTING = 20
 # Beyond such a growth of tangents along the run, few paths make up the mean of all.
 LARGE_GROWTH = 1e2
 
@@ -151,6 +153,13 @@ class GradientEstimate:
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
         if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
             found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
+        contributing = info.get("contributing")
+        if contributing is not None and contributing < FEW_CONTRIBUTING:
+            found.append(
+                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its error is uncertain too"
+                if contributing > 0
+                else "the observable was the same in all replicas, so its score says nothing of what none of them saw"
+            )
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
         lost = info.get("lost_at")

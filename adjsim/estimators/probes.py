@@ -56,6 +56,11 @@ def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
     return dynamics.reduced_energy(state)
 
 
+def spread(first: int, last: int, count: int) -> set[int]:
+    """So many whole numbers from first to last, as even as possible, the last among them."""
+    return {last - (last - first) * i // count for i in range(count)}
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether two values have the same bits, NaN included."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import Reweighting, ScoreFunction, Simulation, TimeAverage
+from adjsim import Final, Girsanov, Reweighting, ScoreFunction, Simulation, TimeAverage
 from tests.problems import parameter
 
 
@@ -134,3 +134,59 @@ def test_a_bath_that_is_read_at_the_ends_alone_is_found():
     estimate = ScoreFunction()(simulation, observable, replicas=2048, chunks=8, generator=seeded())
     assert abs(float(estimate.grad["kT"]) - 1.0) < 4 * float(estimate.grad_stderr["kT"])
     assert float(estimate.grad_stderr["kT"]) < 0.1
+
+
+# Girsanov.
+
+
+def underdamped(scheme="BAOAB"):
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)))
+
+    def initial(n, generator):
+        return dynamics.init(-torch.ones(n, 1, 1), generator=generator)
+
+    return Simulation(dynamics, initial, torch.linspace(0.0, 4.0, 5), adjsim.Splitting(scheme, 0.1))
+
+
+def to_the_right(state):
+    """The momentum, but on the right of 0.2 only, where no start is."""
+    return torch.where(state.position[:, 0, 0] > 0.2, state.momentum[:, 0, 0].detach(), 0.0)
+
+
+HIDDEN = {
+    "detached": Final(lambda s: s.momentum.detach()[:, 0, 0] ** 2),
+    "compared": Final(lambda s: (s.momentum[:, 0, 0] > 3.0).double()),
+    "elsewhere": Final(to_the_right),
+    "elsewhere, average": TimeAverage(to_the_right),
+    "differences": lambda run: (run.momentum[-1] - run.momentum[-2]).detach()[:, 0, 0],
+}
+
+
+@pytest.mark.parametrize("observable", HIDDEN.values(), ids=HIDDEN.keys())
+def test_momenta_are_found_by_their_effect(observable):
+    with pytest.raises(ValueError, match="the observable looks at momenta"):
+        Girsanov()(underdamped(), observable, replicas=64, generator=seeded())
+
+
+@pytest.mark.parametrize("observable", [Final(squared), TimeAverage(squared), lambda run: run.position[-1, :, 0, 0] ** 2])
+def test_positions_are_not_taken_for_momenta(observable):
+    Girsanov()(underdamped(), observable, replicas=64, generator=seeded())
+    Girsanov()(underdamped("OBABO"), HIDDEN["detached"], replicas=64, generator=seeded())
+
+
+@pytest.mark.parametrize(
+    ("edge", "count", "says"), [(0.0, 1007, None), (2.6, 10, "of 2048 replicas make up"), (9.0, 0, "same in all")]
+)
+def test_an_event_that_few_replicas_saw_is_said(edge, count, says):
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
+    simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.zeros(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.05))
+    beyond = Final(lambda s: (s.position[:, 0, 0] > edge).double())
+    estimate = Girsanov()(simulation, beyond, replicas=2048, generator=seeded())
+    assert round(float(estimate.value) * 2048) == count
+    if says is None:
+        # A ninth of the replicas for a product of independent Gaussians.
+        assert estimate.diagnostics["contributing"] > 100
+        assert not estimate.warnings
+    else:
+        assert estimate.diagnostics["contributing"] <= count
+        assert any(says in reason for reason in estimate.warnings)
