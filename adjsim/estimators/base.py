@@ -325,6 +325,13 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:
+    """The derivative of a mean by a parameter, of those by its entries."""
+    if not columns:
+        return value.new_zeros((*value.shape, *parameter.shape))
+    return torch.stack(columns, -1).reshape((*value.shape, *parameter.shape))
+
+
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:
     """Slices that part the replicas into groups as even as possible."""
     if replicas < 1 or chunks < 1:

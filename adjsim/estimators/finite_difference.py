@@ -10,7 +10,7 @@ from torch import Tensor
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -42,6 +42,7 @@ class FiniteDifference(ChunkedEstimator):
             evaluations += trajectory.stats["energy_evaluations"]
             return values.mean(0)
 
+        value = mean()
         grads: dict[str, Tensor] = {}
         for name, parameter in simulation.dynamics.trainable().items():
             entries, columns = parameter.detach().reshape(-1), []
@@ -53,8 +54,7 @@ class FiniteDifference(ChunkedEstimator):
                     with _set(parameter, moved.reshape(parameter.shape)):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
-            grads[name] = torch.stack(columns, -1).reshape((*columns[0].shape, *parameter.shape))
-        value = mean()
+            grads[name] = stacked(columns, value, parameter)
         return Chunk(value, grads, {"energy_evaluations": evaluations})
 
     def __repr__(self) -> str:
