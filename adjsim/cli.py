@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from adjsim._trajectory import check_times, grid
+from adjsim.compare import check_writable
 from adjsim.job import ADJOINTS, LOOKS, SCHEMES, Bath, Job, Sweep, adjoints_of, estimators_of, model_of, run_sweep, solver_of
 from adjsim.presets import ESTIMATORS, Preset, Question, presets
 from adjsim.report import report_adjoints, report_estimators
@@ -201,8 +202,7 @@ def compare_command(
         # An error bar takes two replicas.
         usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
         sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"output '{output}' is a file; name a folder.")
+        check_writable(output)
     except (ValueError, TypeError) as error:
         _refuse(error)
     if names:

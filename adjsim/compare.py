@@ -194,6 +194,29 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before any work; nothing is left behind.
+
+    Tried and not asked for, since permission bits do not know of a full disk, a quota or a read-only mount.
+
+    Raises:
+        ValueError: with what the system says of it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output '{folder}' is a file; name a folder.")
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".adjsim-") as file:
+            file.write(b"adjsim")
+    except OSError as error:
+        raise ValueError(f"output '{folder}' cannot be written ({error.strerror or error}); name another folder.") from error
+    finally:
+        for path in absent:
+            if path.is_dir():
+                path.rmdir()
+
+
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:
     def norm(estimate: GradientEstimate) -> float:
         grad = estimate.grad[key]

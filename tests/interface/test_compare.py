@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import ase
@@ -248,6 +250,30 @@ def test_command_line_refuses_in_one_line(command, tmp_path, arguments, says):
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_path, monkeypatch):
+    """A parent that is a file, and a disk that says no, which no permission tells of; nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr("adjsim.cli.run_sweep", lambda *_: pytest.fail("it ran"))
+
+    def refused(folder, why):
+        done = command("--output", folder, "--horizon", "0.1")
+        assert done.exit_code == 2, done.output
+        assert f"output '{folder}' cannot be written ({why}" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+    refused("file/out", "Not a directory")
+    with monkeypatch.context() as patch:
+
+        def full(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(tempfile, "NamedTemporaryFile", full)
+        refused("full", "No space left on device")
+        refused("new/out", "No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
 
 def test_version_of_the_readme_data():
