@@ -48,7 +48,7 @@ def captured(simulation: Simulation, observable: Observable) -> str | None:
 
     with torch.enable_grad():
         value = with_values(simulation.dynamics, {name: p.detach() for name, p in parameters.items()}, seen)
-    if not value.requires_grad:
-        return None
-    slopes = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
+        if not value.requires_grad:
+            return None
+        slopes = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
     return next((name for name, slope in zip(parameters, slopes, strict=True) if slope is not None), None)

@@ -118,3 +118,25 @@ def test_a_step_times_a_parameter_is_said():
     observable = Final(lambda s: simulation.dynamics.potential.k * (s.position[:, 0, 0] > 0.7))
     estimate = estimated(Pathwise(), simulation, observable, replicas=64)
     assert any("no derivative along a path" in reason for reason in estimate.warnings)
+
+
+def test_differences_set_no_parameter():
+    """The tensors of the module are neither written nor, to whoever holds them, moved: buffers of a network's graph alike."""
+    network = parameter(0.5)
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.5)), network * 2.0, 1.0)
+    simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1)), [0.0, 0.4], adjsim.EulerMaruyama(0.1))
+    k, kT = dynamics.potential.k, dynamics.kT
+    seen, versions = set(), (k._version, kT._version)
+
+    def watched(state):
+        seen.add((float(k.detach()), float(dynamics.potential.k.detach()), float(dynamics.kT.detach())))
+        return squared(state)
+
+    estimate = estimated(FiniteDifference(), simulation, Final(watched))
+    assert {held for held, _, _ in seen} == {1.5}
+    assert len({given for _, given, _ in seen}) == 3
+    assert len({given for _, _, given in seen}) == 3
+    assert (k._version, kT._version) == versions
+    exact = estimated(Pathwise(), simulation, Final(squared))
+    for name in ("kT", "potential.k"):
+        assert float(estimate.grad[name]) == pytest.approx(float(exact.grad[name]), rel=1e-5)
