@@ -103,7 +103,7 @@ def compare_command(
         list[str] | None,
         typer.Option(
             help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
+            show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
             "--estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
         ),
     ] = None,
@@ -177,7 +177,7 @@ def compare_command(
                 system, model_of(system, kind, bath), word, solver_of(word, kind, step * system.time, exact), warmth, seed
             )
             job.check()
-            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
+            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4"
             problem = Preset(job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions())
             question = _question(problem, preset, observable)
             if names:
