@@ -18,7 +18,7 @@ from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 # Options that go with every preset; the others make up the system of lj13.
-COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output"}
+COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output", "compile_runs"}
 
 
 def _observables() -> str:
@@ -147,6 +147,14 @@ def compare_command(
             show_default="1, with --estimators 64, or 4096 for a preset",
         ),
     ] = None,
+    compile_runs: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Run in compiled loops what goes in these: the adjoint reversible, and the estimators finite-difference, "
+            "score-function and reweighting. Each compiles for up to a minute first, which is in nobody's seconds.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
 ) -> None:
@@ -203,15 +211,20 @@ def compare_command(
         usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
         sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
         check_writable(output)
+        look = observable or next(iter(problem.questions))
+        if names:
+            methods = estimators_of(names, question, step, seed, compile_runs)
+        else:
+            assert job is not None
+            methods = job.adjoints(adjoints, look, compile_runs)
     except (ValueError, TypeError) as error:
         _refuse(error)
     if names:
-        results = run_sweep(estimators_of(names, question, step, seed), sweep, None)
+        results = run_sweep(methods, sweep, None)
         report = report_estimators(problem, preset, question, job, seed, sweep, results)
     else:
         assert job is not None
-        look = observable or next(iter(problem.questions))
-        results = run_sweep(job.adjoints(adjoints, look), sweep, next(iter(adjoints)))
+        results = run_sweep(methods, sweep, next(iter(adjoints)))
         report = report_adjoints(job, look, adjoints, sweep, results)
     if report.empty:
         print("adjsim: no method gave a number, so nothing was written; the reasons are above.", file=sys.stderr)

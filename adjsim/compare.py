@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,9 @@ def compare(
     estimators: Mapping[str, Estimator],
     *,
     replicas: int,
+    chunks: int = 16,
     generator: torch.Generator | None = None,
+    compile: bool = False,
 ) -> Comparison:
     """Estimate one gradient by several estimators on the same starts and the same noise.
 
@@ -156,7 +158,10 @@ def compare(
         observable: what is averaged.
         estimators: by the name they are to be shown under; the first is the reference.
         replicas: number of independent runs for each.
+        chunks: groups of replicas whose spread gives the standard errors.
         generator: seeds starts and noise; None: torch's default generator.
+        compile: run the methods that go in compiled loops in these, and the others as they are; which did is in
+            ``diagnostics["compiled"]``. (``Simulation(..., compile=True)`` asks it of all, and the others do not apply.)
 
     Returns:
         A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary one to a path question, a
@@ -169,15 +174,16 @@ def compare(
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
+        asked = replace(simulation, compile=simulation.compile or (compile and estimator.can_compile(simulation)))
         try:
-            estimator.check(simulation, observable)
+            estimator.check(asked, observable)
         except (TypeError, ValueError) as unfit:
             result.failures[name] = f"does not apply. {unfit}"
             continue
         # What one method leaves behind is not counted as room that the next one does not need.
         release()
         try:
-            result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
+            result.estimates[name] = estimator(asked, observable, replicas=replicas, chunks=chunks, generator=own)
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:
             result.failures[name] = str(lost)
     return result

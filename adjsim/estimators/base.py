@@ -34,6 +34,7 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import Solver, run
+from adjsim.solvers.base import SteppingSolver
 
 Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
@@ -56,12 +57,20 @@ class Simulation:
             gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
+        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a fixed step. Pathwise then takes
+            :class:`~adjsim.ReversibleAdjoint`. Girsanov and ForwardSensitivity, which follow every step themselves, run as
+            without. Chunks of one size compile once.
     """
 
     dynamics: Dynamics
     initial: Initial
     ts: Times
     solver: Solver
+    compile: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compile and not isinstance(self.solver, SteppingSolver):
+            raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {self.solver!r}.")
 
     def starts(self, replicas: int, generator: torch.Generator | None) -> State:
         """The starts of all replicas, checked."""
@@ -90,8 +99,8 @@ class GradientEstimate:
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``ess`` (the number of independent samples it is worth), ``chunks``, ``replicas``, and
-            what else the estimator says of itself.
+            nothing is reconstructed), ``compiled`` (whether runs went in compiled loops), ``ess`` (the number of independent
+            samples it is worth), ``chunks``, ``replicas``, and what else the estimator says of itself.
     """
 
     value: Tensor
@@ -219,6 +228,10 @@ class Estimator(ABC):
             generator: seeds starts and noise; None: torch's default generator.
         """
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """Whether its runs go in compiled loops of steps."""
+        return isinstance(simulation.solver, SteppingSolver)
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
         """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
         return
@@ -270,7 +283,8 @@ class ChunkedEstimator(Estimator):
             sizes = [part.stop - part.start for part in slices]
             diagnostics = self.combine(simulation, parts, sizes)
             seconds = time.perf_counter() - begun
-        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, **diagnostics})
+        compiled = simulation.compile and self.can_compile(simulation)
+        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics})
 
     @abstractmethod
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
@@ -286,7 +300,9 @@ def observe(
 ) -> tuple[Tensor, Trajectory]:
     """Run replicas and look: the observable ``(replicas, ...)``, and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
-    trajectory = run(simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise)
+    trajectory = run(
+        simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise, compile=simulation.compile
+    )
     return checked(look(observable, trajectory), start), trajectory
 
 

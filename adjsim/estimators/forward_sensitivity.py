@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,10 @@ class ForwardSensitivity(ChunkedEstimator):
 
     estimand: ClassVar[str] = "path"
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """Tangents do not go through compiled loops."""
+        return False
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
@@ -40,11 +45,12 @@ class ForwardSensitivity(ChunkedEstimator):
             )
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+        plain = replace(simulation, compile=False)
         dynamics, evaluations = simulation.dynamics, 0
 
         def run_once() -> Tensor:
             nonlocal evaluations
-            values, made = observe(simulation, observable, start, DirectAdjoint(), noise)
+            values, made = observe(plain, observable, start, DirectAdjoint(), noise)
             evaluations += made.stats["energy_evaluations"]
             return values.mean(0)
 

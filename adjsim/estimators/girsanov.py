@@ -63,6 +63,10 @@ class Girsanov(ChunkedEstimator):
 
     estimand: ClassVar[str] = "path"
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """It follows every step itself."""
+        return False
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
         dynamics, solver = simulation.dynamics, simulation.solver
         word = solver.scheme if isinstance(solver, Splitting) else None

@@ -13,6 +13,7 @@ from adjsim._state import State, detached
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, grid
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -53,7 +54,13 @@ class Pathwise(ChunkedEstimator):
             raise ValueError(f"truncate must be a positive time; got {truncate}.")
         self.adjoint, self.truncate = adjoint, truncate
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """With the adjoint whose way back is compiled too."""
+        return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
+        if simulation.compile and not self.can_compile(simulation):
+            raise TypeError(f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or leave it out.")
         if self.truncate is None:
             return
         if not isinstance(simulation.solver, SteppingSolver):
@@ -135,7 +142,16 @@ class Pathwise(ChunkedEstimator):
         def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:
             span = [float(times[0]) + first * dt, float(times[0]) + stop * dt]
             shifted = None if noise is None else Noise(noise.seed, noise.first, first)
-            made = run(simulation.dynamics, detached(state), span, simulation.solver, self.adjoint, record, shifted)
+            made = run(
+                simulation.dynamics,
+                detached(state),
+                span,
+                simulation.solver,
+                self.adjoint,
+                record,
+                shifted,
+                compile=simulation.compile,
+            )
             runs.append(made.stats)
             return made
 

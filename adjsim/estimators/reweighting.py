@@ -93,7 +93,8 @@ class Reweighting(Estimator):
             if sampled:
                 parts[0].stats["energy_evaluations"] += kept.evaluations
             diagnostics = self._combine(parts, sizes)
-        diagnostics.update(sampled=sampled, seconds=time.perf_counter() - begun, peak_memory=memory.bytes)
+        seconds = time.perf_counter() - begun
+        diagnostics.update(sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes)
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
@@ -147,15 +148,25 @@ class Reweighting(Estimator):
 
     def _sample(self, simulation: Simulation, skip: float, slices: list[slice], generator: torch.Generator | None) -> _Samples:
         starts = simulation.starts(slices[-1].stop, generator)
-        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+        seed, bath = seed_from(generator) if simulation.dynamics.stochastic else None, bool(simulation.dynamics.bath_fields)
         times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
         with torch.no_grad():
             for part in slices:
                 noise = None if seed is None else Noise(seed, part.start)
-                made = run(simulation.dynamics, select(starts, part), times, simulation.solver, DirectAdjoint(), None, noise)
+                made = run(
+                    simulation.dynamics,
+                    select(starts, part),
+                    times,
+                    simulation.solver,
+                    DirectAdjoint(),
+                    None,
+                    noise,
+                    compile=simulation.compile,
+                )
                 frames = type(starts)(*(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields))
                 states.append(frames)
-                energies.append({bath: reduced_energy(simulation.dynamics, frames, bath) for bath in (False, True)})
+                u = reduced_energy(simulation.dynamics, frames, False)
+                energies.append({False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u})
                 evaluations += made.stats["energy_evaluations"]
         return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
 
