@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from adjsim._trajectory import check_times, grid
+from adjsim.compare import check_writable
 from adjsim.job import ADJOINTS, LOOKS, SCHEMES, Bath, Job, Sweep, adjoints_of, estimators_of, model_of, run_sweep, solver_of
 from adjsim.presets import ESTIMATORS, Preset, Question, presets
 from adjsim.report import report_adjoints, report_estimators
@@ -17,7 +18,7 @@ from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 # Options that go with every preset; the others make up the system of lj13.
-COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output"}
+COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output", "compile_runs"}
 
 
 def _observables() -> str:
@@ -102,7 +103,7 @@ def compare_command(
         list[str] | None,
         typer.Option(
             help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4,8 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
+            show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
             "--estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
         ),
     ] = None,
@@ -146,6 +147,14 @@ def compare_command(
             show_default="1, with --estimators 64, or 4096 for a preset",
         ),
     ] = None,
+    compile_runs: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Run in compiled loops what goes in these: the adjoint reversible, and the estimators finite-difference, "
+            "score-function and reweighting. Each compiles for up to a minute first, which is in nobody's seconds.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
 ) -> None:
@@ -176,7 +185,7 @@ def compare_command(
                 system, model_of(system, kind, bath), word, solver_of(word, kind, step * system.time, exact), warmth, seed
             )
             job.check()
-            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4,8"
+            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4"
             problem = Preset(job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions())
             question = _question(problem, preset, observable)
             if names:
@@ -201,17 +210,21 @@ def compare_command(
         # An error bar takes two replicas.
         usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
         sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"output '{output}' is a file; name a folder.")
+        check_writable(output)
+        look = observable or next(iter(problem.questions))
+        if names:
+            methods = estimators_of(names, question, step, seed, compile_runs)
+        else:
+            assert job is not None
+            methods = job.adjoints(adjoints, look, compile_runs)
     except (ValueError, TypeError) as error:
         _refuse(error)
     if names:
-        results = run_sweep(estimators_of(names, question, step, seed), sweep, None)
+        results = run_sweep(methods, sweep, None)
         report = report_estimators(problem, preset, question, job, seed, sweep, results)
     else:
         assert job is not None
-        look = observable or next(iter(problem.questions))
-        results = run_sweep(job.adjoints(adjoints, look), sweep, next(iter(adjoints)))
+        results = run_sweep(methods, sweep, next(iter(adjoints)))
         report = report_adjoints(job, look, adjoints, sweep, results)
     if report.empty:
         print("adjsim: no method gave a number, so nothing was written; the reasons are above.", file=sys.stderr)

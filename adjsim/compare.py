@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from adjsim._noise import seed_from
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
+from adjsim.estimators.memory import release
 from adjsim.solvers.sde import InstabilityError
 
 
@@ -106,7 +107,7 @@ class Comparison:
             "reference" if difference is None else f"{difference:.1e}",
             f"{info['energy_evaluations']}",
             f"{info['seconds']:.2f}",
-            f"{info['peak_memory'] / 1e6:.1f}",
+            _megabytes(info["peak_memory"]),
             "-" if error is None else f"{error:.1e}",
         ]
 
@@ -149,7 +150,9 @@ def compare(
     estimators: Mapping[str, Estimator],
     *,
     replicas: int,
+    chunks: int = 16,
     generator: Seed = None,
+    compile: bool = False,
 ) -> Comparison:
     """Estimate one gradient by several estimators on the same starts and the same noise.
 
@@ -158,7 +161,10 @@ def compare(
         observable: what is averaged.
         estimators: by the name they are to be shown under; the first is the reference.
         replicas: number of independent runs for each.
+        chunks: groups of replicas whose spread gives the standard errors.
         generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
+        compile: run the methods that go in compiled loops in these, and the others as they are; which did is in
+            ``diagnostics["compiled"]``. (``Simulation(..., compile=True)`` asks it of all, and the others do not apply.)
 
     Returns:
         A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary one to a path question, a
@@ -171,13 +177,16 @@ def compare(
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
+        asked = replace(simulation, compile=simulation.compile or (compile and estimator.can_compile(simulation)))
         try:
-            estimator.check(simulation, observable)
+            estimator.check(asked, observable)
         except (TypeError, ValueError) as unfit:
             result.failures[name] = f"does not apply. {unfit}"
             continue
+        # What one method leaves behind is not counted as room that the next one does not need.
+        release()
         try:
-            result.estimates[name] = estimator(simulation, observable, replicas=replicas, generator=own)
+            result.estimates[name] = estimator(asked, observable, replicas=replicas, chunks=chunks, generator=own)
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:
             result.failures[name] = str(lost)
     return result
@@ -195,6 +204,29 @@ def write_whole(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written, before any work; nothing is left behind.
+
+    Tried and not asked for, since permission bits do not know of a full disk, a quota or a read-only mount.
+
+    Raises:
+        ValueError: with what the system says of it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output '{folder}' is a file; name a folder.")
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".adjsim-") as file:
+            file.write(b"adjsim")
+    except OSError as error:
+        raise ValueError(f"output '{folder}' cannot be written ({error.strerror or error}); name another folder.") from error
+    finally:
+        for path in absent:
+            if path.is_dir():
+                path.rmdir()
 
 
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:
@@ -222,6 +254,11 @@ def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
         return f"|{float(value.norm()):.6g}|"
     error = float(stderr)
     return f"{float(value):.8g}" if math.isnan(error) else f"{float(value):.5g} ± {error:.1g}"
+
+
+def _megabytes(count: int) -> str:
+    """To a tenth; less than one is less than can be told from a resident set."""
+    return f"{count / 1e6:.1f}" if count >= 1e6 else "< 1"
 
 
 def _plain(value: Any) -> Any:

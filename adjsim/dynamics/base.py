@@ -59,6 +59,8 @@ class Dynamics(nn.Module):
 
     state_type: type = PhaseState
     damping_name = "friction"
+    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and momentum.
+    bath_fields: tuple[str, ...] = ()
     potential: nn.Module
     terms: dict[str, Term]
 
@@ -122,9 +124,11 @@ class Dynamics(nn.Module):
         raise TypeError(f"{type(self).__name__} conserves nothing.")
 
     def reduced_energy(self, state: State) -> Energies:
-        """Minus the logarithm of the density that it samples, up to a constant, ``(*batch,)``: H/kT where it is canonical.
+        """Minus the logarithm of the density that it samples, up to a constant, ``(*batch,)``: H/kT where it is canonical, and
+        the terms of a bath's variables.
 
-        Differentiable in the parameters, of which the density knows the potential's, masses and kT.
+        Differentiable in the parameters, of which the density knows the potential's, masses, kT, and for the momenta of a
+        Nose-Hoover chain tau.
         """
         if isinstance(self.potential, ForceField):
             raise TypeError(

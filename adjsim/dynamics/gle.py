@@ -13,7 +13,7 @@ from adjsim._inputs import as_tensor
 from adjsim._noise import NoiseStream
 from adjsim._params import register
 from adjsim._state import State
-from adjsim._typing import Number, Positions, PositionsLike, Seed
+from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
@@ -137,6 +137,7 @@ class GeneralizedLangevin(MassiveDynamics):
     """
 
     state_type = MemoryState
+    bath_fields = ("memory",)
     kT: Tensor
     rates: Tensor
     strengths: Tensor
@@ -202,6 +203,11 @@ class GeneralizedLangevin(MassiveDynamics):
         expected = (*batch, len(self.rates), atoms, dim)
         if tuple(state.memory.shape) != expected:
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
+
+    def reduced_energy(self, state: State) -> Energies:
+        """H/kT and ``sum z_i^2/(2 m kT)``: each memory variable is distributed as a momentum is."""
+        memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
+        return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
     def typical(self, state: State, time: float) -> dict[str, Tensor]:
         found = super().typical(state, time)

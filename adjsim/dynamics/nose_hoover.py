@@ -189,6 +189,7 @@ class NoseHooverChain(MassiveDynamics):
     """
 
     state_type = ChainState
+    bath_fields = ("bath_momentum",)
     kT: Tensor
     tau: Tensor
 
@@ -240,6 +241,12 @@ class NoseHooverChain(MassiveDynamics):
         Q, target = self.bath(state.position)
         # The first link's position is weighed by dof in the energy, and so smaller; one is the scale of the others.
         return {**super().typical(state, time), "bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
+
+    def reduced_energy(self, state: State) -> Energies:
+        """H/kT and ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""
+        Q, _ = self.bath(state.position)
+        chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
+        return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))
 
     def invariant(self, state: State) -> Energies:
         """The extended energy."""

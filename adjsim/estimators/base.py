@@ -36,12 +36,15 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import Solver, run
+from adjsim.solvers.base import SteppingSolver
 
 Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
 
 # Below so many independent samples an error bar is not to be trusted either.
 FEW_SAMPLES = 50
+# Fewer replicas that make up a variance leave the error bar itself unknown by more than a tenth.
+FEW_CONTRIBUTING = 20
 # Beyond such a growth of tangents along the run, few paths make up the mean of all.
 LARGE_GROWTH = 1e2
 
@@ -56,12 +59,20 @@ class Simulation:
             gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
+        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a fixed step. Pathwise then takes
+            :class:`~adjsim.ReversibleAdjoint`. Girsanov and ForwardSensitivity, which follow every step themselves, run as
+            without. Chunks of one size compile once.
     """
 
     dynamics: Dynamics
     initial: Initial
     ts: Times
     solver: Solver
+    compile: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compile and not isinstance(self.solver, SteppingSolver):
+            raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {self.solver!r}.")
 
     def starts(self, replicas: int, generator: Seed) -> State:
         """The starts of all replicas, checked."""
@@ -90,8 +101,8 @@ class GradientEstimate:
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``ess`` (the number of independent samples it is worth), ``chunks``, ``replicas``, and
-            what else the estimator says of itself.
+            nothing is reconstructed), ``compiled`` (whether runs went in compiled loops), ``ess`` (the number of independent
+            samples it is worth), ``chunks``, ``replicas``, and what else the estimator says of itself.
     """
 
     value: Tensor
@@ -153,6 +164,13 @@ class GradientEstimate:
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
         if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
             found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
+        contributing = info.get("contributing")
+        if contributing is not None and contributing < FEW_CONTRIBUTING:
+            found.append(
+                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its error is uncertain too"
+                if contributing > 0
+                else "the observable was the same in all replicas, so its score says nothing of what none of them saw"
+            )
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
         lost = info.get("lost_at")
@@ -212,6 +230,10 @@ class Estimator(ABC):
             generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
         """
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """Whether its runs go in compiled loops of steps."""
+        return isinstance(simulation.solver, SteppingSolver)
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
         """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
         return
@@ -265,7 +287,8 @@ class ChunkedEstimator(Estimator):
             sizes = [part.stop - part.start for part in slices]
             diagnostics = self.combine(simulation, parts, sizes)
             seconds = time.perf_counter() - begun
-        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, **diagnostics})
+        compiled = simulation.compile and self.can_compile(simulation)
+        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics})
 
     @abstractmethod
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
@@ -281,7 +304,9 @@ def observe(
 ) -> tuple[Tensor, Trajectory]:
     """Run replicas and look: the observable ``(replicas, ...)``, and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
-    trajectory = run(simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise)
+    trajectory = run(
+        simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise, compile=simulation.compile
+    )
     return checked(look(observable, trajectory), start), trajectory
 
 
@@ -318,6 +343,13 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         name: torch.stack(column).reshape((*mean.shape, *x.shape))
         for (name, x), column in zip(inputs.items(), columns, strict=True)
     }
+
+
+def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:
+    """The derivative of a mean by a parameter, of those by its entries."""
+    if not columns:
+        return value.new_zeros((*value.shape, *parameter.shape))
+    return torch.stack(columns, -1).reshape((*value.shape, *parameter.shape))
 
 
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:

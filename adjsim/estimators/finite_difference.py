@@ -10,7 +10,8 @@ from torch import Tensor
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
+from adjsim.estimators.functional import captured, with_values
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -20,6 +21,9 @@ class FiniteDifference(ChunkedEstimator):
     every entry of every parameter. Where single paths depend smoothly on the parameter it has the variance of the pathwise
     gradient and an error of step^2. Where they part (chaos, discontinuous observables) its variance grows as the step
     shrinks, so larger steps are then the better choice.
+
+    Other values of a parameter are passed to the run, and its tensor is not written. An observable that reads the tensor
+    itself, and not the module's, is reached by writing it alone: then it is set, and set back.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
@@ -42,6 +46,15 @@ class FiniteDifference(ChunkedEstimator):
             evaluations += trajectory.stats["energy_evaluations"]
             return values.mean(0)
 
+        def at(name: str, moved: Tensor) -> Tensor:
+            if not in_place:
+                return with_values(simulation.dynamics, {name: moved}, mean)
+            with _set(simulation.dynamics.trainable()[name], moved):
+                return mean()
+
+        # An observable that reads a parameter as a tensor of its own is reached by setting that tensor alone.
+        in_place = captured(simulation, observable) is not None
+        value = mean()
         grads: dict[str, Tensor] = {}
         for name, parameter in simulation.dynamics.trainable().items():
             entries, columns = parameter.detach().reshape(-1), []
@@ -50,11 +63,9 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     moved = entries.clone()
                     moved[i] += sign * step
-                    with _set(parameter, moved.reshape(parameter.shape)):
-                        ends.append(mean())
+                    ends.append(at(name, moved.reshape(parameter.shape)))
                 columns.append((ends[0] - ends[1]) / (2 * step))
-            grads[name] = torch.stack(columns, -1).reshape((*columns[0].shape, *parameter.shape))
-        value = mean()
+            grads[name] = stacked(columns, value, parameter)
         return Chunk(value, grads, {"energy_evaluations": evaluations})
 
     def __repr__(self) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._state import State
-from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, look
-from adjsim.simulation import run
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
+from adjsim.estimators.functional import captured, with_values
 
 
 class ForwardSensitivity(ChunkedEstimator):
@@ -22,52 +22,53 @@ class ForwardSensitivity(ChunkedEstimator):
     It equals :class:`Pathwise` to rounding. A run is made for every entry of every parameter, in the memory of a run without
     a gradient, and observables along the way cost nothing more: for few parameters and many observables, such as a whole curve
     in time. For many parameters use :class:`Pathwise`.
+
+    Raises:
+        ValueError: an observable that reads a parameter as a tensor of its own, and not from the module: no tangent reaches it.
+        TypeError: exact steps, which have no forward derivative.
     """
 
     estimand: ClassVar[str] = "path"
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """Tangents do not go through compiled loops."""
+        return False
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
+        name = captured(simulation, observable)
+        if name is not None:
+            raise ValueError(
+                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its own, where no tangent "
+                f"reaches; read it from the module, as dynamics.{name}, or use Pathwise."
+            )
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
-        module, parameters = _Run(simulation, observable, start, noise), simulation.dynamics.trainable()
-        values = {f"dynamics.{name}": p.detach() for name, p in parameters.items()}
+        plain = replace(simulation, compile=False)
+        dynamics, evaluations = simulation.dynamics, 0
+
+        def run_once() -> Tensor:
+            nonlocal evaluations
+            values, made = observe(plain, observable, start, DirectAdjoint(), noise)
+            evaluations += made.stats["energy_evaluations"]
+            return values.mean(0)
 
         def mean(numbers: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(module, numbers, ())
+            return with_values(dynamics, numbers, run_once)
 
-        if not parameters:
-            value = module().detach()
-            return Chunk(value, {}, {"energy_evaluations": module.evaluations})
-        value = torch.zeros(())
-        grads: dict[str, Tensor] = {}
+        parameters = {name: p.detach() for name, p in dynamics.trainable().items()}
+        value: Tensor | None = None
+        columns: dict[str, list[Tensor]] = {name: [] for name in parameters}
         for name, p in parameters.items():
-            columns = []
             for i in range(p.numel()):
-                along = {key: torch.zeros_like(x) for key, x in values.items()}
-                along[f"dynamics.{name}"].reshape(-1)[i] = 1.0
-                value, column = torch.func.jvp(mean, (values,), (along,))[:2]
-                columns.append(column)
-            grads[name] = torch.stack(columns, -1).reshape((*value.shape, *p.shape)).detach()
-        return Chunk(value.detach(), grads, {"energy_evaluations": module.evaluations})
+                along = {key: torch.zeros_like(x) for key, x in parameters.items()}
+                along[name].reshape(-1)[i] = 1.0
+                value, column = torch.func.jvp(mean, (parameters,), (along,))[:2]
+                columns[name].append(column.detach())
+        value = run_once().detach() if value is None else value.detach()
+        grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
+        return Chunk(value, grads, {"energy_evaluations": evaluations})
 
     def __repr__(self) -> str:
         return "ForwardSensitivity()"
-
-
-class _Run(nn.Module):
-    """The simulation as a function of its dynamics' parameters."""
-
-    def __init__(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> None:
-        super().__init__()
-        self.dynamics = simulation.dynamics
-        self._made: dict[str, Any] = {"simulation": simulation, "observable": observable, "start": start, "noise": noise}
-        self.evaluations = 0
-
-    def forward(self) -> Tensor:
-        simulation, observable, start, noise = self._made.values()
-        record = observable if isinstance(observable, TimeAverage) else None
-        made = run(self.dynamics, start, simulation.ts, simulation.solver, DirectAdjoint(), record, noise)
-        self.evaluations += made.stats["energy_evaluations"]
-        return checked(look(observable, made), start).mean(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.probes import reads, spread
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.base import Problem
@@ -29,6 +30,8 @@ from adjsim.solvers.splitting import Splitting
 
 # The effective sample size is that of weights for a parameter moved by this share of itself.
 MOVED = 0.1
+# Starts at which an observable is looked at before any work, and states of a time average at which it is on the way.
+PROBED, PROBED_STEPS = 8, 8
 STACKED_STEPS = 32
 
 
@@ -52,7 +55,10 @@ class Girsanov(ChunkedEstimator):
     mean as it is.
 
     ``diagnostics["ess"]`` is the number of paths that would be left of them if a parameter were moved by a tenth of itself and
-    the paths reweighted; it falls exponentially with the time.
+    the paths reweighted; it falls exponentially with the time. ``diagnostics["contributing"]`` is the number of replicas that
+    make up the variance, ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``: a third of the replicas for Gaussian
+    y, the count for an event that few replicas saw, and zero where the observable was the same in all. An error bar is itself
+    known to a share of about one over twice its root.
 
     Raises:
         ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: two such path densities have nothing
@@ -61,6 +67,10 @@ class Girsanov(ChunkedEstimator):
     """
 
     estimand: ClassVar[str] = "path"
+
+    def can_compile(self, simulation: Simulation) -> bool:
+        """It follows every step itself."""
+        return False
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
         dynamics, solver = simulation.dynamics, simulation.solver
@@ -79,11 +89,12 @@ class Girsanov(ChunkedEstimator):
                 f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt goes to zero. Give it as a "
                 "number, and use Pathwise for its gradient."
             )
-        if word == "BAOAB" and self._sees_momenta(simulation, observable):
-            raise ValueError(
-                "Girsanov: under BAOAB only positions have a path density, and the observable looks at momenta; use "
-                "Splitting('OBABO', dt)."
-            )
+        if word == "BAOAB":
+            start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
+            frames = type(start)(*(torch.stack([x] * len(simulation.ts)) for x in start))
+            looks = _Looks(observable, check_times(simulation.ts))
+            looks.refuse_momenta(start, frames)
+            looks.refuse_slopes(start, frames)
 
     @torch.no_grad()
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
@@ -96,13 +107,17 @@ class Girsanov(ChunkedEstimator):
         recording = Recording(recorder, stepper)
         score = _score(dynamics, solver, stepper, inputs)
         explicit = _Explicit(dynamics, average)
-        path = _Path(stepper, score, explicit, recorder.first)
+        # Where the starts do not show that momenta are looked at, the states that are visited may.
+        looks = _Looks(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
+        path = _Path(stepper, recorder, score, explicit, looks)
         driver = EagerDriver(stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats))
-        final = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
+        last = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
         score.settle(stepper.clock.last)
         states, record = recording.result()
-        stats = problem.stats
-        trajectory = Trajectory(times, states, record, stepper.from_lattice(final), stats)
+        stats, final = problem.stats, stepper.from_lattice(last)
+        trajectory = Trajectory(times, states, record, final, stats)
+        if looks is not None and average is None:
+            looks.refuse_momenta(final, states)
         with torch.enable_grad():
             seen = checked(look(observable, trajectory), start)
             mean = seen.mean(0)
@@ -111,7 +126,7 @@ class Girsanov(ChunkedEstimator):
         value, S = values.mean(0), score.total
         # <O S> and <S>: the control variate comes with the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in S.items()}
-        return Chunk(value, own, stats, {"OS": OS, "S": S, "explicit": own})
+        return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         for i, part in enumerate(parts):
@@ -127,33 +142,42 @@ class Girsanov(ChunkedEstimator):
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
                 weight = torch.softmax(MOVED * (size or 1.0) * scores[:, j], 0)
                 left = min(left, 1.0 / float((weight**2).sum()))
-        return {"ess": left if parameters else float(sum(sizes))}
+        if not parameters:
+            return {"ess": float(sum(sizes)), "contributing": None}
+        return {"ess": left, "contributing": self._contributing(parts, sizes)}
 
     @staticmethod
-    def _sees_momenta(simulation: Simulation, observable: Observable) -> bool:
-        probe = simulation.starts(1, torch.Generator().manual_seed(0))
-        with torch.enable_grad():
-            moving = probe._replace(momentum=probe.momentum.detach().requires_grad_())
-            if isinstance(observable, TimeAverage | Final):
-                seen = observable.function(moving)
-            else:
-                frames = type(moving)(*(torch.stack([x] * len(simulation.ts)) for x in moving))
-                seen = observable(Trajectory(check_times(simulation.ts), frames, None, moving, {}))
-        if not seen.requires_grad:
-            return False
-        (slope,) = torch.autograd.grad(seen.sum(), moving.momentum, allow_unused=True)
-        return slope is not None
+    def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
+        """How many replicas make up the variance, ``(sum y^2)^2 / sum y^4`` of their contributions y = (O - b) S.
+
+        The least over parameters and over entries of the observable.
+        """
+        seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
+        squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
+        # An entry that is a constant has no event to miss where others vary; nor has a parameter that no force depends on.
+        squares = squares[:, squares.sum(0) > 0]
+        if squares.shape[1] == 0:
+            return 0.0
+        for name in parts[0].grad:
+            S = torch.cat([part.extra["S"][name] for part in parts]).reshape(sum(sizes), -1)
+            y2 = squares * S.square().sum(1, keepdim=True)
+            if bool((S != 0).any()):
+                least = min(least, float((y2.sum(0).square() / y2.square().sum(0)).nan_to_num(nan=0.0).min()))
+        return least
 
     def __repr__(self) -> str:
         return "Girsanov()"
 
 
 class _Path:
-    """Shows every step to the score, and every state that counts to a time average's own dependence on the parameters."""
+    """Shows every step to the score, every state that counts to a time average's own dependence on the parameters, and some of
+    these to what looks for momenta in it."""
 
-    def __init__(self, stepper: Stepper, score: _Score, explicit: _Explicit, first: int) -> None:
-        self.stepper, self.score, self.explicit, self.first = stepper, score, explicit, first
-        self.before: State | None = None
+    def __init__(self, stepper: Stepper, recorder: Recorder, score: _Score, explicit: _Explicit, looks: _Looks | None) -> None:
+        self.stepper, self.score, self.explicit, self.looks = stepper, score, explicit, looks
+        self.average, self.first, self.before = recorder.average is not None, recorder.first, None
+        probed = spread(recorder.first, stepper.clock.last, PROBED_STEPS) if self.average and looks is not None else ()
+        self.probed = set(probed)
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return range(1, stepper.clock.last + 1)
@@ -162,9 +186,55 @@ class _Path:
         after = self.stepper.from_lattice(state)
         if step > 0:
             self.score(step - 1, self.before, after)
-            if self.explicit.average is not None and step >= self.first:
+            if self.average and step >= self.first:
                 self.explicit(after)
+            if self.looks is not None and step in self.probed:
+                self.looks.refuse_momenta(after, None)
         self.before = after
+
+
+class _Looks:
+    """Whether an observable looks at momenta, which have no path density under BAOAB.
+
+    Found by moving them and comparing values, since automatic differentiation does not see what is read behind ``detach()`` or
+    through a comparison; and by differentiation, which sees what makes no difference at the states that are tried.
+    """
+
+    def __init__(self, observable: Observable, times: Tensor) -> None:
+        self.observable, self.times = observable, times
+
+    def refuse_momenta(self, final: State, frames: State | None) -> None:
+        """Refuse an observable whose value changes with the momenta of these states."""
+        if reads(lambda state: self._seen(state, final, frames), final, "momentum"):
+            self._refuse()
+
+    def refuse_slopes(self, final: State, frames: State | None) -> None:
+        """Refuse an observable whose graph reaches the momenta."""
+        with torch.enable_grad():
+            moving = final._replace(momentum=final.momentum.detach().requires_grad_())
+            seen = self._seen(moving, final, frames)
+        if not seen.requires_grad:
+            return
+        (slope,) = torch.autograd.grad(seen.sum(), moving.momentum, allow_unused=True)
+        if slope is not None:
+            self._refuse()
+
+    def _seen(self, state: State, final: State, frames: State | None) -> Tensor:
+        """The observable with the momenta of a state at the end, and those of frames moved by as much, each in a measure of its
+        own: differences between frames change too."""
+        if isinstance(self.observable, TimeAverage | Final):
+            return self.observable.function(state)
+        assert frames is not None
+        shares = torch.linspace(0.5, 1.0, len(frames.momentum), dtype=torch.float64).to(state.momentum).square()
+        moved = frames.momentum + shares.reshape(-1, 1, 1, 1) * (state.momentum - final.momentum)
+        return self.observable(Trajectory(self.times, frames._replace(momentum=moved), None, state, {}))
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise ValueError(
+            "Girsanov: under BAOAB only positions have a path density, and the observable looks at momenta; use "
+            "Splitting('OBABO', dt)."
+        )
 
 
 class _Explicit:

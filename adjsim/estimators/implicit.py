@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from scipy.sparse.linalg import LinearOperator, eigsh, minres
 from torch import Tensor, nn
 
 from adjsim._inputs import outside_inference_mode
 from adjsim._params import trainable
 from adjsim._typing import Positions
 from adjsim.adjoints.base import refuse_graph
+from adjsim.estimators.curvature import PseudoInverse, pseudo_inverse
 from adjsim.potentials.base import DeferredVJP, force, force_vjp
 
-# Curvature below this share of the largest counts as none: translations, rotations.
-FLAT = 1e-8
 NEWTON_STEPS = 20
+# Share of dF/dtheta along a flat direction that counts as none.
+PUSHED = 1e-6
 
 
 class ImplicitDifferentiation:
     """A minimum of the energy, as a differentiable function of the parameters, by the implicit function theorem::
 
-        F(q*(theta); theta) = 0        dq*/dtheta = H^{-1} dF/dtheta,     H = -dF/dq at q*
+        F(q*(theta); theta) = 0        dq*/dtheta = H^+ dF/dtheta,     H = -dF/dq at q*
 
     The path of the minimiser is neither stored nor differentiated. The way back solves one linear system with H for each
-    system of a batch, by products with H alone (MINRES), in any dimension. Displacements that cost no energy (translation and
-    rotation of a free cluster) are left out of dq*: the gradient is that of the solution of least length.
+    system of a batch, in any dimension: by diagonalising H up to 600 coordinates, else by products with H alone (MINRES).
+
+    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated at no cost, so its minima are a family, and the
+    theorem leaves ``dq* = H^+ dF/dtheta dtheta + n`` with any n along the flat directions. The solution of least length has
+    n = 0. It is the derivative of a minimiser that follows forces: where the energy is flat whatever theta, forces have no
+    component along flat directions, so that the centre stays and nothing turns. A loss that reads where the cluster is or how
+    it is turned has the derivative that this minimiser would give it. A parameter that pushes along a flat direction
+    (``dF/dtheta`` has a component there) leaves no minimum behind, and is an error.
 
     Args:
-        tol: the largest force component left, relative to the largest curvature times the size of the start.
+        tol: the largest force component left, relative to the largest curvature times the size of start and minimum.
         max_iterations: of the minimiser.
 
     Raises:
-        RuntimeError: the minimiser did not get there, or arrived at a saddle (a direction of negative curvature is left).
+        RuntimeError: the minimiser did not get there; it arrived at a saddle (a direction of negative curvature is left); the
+            minimum is ill-conditioned (a curvature that is not zero is below the square root of machine epsilon, 1.5e-8 in
+            float64, as a share of the largest), so that no digits of the derivative are left; a parameter pushes along a flat
+            direction.
     """
 
     def __init__(self, tol: float = 1e-10, max_iterations: int = 10_000) -> None:
@@ -64,28 +73,25 @@ class ImplicitDifferentiation:
         found = minimize(energy, x, jac=True, method="L-BFGS-B", options=options)
         q = torch.from_numpy(found.x).to(start).reshape(shape)
         # The quasi-Newton steps stop at the rounding of the energy; a few of Newton's reach that of the force.
-        left, allowed, scale = math.inf, 0.0, max(1e-300, float(start.abs().max()))
+        left, allowed, inverse = math.inf, 0.0, pseudo_inverse(potential, q)
         for _ in range(NEWTON_STEPS):
-            push, hessian = force(potential, q).detach(), _Hessian(potential, q)
-            stiff = max(1e-300, abs(_extreme(hessian, "LA")))
-            left, allowed = float(push.abs().max()), self.tol * stiff * scale
-            if left <= allowed:
-                self._check_curvature(hessian, stiff)
-                return q
-            q = q + torch.from_numpy(_solve(hessian, push.double().cpu().numpy().ravel())).to(q).reshape(shape)
+            scale = max(1e-300, float(start.abs().max()), float(q.abs().max()))
+            left, allowed = inverse.left, self.tol * inverse.stiff * scale
+            nearer = pseudo_inverse(potential, self._newton(potential, inverse))
+            if left <= allowed and nearer.left >= 0.5 * left:
+                inverse.check()
+                return inverse.q
+            inverse = nearer
         raise RuntimeError(
             f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is allowed): start nearer to a minimum, "
             "or raise max_iterations or tol."
         )
 
     @staticmethod
-    def _check_curvature(hessian: _Hessian, stiff: float) -> None:
-        lowest = _extreme(hessian, "SA")
-        if lowest < -FLAT * stiff:
-            raise RuntimeError(
-                f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left (the largest is {stiff:.3g}). "
-                "Start elsewhere."
-            )
+    def _newton(potential: nn.Module, inverse: PseudoInverse) -> Tensor:
+        q = inverse.q
+        step = inverse.estimate(force(potential, q).detach().double().cpu().numpy().ravel())
+        return q + torch.from_numpy(step).to(q).reshape(q.shape)
 
     def __repr__(self) -> str:
         return f"ImplicitDifferentiation(tol={self.tol:g})"
@@ -96,7 +102,7 @@ class _Minimum(torch.autograd.Function):
     def forward(ctx: Any, method: ImplicitDifferentiation, potential: nn.Module, start: Tensor, *parameters: Tensor) -> Tensor:
         flat = start.reshape(-1, *start.shape[-2:])
         found = torch.stack([method.find(potential, q) for q in flat]).reshape(start.shape)
-        ctx.potential = potential
+        ctx.potential, ctx.names = potential, list(trainable(potential))
         ctx.save_for_backward(found, *parameters)
         return found
 
@@ -106,39 +112,37 @@ class _Minimum(torch.autograd.Function):
         found, *parameters = ctx.saved_tensors
         systems, total = found.reshape(-1, *found.shape[-2:]), [torch.zeros_like(p) for p in parameters]
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
-            x = _solve(_Hessian(ctx.potential, q), v.double().cpu().numpy().ravel())
-            _, pullback = force_vjp(ctx.potential, q, parameters)
-            _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
-            listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
-            total = [old if g is None else old + g.detach() for old, g in zip(total, listed, strict=True)]
+            inverse = pseudo_inverse(ctx.potential, q)
+            inverse.check()
+            _check_pushes(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
+            x = inverse.solve(v.double().cpu().numpy().ravel())
+            total = [old + g for old, g in zip(total, _along(ctx.potential, q, x, parameters), strict=True)]
         return (None, None, None, *total)
 
 
-class _Hessian(LinearOperator):
-    """The Hessian of the energy, by its products."""
-
-    def __init__(self, potential: nn.Module, q: Tensor) -> None:
-        super().__init__(np.dtype(np.float64), (q.numel(), q.numel()))
-        self.potential, self.q = potential, q.detach()
-
-    def _matvec(self, x: np.ndarray) -> np.ndarray:
-        _, pullback = force_vjp(self.potential, self.q, [])
-        along, _ = pullback(torch.from_numpy(np.ascontiguousarray(x.ravel())).to(self.q).reshape(self.q.shape))
-        return -along.detach().double().cpu().numpy().ravel()
+def _along(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
+    """``x^T dF/dtheta``."""
+    _, pullback = force_vjp(potential, q, parameters)
+    _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
+    listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
+    return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, listed, strict=True)]
 
 
-def _solve(hessian: _Hessian, b: np.ndarray) -> np.ndarray:
-    """The solution of least length of H x = b, b's part along flat directions left out."""
-    if not np.any(b):
-        return np.zeros_like(b)
-    x, _ = minres(hessian, b, rtol=1e-14, maxiter=20 * len(b) + 100)
-    return np.asarray(x)
-
-
-def _extreme(hessian: _Hessian, which: Literal["LA", "SA"]) -> float:
-    n = hessian.shape[0]
-    if n < 4:
-        values = np.linalg.eigvalsh(np.stack([hessian.matvec(unit) for unit in np.eye(n)]))
-        return float(values[-1] if which == "LA" else values[0])
-    start = np.random.default_rng(0).standard_normal(n)
-    return float(eigsh(hessian, k=1, which=which, v0=start, return_eigenvectors=False)[0])
+def _check_pushes(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
+    """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes along one that is not, and,
+    over a change as large as itself, by more than the rounding of forces."""
+    if not inverse.flat.shape[1]:
+        return
+    other = inverse.project(np.random.default_rng(0).standard_normal(inverse.q.numel()))
+    other /= max(1e-300, float(np.linalg.norm(other)))
+    rounding, listed = inverse.rounding * float(inverse.q.abs().max()), list(parameters.values())
+    usual = _along(potential, inverse.q, other, listed)
+    for direction in inverse.flat.T:
+        pushes = _along(potential, inverse.q, direction, listed)
+        for (name, p), g, scale in zip(parameters.items(), pushes, usual, strict=True):
+            size = float(p.detach().norm()) or 1.0
+            if float(g.norm()) > PUSHED * float(scale.norm()) + rounding / size:
+                raise RuntimeError(
+                    f"parameter {name!r} pushes along a direction in which the energy has no curvature, so that there is no "
+                    "minimum at another value of it, and no derivative. Hold that direction: a weak spring on the centre does."
+                )

@@ -13,6 +13,7 @@ from adjsim._state import State, detached
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, grid
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -53,7 +54,13 @@ class Pathwise(ChunkedEstimator):
             raise ValueError(f"truncate must be a positive time; got {truncate}.")
         self.adjoint, self.truncate = adjoint, truncate
 
+    def can_compile(self, simulation: Simulation) -> bool:
+        """With the adjoint whose way back is compiled too."""
+        return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
+
     def check(self, simulation: Simulation, observable: Observable) -> None:
+        if simulation.compile and not self.can_compile(simulation):
+            raise TypeError(f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or leave it out.")
         if self.truncate is None:
             return
         if not isinstance(simulation.solver, SteppingSolver):
@@ -73,13 +80,16 @@ class Pathwise(ChunkedEstimator):
                 values, final, runs = self._cut(simulation, observable, begin, noise)
             mean = values.mean(0)
         found = jacobian(mean, {**parameters, "": begin.position})
-        growth = self._growth(simulation, observable, found.pop(""), detached(final))
+        growth, reaches = self._growth(observable, found.pop(""), detached(final))
+        # An observable that parameters alone enter is smooth; a step times a parameter has lost a part of its derivative.
+        alone = mean.requires_grad and bool((values == values[:1]).all())
+        smooth = alone or (mean.requires_grad if reaches is None else reaches)
         errors = [e for stats in runs if (e := stats.get("reconstruction_error")) is not None]
         stats = {
             "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
             "reconstruction_error": max(errors) if errors else None,
         }
-        return Chunk(mean.detach(), found, stats, (growth, mean.requires_grad or not parameters))
+        return Chunk(mean.detach(), found, stats, (growth, smooth or not parameters))
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         duration, squares = simulation.duration, [part.extra[0] for part in parts if part.extra[0] is not None]
@@ -97,22 +107,26 @@ class Pathwise(ChunkedEstimator):
             found["lost_at"] = max(0.0, duration + math.log(min(known)) / growth)
         return found
 
-    def _growth(self, simulation: Simulation, observable: Observable, at_start: Tensor, final: State) -> float | None:
+    @staticmethod
+    def _growth(observable: Observable, at_start: Tensor, final: State) -> tuple[float | None, bool | None]:
         """How much larger the derivative by the start is than that by the end, squared, the mean over replicas: the few that
-        part make up the variance."""
+        part make up the variance. And whether the observable has a derivative by the state; None where that is not known."""
         if not isinstance(observable, TimeAverage | Final):
-            return None
+            return None, None
         with torch.enable_grad():
-            position = final.position.requires_grad_()
-            ends = observable.function(final._replace(position=position))
+            leaves = type(final)(*(x.requires_grad_() for x in final))
+            ends = observable.function(leaves)
             if not ends.requires_grad:
-                return None
-            (at_end,) = torch.autograd.grad(ends.mean(0).sum(), position)
-        axes = list(range(at_start.ndim - position.ndim))
+                return None, False
+            slopes = torch.autograd.grad(ends.mean(0).sum(), list(leaves), allow_unused=True)
+        at_end = dict(zip(final._fields, slopes, strict=True))["position"]
+        if at_end is None:
+            return None, any(slope is not None for slope in slopes)
+        axes = list(range(at_start.ndim - at_end.ndim))
         whole = (at_start.sum(axes) if axes else at_start).flatten(1).norm(dim=1)
         ratio = whole / at_end.flatten(1).norm(dim=1)
         square = float(ratio[torch.isfinite(ratio)].square().mean())
-        return square if square > 0 else None
+        return (square if square > 0 else None), True
 
     def _cut(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
@@ -128,7 +142,16 @@ class Pathwise(ChunkedEstimator):
         def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:
             span = [float(times[0]) + first * dt, float(times[0]) + stop * dt]
             shifted = None if noise is None else Noise(noise.seed, noise.first, first)
-            made = run(simulation.dynamics, detached(state), span, simulation.solver, self.adjoint, record, shifted)
+            made = run(
+                simulation.dynamics,
+                detached(state),
+                span,
+                simulation.solver,
+                self.adjoint,
+                record,
+                shifted,
+                compile=simulation.compile,
+            )
             runs.append(made.stats)
             return made
 

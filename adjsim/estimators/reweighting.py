@@ -27,6 +27,7 @@ from adjsim.estimators.base import (
     weighted_mean,
 )
 from adjsim.estimators.memory import PeakMemory
+from adjsim.estimators.probes import reads_bath, reduced_energy
 from adjsim.estimators.score_function import burn_in, equilibration, outer, stationary
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
@@ -83,17 +84,22 @@ class Reweighting(Estimator):
         assert isinstance(observable, TimeAverage)
         sizes, kept, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
         skip = burn_in(self, self.burn_in, observable)
-        known = kept is not None and kept.simulation is simulation and (kept.sizes, kept.skip) == (sizes, skip)
+        if kept is not None and (kept.simulation is not simulation or (kept.sizes, kept.skip) != (sizes, skip)):
+            kept = None
         with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0)).position.device) as memory:
-            sampled = kept is None or not known or self._share(kept) < self.threshold
+            bath = kept is not None and kept.reads_bath(observable)
+            sampled = kept is None or self._share(kept, bath) < self.threshold
             if sampled:
                 kept = self._samples = self._sample(simulation, skip, slices, generator)
+                bath = kept.reads_bath(observable)
             assert kept is not None
-            parts = [self._weigh(kept, i, observable) for i in range(len(sizes))]
+            largest = float(kept.log_weights(bath).max())
+            parts = [self._weigh(kept, i, observable, bath, largest) for i in range(len(sizes))]
             if sampled:
                 parts[0].stats["energy_evaluations"] += kept.evaluations
             diagnostics = self._combine(parts, sizes)
-        diagnostics.update(sampled=sampled, seconds=time.perf_counter() - begun, peak_memory=memory.bytes)
+        seconds = time.perf_counter() - begun
+        diagnostics.update(sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes)
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
@@ -102,7 +108,8 @@ class Reweighting(Estimator):
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
         with torch.enable_grad():
-            logs = torch.cat([self._samples.log_weight(i) for i in range(len(self._samples.states))])
+            bath = self._samples.reads_bath(observable)
+            logs = torch.cat([self._samples.log_weight(i, bath) for i in range(len(self._samples.states))])
             values = torch.cat([observable.function(state) for state in self._samples.states])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
@@ -146,28 +153,42 @@ class Reweighting(Estimator):
 
     def _sample(self, simulation: Simulation, skip: float, slices: list[slice], generator: torch.Generator | None) -> _Samples:
         starts = simulation.starts(slices[-1].stop, generator)
-        seed = seed_from(generator) if simulation.dynamics.stochastic else None
+        seed, bath = seed_from(generator) if simulation.dynamics.stochastic else None, bool(simulation.dynamics.bath_fields)
         times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
         with torch.no_grad():
             for part in slices:
                 noise = None if seed is None else Noise(seed, part.start)
-                made = run(simulation.dynamics, select(starts, part), times, simulation.solver, DirectAdjoint(), None, noise)
+                made = run(
+                    simulation.dynamics,
+                    select(starts, part),
+                    times,
+                    simulation.solver,
+                    DirectAdjoint(),
+                    None,
+                    noise,
+                    compile=simulation.compile,
+                )
                 frames = type(starts)(*(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields))
                 states.append(frames)
-                energies.append(simulation.dynamics.reduced_energy(frames))
+                u = reduced_energy(simulation.dynamics, frames, False)
+                energies.append({False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u})
                 evaluations += made.stats["energy_evaluations"]
         return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
 
-    @torch.no_grad()
-    def _share(self, kept: _Samples) -> float:
-        w = torch.softmax(torch.cat([kept.log_weight(i) for i in range(len(kept.states))]), 0)
+    @staticmethod
+    def _share(kept: _Samples, bath: bool) -> float:
+        w = torch.softmax(kept.log_weights(bath), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
-    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage) -> Chunk:
-        """One chunk's means of w O and of w, and their derivatives."""
+    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
+        """One chunk's means of w O and of w, and their derivatives.
+
+        Weights are taken relative to the largest of all chunks, which changes neither the ratio of the means nor its gradient:
+        a constant that is added to the energy does not overflow.
+        """
         parameters = kept.simulation.dynamics.trainable()
         with torch.enable_grad():
-            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i))
+            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i, bath) - largest)
             A, B = (_like(w, values) * values).mean(0), w.mean()
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
@@ -188,17 +209,26 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples:
-    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they were sampled."""
+    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they were sampled, with the terms
+    of the bath and without."""
 
     simulation: Simulation
     sizes: list[int]
     skip: float
     states: list[State]
-    energies: list[Tensor]
+    energies: list[dict[bool, Tensor]]
     evaluations: int
 
-    def log_weight(self, i: int) -> Tensor:
-        return self.energies[i] - self.simulation.dynamics.reduced_energy(self.states[i])
+    def reads_bath(self, observable: TimeAverage) -> bool:
+        return any(reads_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
+
+    def log_weight(self, i: int, bath: bool) -> Tensor:
+        """Of a chunk's frames, at the parameters as they are now."""
+        return self.energies[i][bath] - reduced_energy(self.simulation.dynamics, self.states[i], bath)
+
+    @torch.no_grad()
+    def log_weights(self, bath: bool) -> Tensor:
+        return torch.cat([self.log_weight(i, bath) for i in range(len(self.states))])
 
 
 def _like(weights: Tensor, values: Tensor) -> Tensor:

@@ -1,0 +1,229 @@
+"""The Hessian of an energy at a minimum, and its pseudo-inverse.
+
+At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat* (zero to rounding), *stiff*
+(above the square root of machine epsilon), or neither. A linear system is solved in the stiff directions alone. A direction
+that is neither costs the solution more than half of its digits, and is an error.
+
+The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES applied to a right-hand side
+with a component along a flat direction diverges. So flat directions are found first and projected out.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh, minres
+from torch import Tensor, nn
+
+from adjsim.potentials.base import force, force_vjp
+
+# Coordinates up to which the Hessian is written out and diagonalised.
+DENSE = 600
+# Rounding errors of a curvature, in epsilons of the largest.
+ROUNDING = 4096
+# Residual of a linear system relative to its right-hand side.
+RESIDUAL = 1e-8
+# Flat directions besides translations and rotations that are searched for where the Hessian is not written out.
+SEARCHED = 32
+# Restarts of Lanczos iterations, of 64 products each.
+RESTARTS = 300
+
+
+class Hessian(LinearOperator):
+    """The Hessian of the energy, by its products."""
+
+    def __init__(self, potential: nn.Module, q: Tensor) -> None:
+        super().__init__(np.dtype(np.float64), (q.numel(), q.numel()))
+        self.potential, self.q = potential, q.detach()
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        _, pullback = force_vjp(self.potential, self.q, [])
+        along, _ = pullback(torch.from_numpy(np.ascontiguousarray(x.ravel())).to(self.q).reshape(self.q.shape))
+        return -along.detach().double().cpu().numpy().ravel()
+
+
+class PseudoInverse(ABC):
+    """Curvatures at a position, and the solutions of least length of ``H x = b``.
+
+    Attributes:
+        stiff: the largest curvature, in size.
+        flat: orthonormal flat directions, ``(atoms x dim, count)``.
+    """
+
+    def __init__(self, potential: nn.Module, q: Tensor) -> None:
+        self.hessian, self.q = Hessian(potential, q), q
+        self.epsilon = float(torch.finfo(q.dtype).eps)
+        self.left = float(force(potential, q).detach().abs().max())
+        self.stiff = max(1e-300, self._largest())
+        # A rotation has the curvature force/radius where a force is left.
+        radius = float((q - q.mean(-2, keepdim=True)).square().sum(-1).mean().sqrt())
+        turning = 10 * self.left / radius if radius > 0 else 0.0
+        self.rounding = ROUNDING * self.epsilon * self.stiff + turning
+        self.soft = max(math.sqrt(self.epsilon) * self.stiff, self.rounding)
+        self.flat = self._flat()
+
+    @abstractmethod
+    def _largest(self) -> float:
+        """The largest curvature, in size."""
+
+    @abstractmethod
+    def _flat(self) -> np.ndarray:
+        """Flat directions."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what is no minimum, or one whose Hessian is ill-conditioned. May find more flat directions."""
+
+    @abstractmethod
+    def estimate(self, b: np.ndarray) -> np.ndarray:
+        """The solution of least length of ``H x = b``, as good as it comes; b's part along flat directions is left out."""
+
+    def solve(self, b: np.ndarray) -> np.ndarray:
+        """That solution, or an error where what it leaves of b is not small."""
+        x, wanted = self.estimate(b), self.project(b)
+        size = float(np.linalg.norm(wanted))
+        residual = float(np.linalg.norm(self.project(self.hessian.matvec(x)) - wanted))
+        # A loss that reads flat directions alone leaves the rounding of its projection.
+        if not residual <= max(RESIDUAL, ROUNDING * self.epsilon) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
+            raise RuntimeError(
+                f"the linear system of the minimum was not solved: {residual / size:.1e} of its right-hand side is left. The "
+                "minimum is ill-conditioned; hold the soft coordinate, or measure it in units in which it is stiffer."
+            )
+        return x
+
+    def project(self, b: np.ndarray) -> np.ndarray:
+        """b without its part along flat directions; twice, since once leaves the rounding of that part."""
+        for _ in range(2):
+            b = b - self.flat @ (self.flat.T @ b)
+        return b
+
+    def _check_lowest(self, lowest: float) -> None:
+        """Refuse a curvature, the lowest of those that are not flat, that is negative or soft."""
+        if lowest < -self.rounding:
+            raise RuntimeError(
+                f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left (the largest is "
+                f"{self.stiff:.3g}). Start elsewhere."
+            )
+        if lowest < self.soft:
+            raise RuntimeError(
+                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and {self.stiff:.2g}, a condition "
+                f"number of {self.stiff / lowest:.1e}, where at most {self.stiff / self.soft:.1e} leaves digits of the "
+                "derivative. Hold the soft coordinate, or measure it in units in which it is stiffer."
+            )
+
+
+class Dense(PseudoInverse):
+    """By all eigenvalues and eigenvectors."""
+
+    def _largest(self) -> float:
+        matrix = np.stack([self.hessian.matvec(unit) for unit in np.eye(self.q.numel())])
+        self.values, self.vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
+        return float(np.abs(self.values).max())
+
+    def _flat(self) -> np.ndarray:
+        return self.vectors[:, np.abs(self.values) <= self.rounding]
+
+    def check(self) -> None:
+        curved = self.values[np.abs(self.values) > self.rounding]
+        if len(curved):
+            self._check_lowest(float(curved[0]))
+
+    def estimate(self, b: np.ndarray) -> np.ndarray:
+        curved = np.abs(self.values) > self.rounding
+        vectors = self.vectors[:, curved]
+        return vectors @ ((vectors.T @ b) / self.values[curved])
+
+
+class Iterative(PseudoInverse):
+    """By products alone. Translations and rotations are tested for being flat; other flat directions are searched for."""
+
+    def _largest(self) -> float:
+        # An estimate will do: it is the scale that other curvatures are measured against.
+        value, _ = self._extreme(self.hessian, "LM", 1e-2)
+        return abs(value)
+
+    def _flat(self) -> np.ndarray:
+        rigid = rigid_motions(self.q.double().cpu().numpy())
+        curvature = np.stack([self.hessian.matvec(motion) for motion in rigid.T], 1)
+        # Also where single ones are not: a rotation about one axis may be a combination.
+        _, sizes, mixtures = np.linalg.svd(curvature, full_matrices=False)
+        return rigid @ mixtures[sizes <= self.rounding].T
+
+    def check(self) -> None:
+        for _ in range(SEARCHED + 1):
+            # The lowest curvature by the largest of a shifted operator, relative to whose size Lanczos steps converge.
+            shifted = _Deflated(self, -1.0, 1.1 * self.stiff)
+            _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
+            direction = self.project(direction)
+            direction /= np.linalg.norm(direction)
+            # Rayleigh's quotient has the square of the vector's error.
+            lowest = float(direction @ self.hessian.matvec(direction))
+            if abs(lowest) > self.rounding:
+                self._check_lowest(lowest)
+                return
+            self.flat = np.concatenate([self.flat, direction[:, None]], 1)
+        raise RuntimeError(
+            f"the minimum has more than {SEARCHED} directions without curvature besides translations and rotations; hold atoms "
+            "that nothing holds."
+        )
+
+    def estimate(self, b: np.ndarray) -> np.ndarray:
+        b, size = self.project(b), float(np.linalg.norm(b))
+        if float(np.linalg.norm(b)) <= self.epsilon * size:
+            return np.zeros_like(b)
+        x, _ = minres(_Deflated(self), b, rtol=1e-14, maxiter=20 * len(b) + 100)
+        return self.project(np.asarray(x))
+
+    @staticmethod
+    def _extreme(operator: LinearOperator, which: Literal["LA", "LM"], tol: float) -> tuple[float, np.ndarray]:
+        n = operator.shape[0]
+        start = np.random.default_rng(0).standard_normal(n)
+        options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
+        try:
+            values, vectors = eigsh(operator, k=1, which=which, **options)
+        except ArpackNoConvergence as failure:
+            raise RuntimeError(
+                "the softest curvature of the minimum could not be told from the others, since it is a small share of the "
+                "largest: the minimum is ill-conditioned. Hold the soft coordinate, or measure it in units in which it is "
+                "stiffer."
+            ) from failure
+        return float(values[0]), vectors[:, 0]
+
+
+class _Deflated(LinearOperator):
+    """``sign (H + stiff P) + shift``, P being the projector on flat directions: a Hessian that is not singular."""
+
+    def __init__(self, inverse: Iterative, sign: float = 1.0, shift: float = 0.0) -> None:
+        super().__init__(np.dtype(np.float64), inverse.hessian.shape)
+        self.hessian, self.flat, self.stiff = inverse.hessian, inverse.flat, inverse.stiff
+        self.sign, self.shift_by = sign, shift
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        x = x.ravel()
+        product = self.hessian.matvec(x) + self.stiff * (self.flat @ (self.flat.T @ x))
+        return self.sign * product + self.shift_by * x
+
+
+def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
+    """That of the Hessian at one system's position ``(atoms, dim)``."""
+    return (Dense if q.numel() <= DENSE else Iterative)(potential, q)
+
+
+def rigid_motions(q: np.ndarray) -> np.ndarray:
+    """Orthonormal displacements of positions ``(atoms, dim)`` that translate and rotate, ``(atoms x dim, count)``: fewer
+    rotations where atoms lie on a line."""
+    atoms, dim = q.shape
+    motions = [np.tile(axis, (atoms, 1)) for axis in np.eye(dim)]
+    x = q - q.mean(0)
+    for i, j in combinations(range(dim), 2):
+        turned = np.zeros_like(x)
+        turned[:, i], turned[:, j] = -x[:, j], x[:, i]
+        motions.append(turned)
+    columns = np.stack([motion.ravel() / max(1e-300, float(np.linalg.norm(motion))) for motion in motions], 1)
+    left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
+    return left[:, sizes > 1e-6]

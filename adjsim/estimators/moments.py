@@ -1,0 +1,96 @@
+"""What a covariance at equal times is made of, as a function of the state that is averaged over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._state import State
+from adjsim.dynamics.base import Dynamics
+from adjsim.estimators.base import checked
+from adjsim.estimators.functional import with_values
+from adjsim.estimators.probes import reduced_energy
+
+
+class Moments:
+    """A pure function of the state: the observable O of every replica, and the means over replicas of O^2, of ``du/dtheta``,
+    of ``O du/dtheta`` and of ``dO/dtheta``, as one vector in float64.
+
+    Nothing is stored between calls, so that it may be averaged in a compiled loop. A loop is looked up by the function that
+    it averages: one object serves all chunks.
+
+    Args:
+        dynamics: whose reduced energy u is, and whose parameters theta are.
+        function: the observable, of the state to ``(replicas, ...)``.
+        bath: whether u has the terms of the bath.
+    """
+
+    def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool) -> None:
+        self.dynamics, self.function, self.bath = dynamics, function, bath
+        self.names = list(dynamics.trainable())
+
+    def serves(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
+        """Whether it is that of these dynamics, with the parameters they have now, and of this observable."""
+        return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
+
+    def __call__(self, state: State) -> Tensor:
+        registered = {**dict(self.dynamics.named_parameters()), **dict(self.dynamics.named_buffers())}
+        parameters = {name: registered[name] for name in self.names}
+        with torch.enable_grad():
+            if all(p.requires_grad for p in parameters.values()):
+                seen, u = self._look(state)
+            else:
+                # In a loop that is compiled inputs stand for the parameters, which no gradient is asked by.
+                parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+                seen, u = with_values(self.dynamics, parameters, lambda: self._look(state))
+            rows = checked(seen, state).reshape(len(seen), -1)
+            entries = rows.mean(0).unbind()
+            values = rows.detach()
+            columns = [torch.ones_like(u), *values.unbind(1)]
+            slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
+            # Of a curve and a network these are many; an observable without parameters has none.
+            explicit = [self._slopes(entry, parameters, None) for entry in entries] if seen.requires_grad else []
+        parts = [values, values.square().mean(0), *slopes, *explicit]
+        return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
+
+    def _look(self, state: State) -> tuple[Tensor, Tensor]:
+        return self.function(state), reduced_energy(self.dynamics, state, self.bath)
+
+    @staticmethod
+    def _slopes(output: Tensor, parameters: dict[str, Tensor], weight: Tensor | None) -> Tensor:
+        """The derivative by all parameters, one after the other; zero where there is none."""
+        wanted = list(parameters.values())
+        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if wanted and output.requires_grad:
+            found = torch.autograd.grad(output, wanted, weight, retain_graph=True, allow_unused=True)
+        flat = [(torch.zeros_like(p) if g is None else g).detach().reshape(-1) for p, g in zip(wanted, found, strict=True)]
+        return torch.cat(flat) if flat else output.new_zeros(0)
+
+    def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
+        """The averages by name, with the shapes of an observable ``(replicas, ...)`` like ``values`` and of the parameters; in
+        float64, for differences of theirs."""
+        shape, count = values.shape[1:], values[0].numel()
+        trainable = self.dynamics.trainable()
+        sizes = [p.numel() for p in trainable.values()]
+        known = values.numel() + count + (1 + count) * sum(sizes)
+        each, squares, slopes = average[:known].split([values.numel(), count, (1 + count) * sum(sizes)])
+        explicit = average[known:] if len(average) > known else average.new_zeros(count * sum(sizes))
+        each = each.reshape(values.shape)
+        mean, square = each.mean(0), squares.reshape(shape)
+        G, OG = slopes.reshape(1 + count, -1).split([1, count])
+
+        def by_name(rows: Tensor, leading: torch.Size) -> dict[str, Tensor]:
+            parts = rows.split(sizes, 1) if sizes else ()
+            return {name: part.reshape((*leading, *p.shape)) for (name, p), part in zip(trainable.items(), parts, strict=True)}
+
+        return {
+            "O": mean,
+            "each": each,
+            "square": square,
+            "G": by_name(G, torch.Size()),
+            "OG": by_name(OG, shape),
+            "dO": by_name(explicit.reshape(count, -1), shape),
+        }

@@ -1,0 +1,122 @@
+"""Estimators in compiled loops: the same numbers, and a refusal where there is no such loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import adjsim
+from adjsim import (
+    Final,
+    FiniteDifference,
+    ForwardSensitivity,
+    Girsanov,
+    Pathwise,
+    ReversibleAdjoint,
+    Reweighting,
+    ScoreFunction,
+    Simulation,
+    TimeAverage,
+    compare,
+)
+from adjsim.cli import app
+from tests.problems import parameter
+
+
+def double_well():
+    """One particle; the observable depends on a parameter too."""
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)), parameter(1.2), parameter(0.7), 1.3)
+    simulation = Simulation(
+        dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1), generator=g), [0.0, 1.0], adjsim.BAOAB(0.05)
+    )
+    return simulation, lambda s: dynamics.kT * s.position[:, 0, 0] ** 2
+
+
+def same_numbers(make, burn_in=0.0):
+    simulation, look = double_well()
+    found = []
+    for compiled in (False, True):
+        estimate = make()(
+            dataclasses.replace(simulation, compile=compiled),
+            TimeAverage(look, burn_in),
+            replicas=8,
+            chunks=2,
+            generator=torch.Generator().manual_seed(0),
+        )
+        assert estimate.diagnostics["compiled"] is compiled
+        found.append(estimate)
+    plain, compiled = found
+    torch.testing.assert_close(compiled.value, plain.value, rtol=1e-10, atol=0)
+    for name, grad in plain.grad.items():
+        # Differences divide rounding by the step.
+        rounding = 1e-10 if make is not FiniteDifference else 1e-9
+        torch.testing.assert_close(compiled.grad[name], grad, rtol=1e-10, atol=rounding)
+        torch.testing.assert_close(compiled.grad_stderr[name], plain.grad_stderr[name], rtol=1e-8, atol=rounding)
+
+
+def test_the_score_function_in_a_compiled_loop():
+    same_numbers(ScoreFunction)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [ScoreFunction, FiniteDifference, lambda: Reweighting(every=0.25), lambda: Pathwise(ReversibleAdjoint())],
+    ids=["score", "differences", "reweighting", "pathwise"],
+)
+def test_estimators_in_compiled_loops(make):
+    """With a burn-in, whose steps are compiled apart."""
+    same_numbers(make, burn_in=0.4)
+
+
+@pytest.mark.slow
+def test_chunks_of_one_size_compile_once():
+    simulation, look = double_well()
+    simulation, estimator = dataclasses.replace(simulation, compile=True), ScoreFunction()
+
+    def seconds():
+        return estimator(simulation, TimeAverage(look), replicas=8, chunks=4).diagnostics["seconds"]
+
+    # Thousands of steps, and a second call, do not compile again; 5 s is what the fastest machine takes for it.
+    assert seconds() > 10 * seconds()
+
+
+def test_what_does_not_go_in_a_compiled_loop():
+    simulation, look = double_well()
+    compiled = dataclasses.replace(simulation, compile=True)
+    with pytest.raises(TypeError, match=r"compile=True goes with Pathwise\(ReversibleAdjoint\(\)\)"):
+        Pathwise()(compiled, Final(look), replicas=2)
+    with pytest.raises(TypeError, match="compile=True is for solvers of fixed steps"):
+        dataclasses.replace(compiled, solver=adjsim.SDESolver(dt=0.1))
+    methods = {"pathwise": Pathwise(), "tangents": ForwardSensitivity()}
+    apart = compare(simulation, Final(look), methods, replicas=4, chunks=2, compile=True)
+    assert [e.diagnostics["compiled"] for e in apart.estimates.values()] == [False, False]
+    assert [e.diagnostics["chunks"] for e in apart.estimates.values()] == [2, 2]
+    assert list(compare(compiled, Final(look), methods, replicas=4).failures) == ["pathwise"]
+    bare = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)))
+    scored = dataclasses.replace(compiled, dynamics=bare)
+    assert not Girsanov()(scored, Final(lambda s: s.position[:, 0, 0]), replicas=4).diagnostics["compiled"]
+
+
+def test_command_line_refuses_to_compile_what_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--adjoint", "direct,checkpoint"], ["harmonic", "--estimators", "girsanov"]):
+        done = CliRunner().invoke(app, ["compare", *arguments, "--compile"])
+        assert done.exit_code == 2
+        assert "--compile: none of these methods goes in compiled loops" in done.stderr
+
+
+@pytest.mark.slow
+def test_command_line_in_compiled_loops(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["compare", "--adjoint", "direct,reversible", "--horizon", "1", "--compile"])
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
+    direct, reversible = run["methods"]
+    assert (direct["compiled"], reversible["compiled"]) == (False, True)
+    assert reversible["relative_difference"] < 1e-10
+    assert reversible["seconds"] < 5
