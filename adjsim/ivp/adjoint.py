@@ -25,8 +25,9 @@ from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.field import Array, Field, refuse_second, to_numpy
-from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, Interpolant, solution
+from adjsim.ivp.paths import Backsolved, Checkpointed, Interpolant, StoredInterpolants, solution
 from adjsim.ivp.quadrature import Integral
+from adjsim.ivp.unchanged import Witness, alike, changed
 
 METHODS: dict[str, type[OdeSolver]] = {
     "RK23": RK23,
@@ -38,7 +39,7 @@ METHODS: dict[str, type[OdeSolver]] = {
 }
 IMPLICIT = (Radau, BDF, LSODA)
 
-Path = Dense | Checkpointed | Backsolved
+Path = StoredInterpolants | Checkpointed | Backsolved
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Adjoint:
 
     def pull(self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array) -> tuple[Array, list[Tensor]]:
         """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
-        self.field.refuse_changed()
+        self.field.reads.refuse_changed()
+        piece.witness.compare(self.field)
         integral = Integral(self.field.parameters, self.rtol)
         read = np.flatnonzero(np.any(cotangents != 0, axis=0))
         read = read[np.argsort(-piece.way * times[read], kind="stable")]
@@ -112,8 +114,6 @@ class Adjoint:
                 raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
             times.append(solver.t)
             interpolants.append(solver.dense_output())
-            if not field.parameters:
-                field.look(solver.t, path(solver.t) if path is not None else solver.y[n:])
         found = solution(times, interpolants, self.method)
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
@@ -143,6 +143,7 @@ class Piece:
         start, end: times.
         way: 1 where the solution goes on in time, -1 where it goes back.
         path: its states on the way back; None: no gradient was asked for.
+        witness: rates of the right-hand side on the way forward.
         adjoint: how.
     """
 
@@ -150,6 +151,7 @@ class Piece:
     end: float
     way: float
     path: Path | None
+    witness: Witness
     adjoint: Adjoint
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ class Piece:
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
         """The same with the derivative by these times, where they require grad."""
-        return self.adjoint.field.moved(self.states(times.detach().cpu().numpy(), states, start), times)
+        return self.adjoint.field.with_time_derivative(self.states(times.detach().cpu().numpy(), states, start), times)
 
 
 class _States(torch.autograd.Function):

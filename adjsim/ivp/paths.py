@@ -1,7 +1,7 @@
 """The way a forward solution went, given back from its end to its start.
 
 An adjoint equation reads the state along the way it goes back. What is kept for that on the way forward is told apart here:
-every step's interpolant (:class:`Dense`), solvers from which the way is solved again, a short piece at a time
+every step's interpolant (:class:`StoredInterpolants`), solvers from which the way is solved again, a short piece at a time
 (:class:`Checkpointed`), or nothing (:class:`Backsolved`).
 """
 
@@ -69,7 +69,7 @@ def snapshot(solver: Any) -> Any:
     return again
 
 
-class Dense:
+class StoredInterpolants:
     """Every step's interpolant."""
 
     def __init__(self, method: type[OdeSolver]) -> None:
@@ -96,7 +96,7 @@ class Backsolved:
     start: float
 
     def back(self, end: float) -> Iterator[tuple[float, None]]:
-        """As for :class:`Dense`, without states."""
+        """As for :class:`StoredInterpolants`, without states."""
         if end != self.start:
             yield self.start, None
 
@@ -122,7 +122,7 @@ class Checkpointed:
         self.count += 1
 
     def back(self, end: float) -> Iterator[tuple[float, Interpolant]]:
-        """As for :class:`Dense`."""
+        """As for :class:`StoredInterpolants`."""
         for solver in reversed(self.kept):
             if solver.direction * (end - solver.t) > 0:
                 start = float(solver.t)
@@ -130,7 +130,7 @@ class Checkpointed:
                 end = start
 
     def _again(self, solver: Any, end: float) -> Iterator[tuple[float, Interpolant]]:
-        keeper = Dense(self.method) if self.every <= HELD else Checkpointed(self.method)
+        keeper = StoredInterpolants(self.method) if self.every <= HELD else Checkpointed(self.method)
         keeper(solver)
         solver.watchers, solver.first.jac_factor = [keeper], solver.jac_factor
         while solver.direction * (end - solver.t) > 0:
