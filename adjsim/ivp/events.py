@@ -7,8 +7,9 @@ An event happens at the time :math:`t_e` at which :math:`g(t_e, y(t_e)) = 0`. Wh
 
 where :math:`dg|_{t_e}` is the change of g at a held time. A reset takes the state to :math:`y^+ = r(t_e, y(t_e))`, from which a
 new piece starts at :math:`t_e`; since start time and start state both carry their derivatives, the saltation matrix
-:math:`\partial_y r + (f^+ - \partial_y r f^- - \partial_t r) \, \partial_y g / \dot g` is the chain rule. The rates :math:`f^-` and
-:math:`f^+` are limits from before and after, which differ where ``fun`` jumps on the surface (:mod:`adjsim.ivp.jumps`).
+:math:`\partial_y r + (f^+ - \partial_y r f^- - \partial_t r) \, \partial_y g / \dot g` is the chain rule. The rates
+:math:`f^-` and :math:`f^+` are limits from before and after, which differ where ``fun`` jumps on the surface
+(:mod:`adjsim.ivp.jumps`).
 
 Where the solution only touches, :math:`t_e` has no derivative: an error of the size of the tolerance, :math:`\delta g`, makes
 two events or none when :math:`\dot g^2 \le 2 |\ddot g| \delta g`. Such grazing is refused, with an event and without.
@@ -174,8 +175,8 @@ class Event:
         )
 
     def _beside(self, t: float, y: Array, sense: float, off: float) -> list[_Side]:
-        """Either side of the event's surface, next to a state and in a sense of time; nothing for a state off the surface by more
-        than rounding and ``off``."""
+        """Either side of the event's surface, next to a state and in a sense of time; nothing for a state off the surface by
+        more than rounding and ``off``."""
         value, by_time, by_state = self._gradient(t, y)
         rate = by_time + float((by_state.conj() * self.field.rate(t, y)).sum().real)
         near = 4 * self._rounding(t, y, np.abs(by_state), abs(rate)) + 4 * abs(off)

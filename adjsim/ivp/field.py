@@ -97,11 +97,31 @@ class Field:
 
     def rows(self, t: float, y: Array) -> Array:
         """The products of the unit vectors with the Jacobian by the state, as rows ``(n, n)``."""
-        x, out = self._watched(t, y)
-        if not out.requires_grad:
-            return np.zeros((y.size, y.size), y.dtype)
-        found = [torch.autograd.grad(out, x, e, retain_graph=True, allow_unused=True)[0] for e in torch.eye(y.size).to(out)]
-        return np.stack([np.zeros_like(y) if row is None else to_numpy(row) for row in found])
+        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0]
+
+    def matrices(self, times: Array, states: Array) -> Array:
+        """What takes a cotangent to its product with the Jacobian by the state, over real numbers ``(times, n, n)``, at states
+        ``(n, times)``. For complex states it is ``(times, 2 n, 2 n)``, since such products need not be linear over complex
+        numbers."""
+        n = len(states)
+        units = np.eye(2 * n).view(complex) if np.iscomplexobj(states) else np.eye(n)
+        found = self._products(times, states, units)
+        return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
+
+    def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
+        """The products of cotangents ``(k, n)`` with the Jacobians at several times, ``(times, k, n)``, all times at once."""
+        watched = [self._watched(float(t), y) for t, y in zip(times, states.T, strict=True)]
+        found = np.zeros((len(watched), *cotangents.shape), states.dtype)
+        inside = [i for i, (_, out) in enumerate(watched) if out.requires_grad]
+        if not inside:
+            return found
+        points, outputs = [watched[i][0] for i in inside], [watched[i][1] for i in inside]
+        for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
+            rows = torch.autograd.grad(outputs, points, [cotangent] * len(inside), retain_graph=True, allow_unused=True)
+            for i, row in zip(inside, rows, strict=True):
+                if row is not None:
+                    found[i, k] = to_numpy(row)
+        return found
 
     def pull_state(self, t: float, y: Array, cotangent: Array) -> Array:
         """The product of a cotangent with the Jacobian by the state."""
@@ -116,8 +136,6 @@ class Field:
         cotangents are ``(n, times)``."""
         with torch.enable_grad():
             rates = [self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)]
-        for rate in rates:
-            self.refuse_undeclared(rate)
         found = []
         for rows in cotangents:
             pairs = [(r, torch.as_tensor(c).to(r)) for r, c in zip(rates, rows.T, strict=True) if r.requires_grad]
@@ -167,17 +185,14 @@ class Field:
 
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
         """Refuse a rate whose graph ends in a tensor that requires grad and was not declared."""
-        stand_ins = {id(x) for x in (*self.inner, *known)}
-        computed = {id(x.grad_fn) for x in self.reads.declared if x.grad_fn is not None}
-        given = {id(x) for x in self.reads.declared}
         for node in _nodes(out):
             leaf = getattr(node, "variable", None)
-            if id(node) in computed or id(leaf) in given:
+            if self.reads.is_declared(node, leaf):
                 raise ValueError(
                     "fun reads a tensor that has been computed from a declared one before: compute it in fun, or declare it "
                     "instead."
                 )
-            if leaf is not None and id(leaf) not in stand_ins:
+            if leaf is not None and not self.reads.is_stand_in(leaf) and not any(leaf is x for x in known):
                 raise ValueError(
                     f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not declared, so the adjoint would "
                     "lose its gradient. Pass it in args, declare it by params=[...], make it a parameter of a module, or "

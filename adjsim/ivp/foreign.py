@@ -30,8 +30,8 @@ def _is_array(out: Any) -> bool:
 
 def refusal(what: str) -> TypeError:
     return TypeError(
-        f"{what} computes with NumPy, and no gradient flows through NumPy. Write it with torch; or, where no gradient is wanted, "
-        "detach() what requires grad or call solve_ivp() under torch.no_grad()."
+        f"{what} computes with NumPy, and no gradient flows through NumPy. Write it with torch; or, where no gradient is "
+        "wanted, detach() what requires grad or call solve_ivp() under torch.no_grad()."
     )
 
 
@@ -44,5 +44,3 @@ def refused(what: str) -> Iterator[None]:
         if "numpy()" not in str(error):
             raise
         raise refusal(what) from error
-
-

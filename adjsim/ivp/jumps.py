@@ -7,8 +7,8 @@ Let :math:`f` jump where :math:`g(t, y, \theta) = 0`, and let the solution cross
 .. math:: dt_e = -\frac{\partial_y g \, dy + \partial_\theta g \, d\theta}{\dot g^-}, \qquad
           \dot g^- = \partial_t g + \partial_y g \, f^-.
 
-The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing takes time from the piece behind, so seen at the
-old time that piece starts at :math:`dy^+ = dy + (f^- - f^+) \, dt_e`. With :math:`d\theta = 0` that is the saltation matrix
+The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing takes time from the piece behind, so seen at
+the old time that piece starts at :math:`dy^+ = dy + (f^- - f^+) \, dt_e`. With :math:`d\theta = 0` that is the saltation matrix
 
 .. math:: S = 1 + \frac{(f^+ - f^-) \, \partial_y g}{\dot g^-}.
 
@@ -18,9 +18,9 @@ what rounding leaves of g. A solution that goes on in time leaves by the side in
 arrived by the side into which the rate of that side points backward in time. Where both rates point at the surface the
 solution slides along it (Filippov), and ``fun`` alone does not say how: refused.
 
-A jump that no event marks leaves :math:`S` out, and the gradient is wrong by any amount at any tolerance. Solvers resolve a jump
-by short steps, and within these bisection tells a jump from a rapid change: only a jump keeps its height. A jump at a fixed time
-has :math:`\partial_y g = 0`, so :math:`S = 1`, and needs no event.
+A jump that no event marks leaves :math:`S` out, and the gradient is wrong by any amount at any tolerance. Solvers resolve a
+jump by short steps, and within these bisection tells a jump from a rapid change: only a jump keeps its height. A jump at a
+fixed time has :math:`\partial_y g = 0`, so :math:`S = 1`, and needs no event.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ STEEPER = 3.0
 # Steps this much shorter than the longest one pile up, and after so many of them the next few are looked at.
 SHORT = 1e-2
 AHEAD = 8
-# To 1e-12 of a step: narrower than what any step resolves.
-HALVINGS = 40
+# To 1e-7 of a step: narrower than what any step resolves, and not so narrow that rounding puts a state on the surface itself.
+HALVINGS = 24
 # A height above the scatter of fun to either side that rounding does not reach.
 SCATTER = 10.0
 
 Rate = Callable[[float], Array]
+
 
 class UnmarkedJumps:
     """Watches a SciPy solver for jumps of the right-hand side that no event marks.
@@ -111,7 +112,7 @@ class UnmarkedJumps:
             return None
         for halvings in range(HALVINGS):
             middle = (a + b) / 2
-            if middle in (a, b):
+            if abs(b - a) < 64 * np.spacing(abs(middle)):
                 break
             of_middle = self.rates.of(middle, path(middle))
             first, second = self._size(of_middle - of_a, end, state), self._size(of_b - of_middle, end, state)
@@ -119,7 +120,7 @@ class UnmarkedJumps:
             height = max(first, second)
             if halvings and height < 0.5 * whole:
                 return None
-        apart = (end - begin) * 2.0**-12
+        apart = max(abs(end - begin) * 2.0**-12, abs(b - a)) * np.sign(end - begin)
         low, high = min(begin, end), max(begin, end)
         near = [(of_a, a - k * apart) for k in (1, 2, 3)] + [(of_b, b + k * apart) for k in (1, 2, 3)]
         times = [(of, min(max(t, low), high)) for of, t in near]
@@ -145,7 +146,7 @@ class UnmarkedJumps:
         time, state, _ = self.found
         shown = np.array2string(state[:6], precision=6, separator=", ")
         raise ValueError(
-            f"fun jumps at t = {time:.9g}, y = {shown}{' ...' if state.size > 6 else ''}, where no event restarts the solution: its "
-            "derivative across the jump would be wrong. Give solve_ivp() an event that is zero on the switching surface, with "
-            "the identity for a reset: event.reset = lambda t, y, *args: y."
+            f"fun jumps at t = {time:.9g}, y = {shown}{' ...' if state.size > 6 else ''}, where no event restarts the "
+            "solution: its derivative across the jump would be wrong. Give solve_ivp() an event that is zero on the switching "
+            "surface, with the identity for a reset: event.reset = lambda t, y, *args: y."
         )

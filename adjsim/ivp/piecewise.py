@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +24,8 @@ from adjsim.ivp.unchanged import StepRates, Witness
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Of the time to be solved: resets that follow each other within it accumulate.
 ZENO = 1e-10
+
+Rates = Callable[[float, Array], Array]
 
 
 @dataclass
@@ -92,11 +94,12 @@ class PiecewiseSolve:
                 event.take_side(now, old, new, leaving, self.sign, event is stopped)
 
     def _piece(self, begin: Tensor, start: Tensor, leaving: Array | None) -> tuple[Any, Event | None]:
-        """From one start to the end or to the next reset, and the event that ended it. ``leaving`` is the rate behind a reset."""
+        """From one start to the end or to the next reset, and the event that ended it. ``leaving``: the rate after a reset."""
         t0 = float(begin.detach())
         behind = None if leaving is None else leaving[:, None]
         # A start that is later by dt has come from one that lay back by f dt.
-        start = start - (self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[:, 0] - start.detach())
+        later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[:, 0]
+        start = start - (later - start.detach())
         asked = self.asked or (torch.is_grad_enabled() and start.requires_grad)
         if asked and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
@@ -120,7 +123,7 @@ class PiecewiseSolve:
         self._keep(piece, found, start, begin, behind, grazing, stopped)
         return found, stopped
 
-    def _call(self, rates: Callable[[float, Array], Array], t0: float, start: Tensor, method: Any) -> Any:
+    def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> Any:
         """SciPy's own, over one piece."""
         wanted = self._wanted(t0)
         found = scipy.integrate.solve_ivp(
@@ -143,7 +146,10 @@ class PiecewiseSolve:
     def _path(self, start: float) -> Path:
         if self.kind == "interpolate":
             return StoredInterpolants(self.method)
-        return Checkpointed(self.method) if self.kind == "checkpoint" else Backsolved(start)
+        if self.kind == "checkpoint":
+            return Checkpointed(self.method)
+        options = {"rtol": self.adjoint.rtol, "atol": self.options["atol"], "max_step": self.adjoint.max_step}
+        return Backsolved(start, self.method, self.rhs.rate, options)
 
     def _wanted(self, begin: float) -> Tensor | None:
         """Of the times that are wanted, those from here on. What is at the time of a reset was given before it."""
@@ -222,7 +228,7 @@ def _rate(grazing: Grazing | None, event: Event, t: float, y: Array, flow: Calla
     return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
 
 
-def _starting(rates: Callable[[float, Array], Array], t0: float, start: Array, leaving: Array) -> Callable[[float, Array], Array]:
+def _starting(rates: Rates, t0: float, start: Array, leaving: Array) -> Rates:
     """A function of time and state with the rate behind a reset at its start, where rounding would decide on which side of a
     jump it lies."""
 

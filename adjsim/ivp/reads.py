@@ -2,12 +2,12 @@
 
 A right-hand side reads tensors as arguments, as parameters and buffers of modules, and as variables that it captures. A run
 replaces each that requires grad by a detached leaf, the stand-in, whenever it evaluates the right-hand side, forward and
-backward. So the adjoint differentiates by the stand-ins and autograd meets the user's tensors once, at the end: their hooks run
-once, and tensors computed from each other are not counted twice. A module under ``torch.func.functional_call`` is evaluated with
-the tensors of that call after it has ended; ``p.data = ...`` and ``module.p = ...`` change nothing for a run that has begun.
+backward. So the adjoint differentiates by the stand-ins and autograd meets the user's tensors once, at the end: their hooks
+run once, and tensors computed from each other are not counted twice. A module under ``torch.func.functional_call`` is evaluated
+with the tensors of that call after it has ended; ``p.data = ...`` and ``module.p = ...`` change nothing for a run that began.
 
-Arguments are passed as stand-ins. Tensors of modules are exchanged in the module while it is evaluated, as functional_call does,
-under a lock for each module. Declared tensors that no module has registered are exchanged in each call of torch.
+Arguments are passed as stand-ins. Tensors of modules are exchanged in the module while it is evaluated, as functional_call
+does, under a lock for each module. Declared tensors that no module has registered are exchanged in each call of torch.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Reads:
         self._loose = {id(x): leaf_of[id(x)] for x in loose if x.requires_grad}
         self._places = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in places]
         self._modules = sorted(modules.values(), key=id) if places else []
+        self._leaves = {id(leaf) for leaf in self.leaves}
+        self._declared = {id(x) for x in self.declared} | {id(x.grad_fn) for x in self.declared if x.grad_fn is not None}
         read = [*(x for _, _, x in places), *loose, *given]
         self._versions = [(x, x._version) for x in read if not x.is_inference()]
 
@@ -74,6 +76,13 @@ class Reads:
     def stand_in(self, x: Tensor) -> Tensor:
         """For what a function returns: a captured tensor itself is one that no call of torch has exchanged."""
         return self._loose.get(id(x), x)
+
+    def is_stand_in(self, leaf: Tensor) -> bool:
+        return id(leaf) in self._leaves
+
+    def is_declared(self, node: Any, leaf: Tensor | None) -> bool:
+        """Whether a node of a graph is a declared tensor, which an evaluation never meets: it meets the stand-in."""
+        return id(node) in self._declared or id(leaf) in self._declared
 
     def refuse_changed(self) -> None:
         """Called before the way back: a tensor written to since has another gradient, and its stand-in shares its memory."""

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from scipy.integrate import OdeSolver
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from adjsim.ivp.adjoint import METHODS, Adjoint
 from adjsim.ivp.events import Event
 from adjsim.ivp.field import Field, as_state, as_times, to_numpy
-from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
+from adjsim.ivp.result import DenseSolution, OdeResult
 
 # SciPy refuses a smaller rtol than this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -92,12 +93,20 @@ def solve_ivp(
     solution is right and says nothing: see the estimators. Where the gradient of the discrete steps is wanted,
     :func:`~adjsim.simulate` has it. The gradient of y at the side of a kink of ``fun`` takes the side that the steps fell on.
     """
+    if torch.is_inference_mode_enabled():
+        # Derivatives that events with a reset need are not recorded in inference mode; without gradients they are.
+        with torch.inference_mode(False), torch.no_grad():
+            return solve_ivp(
+                fun, t_span, y0, method, t_eval, dense_output, events, vectorized, _plain(args), params=params, adjoint=adjoint,
+                **options,
+            )  # fmt: skip
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     if args is not None and not isinstance(args, Sequence):
         raise TypeError(
-            f"Supplied 'args' cannot be unpacked: args must be a tuple; got {type(args).__name__}. For one argument write args=(x,)."
+            f"Supplied 'args' cannot be unpacked: args must be a tuple; got {type(args).__name__}. For one "
+            "argument write args=(x,)."
         )
     start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
@@ -129,6 +138,11 @@ def solve_ivp(
     )
 
 
+def _plain(tree: Any) -> Any:
+    """Tensors of inference mode, which no derivative may be taken of, as plain ones."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, tree)
+
+
 def _solver(method: Any) -> type[OdeSolver]:
     """The solver that a user names, or gives as a class, as SciPy takes it."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
@@ -154,7 +168,6 @@ def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> 
     rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
     backward = float(options.pop("adjoint_rtol", None) or max(rtol / 10, SMALLEST_RTOL))
     absolute = float(options.pop("adjoint_atol", None) or backward / 1000)
-    atol = np.asarray(options["atol"], float)
     jac = options.get("jac")
     if isinstance(jac, str):
         if jac != "autodiff":
@@ -164,7 +177,7 @@ def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> 
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(field.time(t), field.tensor(y), *field.args))
-    return options, Adjoint(field, method, backward, absolute, atol, options.get("max_step", np.inf))
+    return options, Adjoint(field, method, backward, absolute, options.get("max_step", np.inf))
 
 
 def _array(x: Any) -> Any:

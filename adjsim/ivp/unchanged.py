@@ -1,8 +1,8 @@
 """Whether a right-hand side still is the one that a solution was found with.
 
 The adjoint evaluates the right-hand side again. Tensors are those that the run has read (:mod:`adjsim.ivp.reads`); attributes,
-global variables and random numbers are the function's own. So its rates at some states on the way forward are kept, and compared
-with what it returns at the same states before a way back.
+global variables and random numbers are the function's own. So its rates at some states on the way forward are kept, and
+compared with what it returns at the same states before a way back.
 """
 
 from __future__ import annotations
@@ -57,15 +57,13 @@ class Witness:
     def compare(self, field: Field) -> None:
         """Raise where a field no longer has these rates."""
         for t, y, rate in self.kept[1:]:
-            again = field.evaluate_checked(t, y)
-            if not alike(again, rate, field):
+            if not alike(field.evaluate_checked(t, y), rate, float(torch.finfo(field.like.dtype).eps)):
                 raise RuntimeError(changed(t))
 
 
-def alike(found: Array, known: Array, field: Field) -> bool:
+def alike(found: Array, known: Array, eps: float = float(np.finfo(float).eps)) -> bool:
     """Whether two results of one computation differ by no more than another order of its sums would make them."""
-    allowed = float(torch.finfo(field.like.dtype).eps) ** 0.5 * np.max(np.abs(known), initial=0.0)
-    return bool(np.all(np.abs(found - known) <= allowed))
+    return bool(np.all(np.abs(found - known) <= eps**0.5 * np.max(np.abs(known), initial=0.0)))
 
 
 def changed(t: float) -> str:

@@ -63,7 +63,8 @@ def by_phases(span, values):
         def fun(t, y, push=push):
             return [push + 0.2 * y[1] * np.cos(t), np.sin(t) * push - y[1]]
 
-        found = scipy.integrate.solve_ivp(fun, (begin, end), start, events=crossing if begin == SPANS[span][0] else None, **options)
+        events = crossing if begin == SPANS[span][0] else None
+        found = scipy.integrate.solve_ivp(fun, (begin, end), start, events=events, **options)
         begin, start = found.t[-1], found.y[:, -1]
     assert begin == end
     return start @ np.array([1.0, -0.6])
@@ -127,7 +128,7 @@ def test_the_state_at_the_surface_has_the_rate_from_before(dtype):
 
 
 def test_a_reset_with_a_jump_on_its_surface():
-    """A ball that bounces from a floor with y -> e v, in air that is thicker below: f^+ and f^- are both of the side it is on."""
+    """A ball that bounces from a floor with y -> e v, in air that is thicker below: f^+ and f^- are those above."""
     e = leaf(0.8)
 
     def fun(t, y, e):
@@ -191,7 +192,7 @@ def test_a_jump_at_a_fixed_time_needs_no_event(method):
     ends = np.exp(-(2 - np.arange(5) / 2))
     np.testing.assert_allclose(u.grad.numpy(), np.diff(ends), rtol=1e-3)
     switch = leaf(0.7)
-    with pytest.raises(ValueError, match="fun jumps at t = 0.7"):
+    with pytest.raises(ValueError, match=r"fun jumps at t = 0\.7"):
         adjsim.solve_ivp(lambda t, y, c: torch.where(t < c, 3.0, 0.0) - y, (0, 2), [0.0], method, args=(switch,), rtol=1e-6)
 
 

@@ -2,5 +2,5 @@
 
 
 def pytest_configure(config):
-    for line in ("thread_unsafe(reason): SciPy's, for tests in parallel threads", "fail_slow(seconds): SciPy's, for long tests"):
+    for line in ("thread_unsafe(reason): no test for parallel threads", "fail_slow(seconds): a test that takes long"):
         config.addinivalue_line("markers", line)
