@@ -64,14 +64,14 @@ class Reads:
 
     def held(self) -> ExitStack:
         """A context in which modules and captured tensors are those that the run has read."""
-        stack = ExitStack()
-        for module in self._modules:
-            stack.enter_context(_lock_of(module))
-        if self._places:
-            stack.enter_context(_exchanged(self._places))
-        if self._loose:
-            stack.enter_context(_Substituted(self._loose))
-        return stack
+        with ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(_lock_of(module))
+            if self._places:
+                stack.enter_context(_exchanged(self._places))
+            if self._loose:
+                stack.enter_context(_Substituted(self._loose))
+            return stack.pop_all()
 
     def stand_in(self, x: Tensor) -> Tensor:
         """For what a function returns: a captured tensor itself is one that no call of torch has exchanged."""

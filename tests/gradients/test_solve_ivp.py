@@ -658,7 +658,7 @@ def test_a_network_learns_through_it():
 
 
 def test_save_times_do_not_start_the_adjoint_anew():
-    """Robertson's way back with 25 save times, each with a boundary layer behind it, beside its way forward: measured at 8 to 12
+    """Robertson's way back with 25 save times, each with a boundary layer, beside its way forward: measured at 8 to 12
     times, and at 34 where the adjoint started anew from each."""
     ratios = []
     for _ in range(2):

@@ -76,9 +76,15 @@ def differences(span):
     return [(by_phases(span, at + h * e) - by_phases(span, at - h * e)) / (2 * h) for e in np.eye(5)]
 
 
+PAIRS = [
+    pytest.param(method, adjoint, marks=[] if adjoint == "interpolate" or method == "RK45" else [pytest.mark.slow])
+    for method in METHODS
+    for adjoint in ADJOINTS
+]
+
+
 @pytest.mark.parametrize("span", list(SPANS))
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "adjoint"), PAIRS)
 def test_rates_and_surface_as_parameters(method, adjoint, span):
     """Start, both rates and the level of the surface, forward and backward in time; a step over the jump has errors of its own,
     a few times those of others (implicit methods miss their tolerance by more there: a thousand)."""
@@ -155,7 +161,7 @@ def test_sliding_is_refused():
         adjsim.solve_ivp(fun, (0, 2), [0.1], events=event, rtol=1e-6)
 
 
-@pytest.mark.parametrize("rtol", [1e-4, 1e-8])
+@pytest.mark.parametrize("rtol", [1e-4, pytest.param(1e-8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_jump_that_no_event_marks_is_refused(method, rtol):
     if method == "RK23" and rtol < 1e-6:
@@ -207,7 +213,9 @@ KINKS = {
 
 
 @pytest.mark.parametrize("name", list(KINKS))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["RK45", "BDF", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m not in ("RK45", "BDF"))]
+)
 def test_no_false_alarm(method, name):
     """Continuous functions, however rapid: a kink has no jump, a narrow transition is wider than the steps that resolve it."""
     if name == "stiff" and method in ("RK23", "RK45", "DOP853"):
