@@ -8,7 +8,9 @@ For a loss that reads the states :math:`y(t_k)` with cotangents :math:`w_k`, the
 backward from the last :math:`t_k`, and the gradients are :math:`dL/dy_0 = \lambda(t_0)` and
 :math:`dL/d\theta = \int_{t_0} \lambda^T \partial f/\partial\theta \, dt`.
 
-It is integrated by the method that went forward, anew from every time that is read, since it jumps there. The integral is no
+It jumps at every time that is read. An explicit method that went forward goes back as well, with the step size carried across
+the jumps; the linear equation of a stiff problem is solved by collocation (:mod:`adjsim.ivp.collocation`), which has no history
+for a jump to void, or, where it is large, by Radau. The integral is no
 part of its system, so that it is in no norm of the error and no Jacobian of an implicit method: it is taken afterwards, over
 the steps of the way forward, with an error of its own (:mod:`adjsim.ivp.quadrature`). Times carry their gradient outside of
 it, as :math:`\dot y = f`.
@@ -24,9 +26,11 @@ import torch
 from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
+from adjsim.ivp.collocation import Collocation
 from adjsim.ivp.field import Array, Field, refuse_second, to_numpy
-from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, Interpolant, solution
+from adjsim.ivp.paths import Backsolved, Checkpointed, Interpolant, StoredInterpolants, solution
 from adjsim.ivp.quadrature import Integral
+from adjsim.ivp.unchanged import Witness
 
 METHODS: dict[str, type[OdeSolver]] = {
     "RK23": RK23,
@@ -38,7 +42,10 @@ METHODS: dict[str, type[OdeSolver]] = {
 }
 IMPLICIT = (Radau, BDF, LSODA)
 
-Path = Dense | Checkpointed | Backsolved
+# Of real entries of a state, up to which the adjoint of a stiff problem is solved as one system of linear equations a step.
+SMALL = 32
+
+Path = StoredInterpolants | Checkpointed | Backsolved
 
 
 @dataclass
@@ -49,7 +56,6 @@ class Adjoint:
         field: its right-hand side.
         method: SciPy's solver.
         rtol, atol: of the adjoint; atol is relative to the largest entry of the cotangents.
-        state_atol: of a state that is integrated with it.
         max_step: as forward.
     """
 
@@ -57,82 +63,111 @@ class Adjoint:
     method: type[OdeSolver]
     rtol: float
     atol: float
-    state_atol: Array
     max_step: float
 
     def pull(self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array) -> tuple[Array, list[Tensor]]:
         """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
-        self.field.refuse_changed()
-        integral = Integral(self.field.parameters, self.rtol)
+        self.field.reads.refuse_changed()
+        piece.witness.compare(self.field)
+        sweep = Sweep(self, Integral(self.field.parameters, self.rtol), np.zeros(len(states), states.dtype))
         read = np.flatnonzero(np.any(cotangents != 0, axis=0))
-        read = read[np.argsort(-piece.way * times[read], kind="stable")]
-        adjoint = np.zeros(len(states), states.dtype)
-        if not read.size:
-            return adjoint, integral.sums
-        now, waiting, state = float(times[read[0]]), list(read), states[:, read[0]]
-        for end, inside in path.back(now) if now != piece.start else [(now, None)]:
+        waiting = list(read[np.argsort(-piece.way * times[read], kind="stable")])
+        if not waiting:
+            return sweep.adjoint, sweep.integral.sums
+        now = float(times[waiting[0]])
+        stops = [(float(times[k]), states[:, k]) for k in waiting]
+        for end, inside in path.back(stops) if now != piece.start else [(now, None)]:
             while True:
                 while waiting and times[waiting[0]] == now:
-                    state = states[:, waiting[0]]
-                    adjoint = adjoint + cotangents[:, waiting.pop(0)]
-                if now == end:
+                    sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
+                if now == end or inside is None:
                     break
                 reached = waiting and piece.way * (times[waiting[0]] - end) >= 0
                 until = float(times[waiting[0]]) if reached else end
-                adjoint, state = self._carry(adjoint, state, now, until, inside, integral)
+                sweep.over(now, until, inside)
                 now = until
-        return adjoint, integral.sums
+        return sweep.adjoint, sweep.integral.sums
 
-    def _carry(
-        self, adjoint: Array, state: Array, begin: float, end: float, path: Interpolant | None, integral: Integral
-    ) -> tuple[Array, Array]:
-        """Take the adjoint from one time back to another. Without a path the state is integrated along with it."""
-        n, field = adjoint.size, self.field
 
-        def alone(t: float, z: Array) -> Array:
-            assert path is not None
-            return -field.pull_state(t, path(t), z)
+@dataclass
+class Sweep:
+    """What one way back accumulates.
 
-        def both(t: float, z: Array) -> Array:
-            return np.concatenate([-field.pull_state(t, z[n:], z[:n]), field.numpy(t, z[n:])])
+    Args:
+        settings: how the adjoint is integrated.
+        integral: cotangents of the parameters.
+        adjoint: cotangent of the state, at the time that has been reached.
+        step: size of the last step that was not cut short.
+    """
 
-        start = adjoint if path is not None else np.concatenate([adjoint, state])
-        scale = self.atol * max(np.abs(adjoint).max(), np.finfo(float).tiny)
-        options: dict[str, Any] = {"rtol": self.rtol, "max_step": self.max_step}
-        options["atol"] = np.full(start.size, scale)
-        if path is None:
-            options["atol"][n:] = self.state_atol
-        if path is not None and issubclass(self.method, IMPLICIT):
-            options["jac"] = lambda t, z: -field.rows(t, path(t)).T
-        solver: Any = self.method(alone if path is not None else both, begin, start, end, **options)
+    settings: Adjoint
+    integral: Integral
+    adjoint: Array
+    step: float | None = None
+
+    def over(self, begin: float, end: float, path: Interpolant) -> None:
+        """Take the adjoint from one time back to another along a path of states, and add to the integral."""
+        n, field = self.adjoint.size, self.settings.field
+        start = _real(self.adjoint)
+        solver = self._solver(begin, end, start, path)
         times, interpolants = [begin], []
         while solver.status == "running":
+            proposed = float(getattr(solver, "h_abs", 0.0))
             message = solver.step()
             if solver.status == "failed":
                 raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
+            # A last step that the end cut short says nothing against a longer one.
+            cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
+            self.step = max(proposed, float(getattr(solver, "h_abs", 0.0))) if cut else float(getattr(solver, "h_abs", 0.0))
             times.append(solver.t)
             interpolants.append(solver.dense_output())
-            if not field.parameters:
-                field.look(solver.t, path(solver.t) if path is not None else solver.y[n:])
-        found = solution(times, interpolants, self.method)
+        self.adjoint = _like(np.asarray(solver.y), self.adjoint)
+        if not field.parameters:
+            return
+        found = solution(times, interpolants, type(solver))
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
-            z = found(times)
-            states = path(times) if path is not None else z[n:]
-            return field.pull_parameters(times, states, -weights * z[:n], -differences * z[:n])
+            z = _like(found(times), self.adjoint)
+            return field.pull_parameters(times, path(times), -weights * z, -differences * z)
 
         def scale(t: float) -> list[Tensor]:
-            z = found(t)
+            z = _like(found(np.array([t])), self.adjoint)
             generic = 1 + 0.5 * np.cos(np.arange(n) ** 2)
-            state = path(t) if path is not None else z[n:]
-            return field.pull_parameters(np.array([t]), state[:, None], (generic * np.abs(z[:n]))[:, None])[0]
+            return field.pull_parameters(np.array([t]), path(t)[:, None], generic[:, None] * np.abs(z))[0]
 
-        # The way forward knows how fast things change along it.
-        steps = times if path is None else getattr(path, "ts", times)
+        # The way forward knows how fast things change along it, and a stiff adjoint how fast it decays behind a jump.
+        steps = [*getattr(path, "ts", []), *(times if isinstance(solver, Collocation) else [])]
         inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
-        if field.parameters:
-            integral.over([begin, *inside, end], integrand, scale)
-        return (solver.y, state) if path is not None else (solver.y[:n], solver.y[n:])
+        self.integral.over([begin, *inside, end], integrand, scale)
+
+    def _solver(self, begin: float, end: float, start: Array, path: Interpolant) -> Any:
+        how, field, like = self.settings, self.settings.field, self.adjoint
+        scale = how.atol * max(np.abs(like).max(initial=0.0), np.finfo(float).tiny)
+        options: dict[str, Any] = {"rtol": how.rtol, "atol": scale, "max_step": how.max_step}
+        if self.step:
+            options["first_step"] = min(self.step, abs(end - begin))
+
+        def rate(t: float, z: Array) -> Array:
+            return -_real(field.pull_state(t, path(t), _like(z, like)))
+
+        def matrices(times: Array) -> Array:
+            return -field.matrices(times, path(times))
+
+        if not issubclass(how.method, IMPLICIT):
+            return how.method(rate, begin, start, end, **options)
+        if start.size <= SMALL:
+            return Collocation(rate, begin, start, end, matrices=matrices, **options)
+        return Radau(rate, begin, start, end, jac=lambda t, z: matrices(np.array([t]))[0], **options)
+
+
+def _real(z: Array) -> Array:
+    """A cotangent as real numbers: the adjoint of a complex state is linear over these alone."""
+    return z.view(float) if np.iscomplexobj(z) else z
+
+
+def _like(z: Array, like: Array) -> Array:
+    """The inverse of :func:`_real`, for one cotangent ``(n,)`` or several ``(n, k)``."""
+    return np.ascontiguousarray(z.T).view(complex).T if np.iscomplexobj(like) else z
 
 
 @dataclass
@@ -143,6 +178,7 @@ class Piece:
         start, end: times.
         way: 1 where the solution goes on in time, -1 where it goes back.
         path: its states on the way back; None: no gradient was asked for.
+        witness: rates of the right-hand side on the way forward.
         adjoint: how.
     """
 
@@ -150,6 +186,7 @@ class Piece:
     end: float
     way: float
     path: Path | None
+    witness: Witness
     adjoint: Adjoint
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
@@ -162,7 +199,7 @@ class Piece:
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
         """The same with the derivative by these times, where they require grad."""
-        return self.adjoint.field.moved(self.states(times.detach().cpu().numpy(), states, start), times)
+        return self.adjoint.field.with_time_derivative(self.states(times.detach().cpu().numpy(), states, start), times)
 
 
 class _States(torch.autograd.Function):

@@ -7,7 +7,7 @@ products of a cotangent with its Jacobians, by the state and by the parameters.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from types import MethodType
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from adjsim._params import leaves
+from adjsim.ivp.foreign import computes_with_numpy, refusal, refused
+from adjsim.ivp.reads import Reads, owner
 
 Array = np.ndarray[Any, Any]
 
@@ -26,7 +27,7 @@ class Field:
     """dy/dt = fun(t, y, *args).
 
     Args:
-        fun: as the user wrote it; it may return a tensor or a list of numbers and tensors.
+        fun: as the user wrote it; it may return a tensor, a list of numbers and tensors, or NumPy's arrays.
         args: what it takes besides time and state.
         declared: tensors and modules that it reads besides.
         like: a state ``(n,)``, whose dtype and device it is called with.
@@ -35,19 +36,11 @@ class Field:
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any, like: Tensor, vectorized: bool) -> None:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
-        declared = list(declared) if isinstance(declared, Iterator) else declared
-        own = [*_tensors(_owner(fun)), *_tensors(declared)]
-        # An argument is a leaf of its own here, whatever it has come from.
-        pairs = [(x, x.detach().requires_grad_()) for x in tree_leaves(args) if isinstance(x, Tensor) and x.requires_grad]
-        leaves_of = {id(x): leaf for x, leaf in pairs}
-        self._args = tree_map(lambda x: leaves_of.get(id(x), x), args)
-        inner = {id(x): x for x in own if x.requires_grad}
+        self.reads = Reads(fun, args, declared)
         #: Tensors that a gradient is wanted by, and what stands for each in ``fun``.
-        self.parameters = [*{id(x): x for x, _ in pairs}.values(), *inner.values()]
-        self.inner = [*leaves_of.values(), *inner.values()]
-        self._refuse_ancestors(list(inner.values()))
-        read = [*own, *(x for x in tree_leaves(args) if isinstance(x, Tensor))]
-        self._read = [(x, x._version) for x in read if not x.is_inference()]
+        self.parameters, self.inner = self.reads.originals, self.reads.leaves
+        #: Whether ``fun`` computes with NumPy, which is found by calling it.
+        self.of_arrays = False
 
     def tensor(self, y: Array) -> Tensor:
         """A state as the user's functions see it."""
@@ -62,7 +55,8 @@ class Field:
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """The rates of a state ``(n,)``, or of several ``(n, k)``."""
-        return self._vector(self.fun(t, y, *self._args))
+        with self.reads.held():
+            return self.reads.stand_in(self._vector(self.fun(t, y, *self.reads.args)))
 
     def _vector(self, out: Any) -> Tensor:
         if isinstance(out, Tensor):
@@ -70,33 +64,64 @@ class Field:
         rows = [torch.as_tensor(x, dtype=self.like.dtype, device=self.like.device) for x in out]
         return torch.stack(torch.broadcast_tensors(*rows))
 
-    def moved(self, states: Tensor, times: Tensor) -> Tensor:
-        """States ``(n, times)`` with the derivative by their times, which is their rate; the values stay."""
+    def with_time_derivative(self, states: Tensor, times: Tensor, rates: Array | None = None) -> Tensor:
+        """States ``(n, times)`` with the derivative by their times, which is their rate; the values stay. ``rates`` are given
+        where those of ``fun`` at the very states are not the limits that are meant."""
         if not times.requires_grad or not times.numel():
             return states
-        with torch.no_grad():
-            rates = [self(self.time(float(t)), y) for t, y in zip(times, states.detach().T, strict=True)]
-        return _Along.apply(states, times, torch.stack(rates, 1))
+        if rates is None:
+            along = zip(times.detach().tolist(), to_numpy(states).T, strict=True)
+            rates = np.stack([self.rate(t, y) for t, y in along], 1)
+        return _Along.apply(states, times, torch.as_tensor(rates).to(states))
 
     # What SciPy calls.
 
     def numpy(self, t: float, y: Array) -> Array:
+        """The rates of a state ``(n,)``, or of several ``(n, k)``."""
+        if self.of_arrays:
+            return np.asarray(self.fun(t, y, *self.args))
         with torch.no_grad():
             return to_numpy(self.rates(self.time(t), self.tensor(y)))
 
+    def rate(self, t: float, y: Array) -> Array:
+        """The rate of one state ``(n,)``."""
+        return self.numpy(t, y[:, None]).reshape(-1) if self.vectorized else self.numpy(t, y)
+
     def jacobian(self, t: float, y: Array) -> Array:
         """d fun_i / d y_j, by automatic differentiation."""
+        if self.of_arrays:
+            raise refusal('fun, of which jac="autodiff" wants the Jacobian,')
         return self.rows(t, y).conj()
 
     # What the adjoint asks for. For a complex state a cotangent is d/dRe + i d/dIm, torch's own convention.
 
     def rows(self, t: float, y: Array) -> Array:
         """The products of the unit vectors with the Jacobian by the state, as rows ``(n, n)``."""
-        x, out = self._watched(t, y)
-        if not out.requires_grad:
-            return np.zeros((y.size, y.size), y.dtype)
-        found = [torch.autograd.grad(out, x, e, retain_graph=True, allow_unused=True)[0] for e in torch.eye(y.size).to(out)]
-        return np.stack([np.zeros_like(y) if row is None else to_numpy(row) for row in found])
+        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0]
+
+    def matrices(self, times: Array, states: Array) -> Array:
+        """What takes a cotangent to its product with the Jacobian by the state, over real numbers ``(times, n, n)``, at states
+        ``(n, times)``. For complex states it is ``(times, 2 n, 2 n)``, since such products need not be linear over complex
+        numbers."""
+        n = len(states)
+        units = np.eye(2 * n).view(complex) if np.iscomplexobj(states) else np.eye(n)
+        found = self._products(times, states, units)
+        return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
+
+    def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
+        """The products of cotangents ``(k, n)`` with the Jacobians at several times, ``(times, k, n)``, all times at once."""
+        watched = [self._watched(float(t), y) for t, y in zip(times, states.T, strict=True)]
+        found = np.zeros((len(watched), *cotangents.shape), states.dtype)
+        inside = [i for i, (_, out) in enumerate(watched) if out.requires_grad]
+        if not inside:
+            return found
+        points, outputs = [watched[i][0] for i in inside], [watched[i][1] for i in inside]
+        for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
+            rows = torch.autograd.grad(outputs, points, [cotangent] * len(inside), retain_graph=True, allow_unused=True)
+            for i, row in zip(inside, rows, strict=True):
+                if row is not None:
+                    found[i, k] = to_numpy(row)
+        return found
 
     def pull_state(self, t: float, y: Array, cotangent: Array) -> Array:
         """The product of a cotangent with the Jacobian by the state."""
@@ -111,8 +136,6 @@ class Field:
         cotangents are ``(n, times)``."""
         with torch.enable_grad():
             rates = [self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)]
-        for rate in rates:
-            self.refuse_undeclared(rate)
         found = []
         for rows in cotangents:
             pairs = [(r, torch.as_tensor(c).to(r)) for r, c in zip(rates, rows.T, strict=True) if r.requires_grad]
@@ -123,61 +146,57 @@ class Field:
         return found
 
     def _watched(self, t: float, y: Array) -> tuple[Tensor, Tensor]:
+        """A state that requires grad and its rate, which must depend on nothing that was not declared."""
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
-            return x, self(self.time(t), x)
+            out = self(self.time(t), x)
+        self.refuse_undeclared(out, x)
+        return x, out
 
-    # What is checked before work starts.
+    # What is checked.
 
     def check(self, t: float, y: Array, gradient: bool) -> None:
         """Refuse a function of another shape, and one that reads a tensor that requires grad and was not declared."""
-        x = self.tensor(y)
+        at, x = self.time(t), self.tensor(y)
+        with torch.no_grad(), self.reads.held():
+            columns = x[:, None] if self.vectorized else x
+            self.of_arrays = computes_with_numpy(self.fun, at, columns, self.reads.args)
         with torch.set_grad_enabled(gradient):
-            before = _number_of(torch.ones((), requires_grad=gradient).clone())
-            out = self(self.time(t), x.requires_grad_(gradient))
+            out = torch.as_tensor(self.rate(t, y)) if self.of_arrays else self(at, x)
         if out.shape != self.like.shape:
             raise ValueError(f"fun returned shape {tuple(out.shape)} for a state of shape {tuple(self.like.shape)}.")
         self.refuse_undeclared(out, x)
-        if gradient and any(node._sequence_nr() < before for node in _nodes(out, self.inner)):
-            raise ValueError(
-                "fun reads a tensor that has been computed from a declared one before: compute it in fun, or declare it "
-                "instead."
-            )
 
-    def look(self, t: float, y: Array) -> None:
-        """Refuse what is not declared, at a state on the way."""
-        x, out = self._watched(t, y)
-        self.refuse_undeclared(out, x)
+    def check_differentiable(self, t: float, y: Array) -> None:
+        """Refuse a function that computes with NumPy, called where a gradient is asked for."""
+        if self.of_arrays:
+            raise refusal("fun")
+        with refused("fun"):
+            self._watched(t, y)
+
+    def evaluate_checked(self, t: float, y: Array) -> Array:
+        """The rate of one state, which must depend on nothing that was not declared."""
+        return to_numpy(self._watched(t, y)[1])
+
+    def unread(self, *points: tuple[float, Array]) -> bool:
+        """Whether ``fun`` has no derivative by some argument or declared tensor at any of some times and states."""
+        read = {id(leaf) for t, y in points for leaf in leaves(self._watched(t, y)[1])}
+        return not self.reads.named <= read
 
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
-        declared = {id(x) for x in (*self.inner, *known)}
-        for leaf in leaves(out, self.inner):
-            if id(leaf) not in declared:
+        """Refuse a rate whose graph ends in a tensor that requires grad and was not declared."""
+        for node in _nodes(out):
+            leaf = getattr(node, "variable", None)
+            if self.reads.is_declared(node, leaf):
+                raise ValueError(
+                    "fun reads a tensor that has been computed from a declared one before: compute it in fun, or declare it "
+                    "instead."
+                )
+            if leaf is not None and not self.reads.is_stand_in(leaf) and not any(leaf is x for x in known):
                 raise ValueError(
                     f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not declared, so the adjoint would "
                     "lose its gradient. Pass it in args, declare it by params=[...], make it a parameter of a module, or "
                     "detach() it."
-                )
-
-    def refuse_changed(self) -> None:
-        """Called before the way back: what was written to since has another gradient."""
-        for x, version in self._read:
-            if x._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(x.shape)} that fun reads has been modified by an inplace operation since the "
-                    "solution was found, so its gradient cannot be taken any more. Call backward() before it is changed."
-                )
-
-    def _refuse_ancestors(self, declared: list[Tensor]) -> None:
-        """Tensors that are read as they are must not come from each other, or a gradient would be counted twice."""
-        for x in declared:
-            others = {id(y) for y in declared if y is not x}
-            behind = [y for y in declared if y is not x and y.grad_fn is not None]
-            stops = {y.grad_fn for y in behind}
-            if any(id(leaf) in others for leaf in leaves(x, behind)) or any(node in stops for node in _nodes(x)):
-                raise ValueError(
-                    f"a declared tensor of shape {tuple(x.shape)} is computed from another one, whose gradient would be "
-                    "counted twice. Pass them in args, or declare the one that fun reads."
                 )
 
 
@@ -236,7 +255,7 @@ def as_times(t: Any, like: Tensor) -> Tensor:
 
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     """A tensor by the name under which a function reads it, where that can be told."""
-    places = [(f"a plain attribute of {type(_owner(fun)).__name__}", vars(_owner(fun)))] if _owner(fun) is not None else []
+    places = [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))] if owner(fun) is not None else []
     plain = fun.forward if isinstance(fun, nn.Module) else fun
     while isinstance(plain, partial | MethodType):
         if isinstance(plain, partial):
@@ -252,36 +271,13 @@ def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     return f"a tensor of shape {tuple(leaf.shape)}"
 
 
-def _owner(fun: Any) -> Any:
-    """The object that a function belongs to, or that is called like one."""
-    while isinstance(fun, partial):
-        fun = fun.func
-    if isinstance(fun, MethodType):
-        return fun.__self__
-    return None if inspect.isroutine(fun) or not hasattr(fun, "__dict__") else fun
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    """Those in a tree, and those that modules in it have registered."""
-    for node in tree_leaves(tree):
-        if isinstance(node, nn.Module):
-            yield from (*node.parameters(), *node.buffers())
-        elif isinstance(node, Tensor):
-            yield node
-
-
-def _nodes(x: Tensor, stop: Iterable[Tensor] = ()) -> Iterator[Any]:
-    """Of the graph of a tensor, down to some others, without its leaves."""
-    seen, queue = {y.grad_fn for y in stop}, [x.grad_fn]
+def _nodes(x: Tensor) -> Iterator[Any]:
+    """Of the graph of a tensor."""
+    seen, queue = set(), [x.grad_fn]
     while queue:
         node = queue.pop()
-        if node is None or node in seen or hasattr(node, "variable"):
+        if node is None or node in seen:
             continue
         seen.add(node)
         yield node
         queue.extend(parent for parent, _ in node.next_functions)
-
-
-def _number_of(x: Tensor) -> int:
-    """Operations of a thread are numbered as they are carried out."""
-    return 0 if x.grad_fn is None else x.grad_fn._sequence_nr()

@@ -1,13 +1,13 @@
 """The way a forward solution went, given back from its end to its start.
 
 An adjoint equation reads the state along the way it goes back. What is kept for that on the way forward is told apart here:
-every step's interpolant (:class:`Dense`), solvers from which the way is solved again, a short piece at a time
+every step's interpolant (:class:`StoredInterpolants`), solvers from which the way is solved again, a short piece at a time
 (:class:`Checkpointed`), or nothing (:class:`Backsolved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,11 @@ from typing import Any
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
 from adjsim.ivp.field import Array
+from adjsim.ivp.unchanged import alike, changed
 
 Interpolant = Callable[[Any], Array]
+# Times that are read on the way back, each with its state, in the order in which they are come to.
+Stops = Sequence[tuple[float, Array]]
 Watcher = Callable[[OdeSolver], None]
 
 # Steps of a piece whose interpolants are held at once.
@@ -69,7 +72,7 @@ def snapshot(solver: Any) -> Any:
     return again
 
 
-class Dense:
+class StoredInterpolants:
     """Every step's interpolant."""
 
     def __init__(self, method: type[OdeSolver]) -> None:
@@ -83,22 +86,48 @@ class Dense:
     def solution(self) -> OdeSolution:
         return solution(self.times, self.interpolants, self.method)
 
-    def back(self, end: float) -> Iterator[tuple[float, Interpolant]]:
-        """Pieces of the way back from a time: where each ends, and its states."""
-        if end != self.times[0]:
+    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+        """Pieces of the way back from the first of some stops: where each ends, and its states."""
+        if stops[0][0] != self.times[0]:
             yield self.times[0], self.solution()
 
 
 @dataclass
 class Backsolved:
-    """Nothing: the state is integrated backward, to the start."""
+    """Nothing: the state is integrated backward, from each time that is read to the next and to the start.
+
+    Args:
+        start: its time.
+        method: SciPy's solver.
+        rate: the right-hand side.
+        options: the solver's tolerances and its longest step.
+    """
 
     start: float
+    method: type[OdeSolver]
+    rate: Callable[[float, Array], Array]
+    options: dict[str, Any]
 
-    def back(self, end: float) -> Iterator[tuple[float, None]]:
-        """As for :class:`Dense`, without states."""
-        if end != self.start:
-            yield self.start, None
+    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+        """As for :class:`StoredInterpolants`, at most :data:`HELD` steps at a time."""
+        step = None
+        for (begin, state), end in zip(stops, [*(t for t, _ in stops[1:]), self.start], strict=True):
+            if begin == end:
+                continue
+            first = {} if step is None else {"first_step": min(step, abs(end - begin))}
+            solver: Any = self.method(self.rate, begin, state, end, **self.options, **first)
+            keeper = StoredInterpolants(self.method)
+            keeper(solver)
+            while solver.status == "running":
+                message = solver.step()
+                if solver.status == "failed":
+                    raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
+                keeper(solver)
+                step = max(solver.step_size, step or 0.0) if solver.status == "finished" else solver.step_size
+                if len(keeper.interpolants) == HELD or solver.status == "finished":
+                    yield float(solver.t), keeper.solution()
+                    keeper = StoredInterpolants(self.method)
+                    keeper.times.append(solver.t)
 
 
 class Checkpointed:
@@ -121,21 +150,28 @@ class Checkpointed:
                 self.kept, self.every = self.kept[::2], 2 * self.every
         self.count += 1
 
-    def back(self, end: float) -> Iterator[tuple[float, Interpolant]]:
-        """As for :class:`Dense`."""
+    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+        """As for :class:`StoredInterpolants`.
+
+        Raises:
+            RuntimeError: the way that is solved again does not come to the states that were kept.
+        """
+        end, state = stops[0][0], None
         for solver in reversed(self.kept):
             if solver.direction * (end - solver.t) > 0:
-                start = float(solver.t)
-                yield from self._again(snapshot(solver), end)
-                end = start
+                yield from self._again(snapshot(solver), end, state)
+                end, state = float(solver.t), solver.y
 
-    def _again(self, solver: Any, end: float) -> Iterator[tuple[float, Interpolant]]:
-        keeper = Dense(self.method) if self.every <= HELD else Checkpointed(self.method)
+    def _again(self, solver: Any, end: float, state: Array | None) -> Iterator[tuple[float, Interpolant]]:
+        """Solve again from one checkpoint to a time, at which the next one has this state."""
+        keeper = StoredInterpolants(self.method) if self.every <= HELD else Checkpointed(self.method)
         keeper(solver)
         solver.watchers, solver.first.jac_factor = [keeper], solver.jac_factor
         while solver.direction * (end - solver.t) > 0:
             solver.step()
-        yield from keeper.back(end)
+        if state is not None and not alike(solver.dense_output()(end), state):
+            raise RuntimeError(changed(end))
+        yield from keeper.back([(end, solver.y)])
 
 
 def solution(times: Any, interpolants: Any, method: type[OdeSolver]) -> OdeSolution:

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from scipy.integrate import OdeSolver
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from adjsim.ivp.adjoint import METHODS, Adjoint
 from adjsim.ivp.events import Event
 from adjsim.ivp.field import Field, as_state, as_times, to_numpy
+from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
-from adjsim.ivp.way import ADJOINTS, Way
 
 # SciPy refuses a smaller rtol than this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -24,7 +25,7 @@ def solve_ivp(
     fun: Callable[..., Any],
     t_span: Any,
     y0: Any,
-    method: str = "RK45",
+    method: str | type[OdeSolver] = "RK45",
     t_eval: Any = None,
     dense_output: bool = False,
     events: Any = None,
@@ -51,10 +52,11 @@ def solve_ivp(
     Args:
         fun: ``fun(t, y, *args)`` of torch tensors, ``t`` of no axis and ``y`` of shape ``(n,)``; it returns a tensor of this
             shape or a list.
-        t_span: ``(t0, t1)``, numbers or tensors; t1 may be before t0.
+        t_span: ``(t0, t1)``, numbers or tensors; t1 may be before t0, and infinite where a terminal event ends the solution.
         y0: the start ``(n,)``. Its dtype and device are those of the result and of what ``fun`` sees; SciPy computes
             in float64 all the same.
-        method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``, ``"LSODA"``.
+        method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``, ``"LSODA"``; or a class
+            of SciPy's ``OdeSolver``.
         t_eval: times at which the solution is wanted; None: those of the solver's steps. Those steps are constants.
         dense_output: whether ``sol.sol`` is to be there.
         events: ``event(t, y, *args)`` whose zeros are sought, or several, with SciPy's attributes ``terminal`` and
@@ -91,26 +93,37 @@ def solve_ivp(
     solution is right and says nothing: see the estimators. Where the gradient of the discrete steps is wanted,
     :func:`~adjsim.simulate` has it. The gradient of y at the side of a kink of ``fun`` takes the side that the steps fell on.
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}.")
+    if torch.is_inference_mode_enabled():
+        # Derivatives that events with a reset need are not recorded in inference mode; without gradients they are.
+        with torch.inference_mode(False), torch.no_grad():
+            return solve_ivp(
+                fun, t_span, y0, method, t_eval, dense_output, events, vectorized, _plain(args), params=params, adjoint=adjoint,
+                **options,
+            )  # fmt: skip
+    solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     if args is not None and not isinstance(args, Sequence):
-        raise TypeError(f"args must be a tuple; got {type(args).__name__}. For one argument write args=(x,).")
+        raise TypeError(
+            f"Supplied 'args' cannot be unpacked: args must be a tuple; got {type(args).__name__}. For one "
+            "argument write args=(x,)."
+        )
     start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
-    if not bool(torch.isfinite(begin.detach()) & torch.isfinite(end.detach())):
-        raise ValueError(f"t_span must be two finite times; got {float(begin.detach())} and {float(end.detach())}.")
     times = None if t_eval is None else as_times(t_eval, start)
     field = Field(fun, tuple(args or ()), params, start, vectorized)
-    options, way_back = _adjoint(field, METHODS[method], options)
+    options, way_back = _adjoint(field, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
     watched_for = [Event(event, field, i) for i, event in enumerate(found)]
+    _check_span(float(begin.detach()), float(end.detach()), start.numel() > 0 and not any(event.left for event in watched_for))
     grad = torch.is_grad_enabled()
     field.check(float(begin.detach()), to_numpy(start), grad)
     given = [start, begin, end, *([] if times is None else [times]), *field.parameters]
-    asked = grad and (any(x.requires_grad for x in given) or any(event.reads_gradient(begin, start) for event in watched_for))
-    way = Way(field, METHODS[method], adjoint, way_back, begin, end, times, dense_output, watched_for, options, asked)
+    by_events = [event.reads_gradient(begin, start) for event in watched_for]
+    asked = grad and (any(x.requires_grad for x in given) or any(by_events))
+    if asked:
+        field.check_differentiable(float(begin.detach()), to_numpy(start))
+    way = PiecewiseSolve(field, solver, adjoint, way_back, begin, end, times, dense_output, watched_for, options, asked)
     last = way.go(start)
     return OdeResult(
         t=torch.cat(way.times).to(start.real.dtype),
@@ -125,6 +138,28 @@ def solve_ivp(
     )
 
 
+def _plain(tree: Any) -> Any:
+    """Tensors of inference mode, which no derivative may be taken of, as plain ones."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.is_inference() else x, tree)
+
+
+def _solver(method: Any) -> type[OdeSolver]:
+    """The solver that a user names, or gives as a class, as SciPy takes it."""
+    if isinstance(method, type) and issubclass(method, OdeSolver):
+        return method
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, or a class of SciPy's OdeSolver; got {method!r}.")
+    return METHODS[method]
+
+
+def _check_span(begin: float, end: float, endless: bool) -> None:
+    """Refuse times that are no numbers, and an infinite one that nothing comes before."""
+    if np.isnan(end) or not np.isfinite(begin):
+        raise ValueError(f"t_span must be two finite times; got {begin} and {end}.")
+    if np.isinf(end) and endless:
+        raise ValueError(f"t_span must be two finite times, unless a terminal event ends the solution; got {begin} and {end}.")
+
+
 def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> tuple[dict[str, Any], Adjoint]:
     """SciPy's options, and the adjoint that goes with them and with ours."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
@@ -133,7 +168,6 @@ def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> 
     rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
     backward = float(options.pop("adjoint_rtol", None) or max(rtol / 10, SMALLEST_RTOL))
     absolute = float(options.pop("adjoint_atol", None) or backward / 1000)
-    atol = np.asarray(options["atol"], float)
     jac = options.get("jac")
     if isinstance(jac, str):
         if jac != "autodiff":
@@ -143,7 +177,7 @@ def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> 
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(field.time(t), field.tensor(y), *field.args))
-    return options, Adjoint(field, method, backward, absolute, atol, options.get("max_step", np.inf))
+    return options, Adjoint(field, method, backward, absolute, options.get("max_step", np.inf))
 
 
 def _array(x: Any) -> Any:

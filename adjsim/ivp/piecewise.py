@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -15,16 +16,20 @@ from torch import Tensor
 
 from adjsim.ivp.adjoint import Adjoint, Path, Piece
 from adjsim.ivp.events import Event, Grazing
-from adjsim.ivp.field import Field, as_state, to_numpy
-from adjsim.ivp.paths import Backsolved, Checkpointed, Dense, solution, watched
+from adjsim.ivp.field import Array, Field, as_state, to_numpy
+from adjsim.ivp.jumps import UnmarkedJumps
+from adjsim.ivp.paths import Backsolved, Checkpointed, StoredInterpolants, solution, watched
+from adjsim.ivp.unchanged import StepRates, Witness
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Of the time to be solved: resets that follow each other within it accumulate.
 ZENO = 1e-10
 
+Rates = Callable[[float, Array], Array]
+
 
 @dataclass
-class Way:
+class PiecewiseSolve:
     """Goes from a start to the end, with a call to SciPy for each piece, and connects what is found to what it depends on.
 
     Args:
@@ -63,16 +68,17 @@ class Way:
 
     def go(self, start: Tensor) -> Any:
         """From the start to the end; returns SciPy's last word."""
-        begin, close = self.begin, 0
+        begin, close, leaving = self.begin, 0, None
         for event in self.events:
             event.check_start(float(begin.detach()), to_numpy(start))
         while True:
-            found, stopped = self._piece(begin, start)
+            found, stopped = self._piece(begin, start, leaving)
             if stopped is None or stopped.reset is None or stopped.left == 0:
                 return found
             before, begin, state = float(begin.detach()), stopped.times[-1], stopped.states[-1]
             now = float(begin.detach())
-            close = close + 1 if abs(now - before) <= ZENO * self.span else 0
+            span = self.span if np.isfinite(self.span) else abs(now - float(self.begin.detach()))
+            close = close + 1 if abs(now - before) <= ZENO * span else 0
             if close > len(self.events):
                 raise RuntimeError(
                     f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there is no solution beyond. "
@@ -81,24 +87,47 @@ class Way:
             start = as_state(stopped.reset(begin.to(state.real.dtype), state.clone(), *self.rhs.args)).to(state)
             if start.shape != state.shape:
                 raise ValueError(f"reset returned shape {tuple(start.shape)} for a state of shape {tuple(state.shape)}.")
+            old, new = to_numpy(state), to_numpy(start)
+            leaving, aside = stopped.leaving(now, old, new, self.sign)
+            start = start + torch.as_tensor(aside).to(start) if aside.any() else start
             for event in self.events:
-                event.take_side(now, to_numpy(state), to_numpy(start), self.sign, event is stopped)
+                event.take_side(now, old, new, leaving, self.sign, event is stopped)
 
-    def _piece(self, begin: Tensor, start: Tensor) -> tuple[Any, Event | None]:
-        """From one start to the end or to the next reset, and the event that ended it."""
+    def _piece(self, begin: Tensor, start: Tensor, leaving: Array | None) -> tuple[Any, Event | None]:
+        """From one start to the end or to the next reset, and the event that ended it. ``leaving``: the rate after a reset."""
         t0 = float(begin.detach())
+        behind = None if leaving is None else leaving[:, None]
         # A start that is later by dt has come from one that lay back by f dt.
-        start = start - (self.rhs.moved(start[:, None].detach(), begin.reshape(1))[:, 0] - start.detach())
+        later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[:, 0]
+        start = start - (later - start.detach())
         asked = self.asked or (torch.is_grad_enabled() and start.requires_grad)
         if asked and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
+        numpy = self.rhs.numpy if leaving is None else _starting(self.rhs.numpy, t0, to_numpy(start), leaving)
+        rate = self.rhs.rate if leaving is None else _starting(self.rhs.rate, t0, to_numpy(start), leaving)
+        tolerances = self.options["rtol"], self.options["atol"]
         path = self._path(t0) if asked else None
-        grazing = Grazing(self.events, self.options["rtol"], self.options["atol"]) if asked and self.events else None
-        watchers: list[Any] = [watcher for watcher in (path, grazing) if callable(watcher)]
-        method: Any = watched(self.method, watchers) if watchers else self.method
+        grazing = Grazing(self.events, *tolerances) if asked and self.events else None
+        rates = StepRates(rate)
+        witness, jumps = Witness(rates), UnmarkedJumps(self.rhs, rates, *tolerances, abs(self.last - t0))
+        watchers: list[Any] = [watcher for watcher in (path, grazing, witness, jumps) if callable(watcher)] if asked else []
+        found = self._call(numpy, t0, start, watched(self.method, watchers) if watchers else self.method)
+        watchers.clear()
+        stopped, end = self._count(found)
+        piece = Piece(t0, end, self.sign, path, witness, self.adjoint)
+        if self.dense_output:
+            self.pieces.append((piece, solution(found.sol.ts, found.sol.interpolants, self.method), start))
+        jumps.refuse(end, self.sign, stopped is not None)
+        if grazing is not None:
+            grazing.refuse(end, self.sign)
+        self._keep(piece, found, start, begin, behind, grazing, stopped)
+        return found, stopped
+
+    def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> Any:
+        """SciPy's own, over one piece."""
         wanted = self._wanted(t0)
         found = scipy.integrate.solve_ivp(
-            self.rhs.numpy,
+            rates,
             (t0, self.last),
             to_numpy(start),
             method,
@@ -108,24 +137,19 @@ class Way:
             self.rhs.vectorized,
             **self.options,
         )
-        watchers.clear()
         for name in self.counts:
             self.counts[name] += getattr(found, name)
         if found.status < 0:
             raise RuntimeError(f"{self.method.__name__} failed: {found.message}")
-        stopped, end = self._count(found)
-        piece = Piece(t0, end, self.sign, path, self.adjoint)
-        if self.dense_output:
-            self.pieces.append((piece, solution(found.sol.ts, found.sol.interpolants, self.method), start))
-        if grazing is not None:
-            grazing.refuse(end, self.sign)
-        self._keep(piece, found, start, begin, wanted, grazing, stopped)
-        return found, stopped
+        return found
 
     def _path(self, start: float) -> Path:
         if self.kind == "interpolate":
-            return Dense(self.method)
-        return Checkpointed(self.method) if self.kind == "checkpoint" else Backsolved(start)
+            return StoredInterpolants(self.method)
+        if self.kind == "checkpoint":
+            return Checkpointed(self.method)
+        options = {"rtol": self.adjoint.rtol, "atol": self.options["atol"], "max_step": self.adjoint.max_step}
+        return Backsolved(start, self.method, self.rhs.rate, options)
 
     def _wanted(self, begin: float) -> Tensor | None:
         """Of the times that are wanted, those from here on. What is at the time of a reset was given before it."""
@@ -149,7 +173,7 @@ class Way:
         found: Any,
         start: Tensor,
         begin: Tensor,
-        wanted: Tensor | None,
+        behind: Array | None,
         grazing: Grazing | None,
         stopped: Event | None,
     ) -> None:
@@ -160,22 +184,30 @@ class Way:
         states = [np.asarray(found.y).reshape(len(start), len(saved)), *(y[:, None] for _, _, y in happened)]
         every = np.concatenate([saved, [t for _, t, _ in happened]])
         connected = piece.states(every, np.concatenate(states, 1), start)
+        arriving = None
         for i, (event, t, y) in enumerate(happened):
             at = connected[:, len(saved) + i]
             time = torch.tensor(t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
-                rate = event.rate if grazing is None else partial(grazing.rate, event)
-                time = event.moment(t, at, partial(rate, t, y))
+                flow = cache(partial(event.arriving, t, y, self.sign))
+                time = event.moment(t, at, partial(_rate, grazing, event, t, y, flow))
+                if time.requires_grad:
+                    at = self.rhs.with_time_derivative(at[:, None], time.reshape(1), flow()[:, None])[:, 0]
+                    arriving = flow()[:, None] if event is stopped else arriving
             event.times.append(time)
-            event.states.append(self.rhs.moved(at[:, None], time.reshape(1))[:, 0])
+            event.states.append(at)
         connected = connected[:, : len(saved)]
+        wanted = self._wanted(piece.start)
         if wanted is not None:
             times = wanted[: len(saved)]
-            connected = self.rhs.moved(connected, times)
+            connected = self.rhs.with_time_derivative(connected, times)
         else:
             # Times of steps in between are constants.
             last = (self.end if stopped is None else stopped.times[-1]).reshape(1)
-            ends = [self.rhs.moved(connected[:, :1], begin.reshape(1)), self.rhs.moved(connected[:, -1:], last)]
+            ends = [
+                self.rhs.with_time_derivative(connected[:, :1], begin.reshape(1), behind),
+                self.rhs.with_time_derivative(connected[:, -1:], last, arriving),
+            ]
             times = torch.cat([begin.reshape(1), torch.as_tensor(saved[1:-1]).to(begin), last])
             connected = torch.cat([ends[0], connected[:, 1:-1], ends[1]], 1)
         self.times.append(times)
@@ -189,3 +221,18 @@ def _warn_loose() -> None:
         "such as 1e-6.",
         stacklevel=5,
     )
+
+
+def _rate(grazing: Grazing | None, event: Event, t: float, y: Array, flow: Callable[[], Array]) -> float:
+    """The rate of an event where it happens; without a watch for grazing, whatever it is."""
+    return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
+
+
+def _starting(rates: Rates, t0: float, start: Array, leaving: Array) -> Rates:
+    """A function of time and state with the rate behind a reset at its start, where rounding would decide on which side of a
+    jump it lies."""
+
+    def found(t: float, y: Array) -> Array:
+        return leaving.reshape(y.shape) if t == t0 and np.array_equal(y.reshape(-1), start) else rates(t, y)
+
+    return found
