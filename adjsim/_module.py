@@ -8,14 +8,13 @@ dynamics with copies of them, so that nothing that becomes of the module in betw
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 # One lock for each module that has run, made under a lock of their own; an entry goes with its module.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -69,21 +68,16 @@ class ModuleTensors:
     Attributes:
         tensors: each of them once, also where it has several names.
         names: the first name of each.
-        wanted: which of them require grad, by their place in ``tensors``.
+        wanted: which of them require grad, by their number in ``tensors``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        parameters = module.named_parameters(remove_duplicate=False)
-        named = {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-        places: dict[int, int] = {}
-        self._place = {name: places.setdefault(id(x), len(places)) for name, x in named.items()}
-        first: dict[int, str] = {}
-        for name, place in self._place.items():
-            first.setdefault(place, name)
-        self.names = tuple(first[place] for place in range(len(places)))
-        self.tensors = tuple(named[name] for name in self.names)
-        self.wanted = tuple(place for place, x in enumerate(self.tensors) if x.requires_grad)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.names, self.tensors = tuple(named), tuple(named.values())
+        self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
+        number_of = {id(x): number for number, x in enumerate(self.tensors)}
+        self._places = [(holder, key, number_of[id(x)]) for part in module.modules() for holder, key, x in places(part)]
 
     def copies(self) -> tuple[Tensor, ...]:
         """The values, in tensors that nobody else has."""
@@ -91,23 +85,46 @@ class ModuleTensors:
 
     def trainable(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Of tensors that stand for those of the module, those for which a gradient is wanted, by name."""
-        return {self.names[place]: tensors[place] for place in self.wanted}
+        return {self.names[number]: tensors[number] for number in self.wanted}
 
     @contextmanager
     def bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
-        named = {name: tensors[place] for name, place in self._place.items()}
-        with lent(self.module), _reparametrize_module(self.module, named):
+        with lent(self.module), exchanged([(holder, key, tensors[number]) for holder, key, number in self._places]):
             yield
 
 
+def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Where a module looks for its own tensors, without those of its submodules: a container, a key, and the tensor there."""
+    for tensors in (module._parameters, module._buffers):
+        yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
+    if isinstance(module, nn.RNNBase):
+        # It reads its parameters by a list of its own.
+        yield from ((module._flat_weights, i, x) for i, x in enumerate(module._flat_weights) if x is not None)
+
+
 @contextmanager
-def lent(module: nn.Module) -> Iterator[None]:
-    """Keep other threads from running a module, or a part of it, until this one is done."""
+def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
+    """Put other tensors into containers, and give the former ones back afterwards."""
+    before = [(holder, key, holder[key], x) for holder, key, x in there]
+    for holder, key, _, x in before:
+        holder[key] = x
+    try:
+        yield
+    finally:
+        for holder, key, old, x in before:
+            # A tensor that the module itself has assigned meanwhile stays.
+            if holder[key] is x:
+                holder[key] = old
+
+
+@contextmanager
+def lent(*modules: nn.Module) -> Iterator[None]:
+    """Keep other threads from running modules, or parts of them, until this one is done."""
     with _locks_lock:
-        locks = [_locks.setdefault(part, RLock()) for part in module.modules()]
+        locks = {id(part): _locks.setdefault(part, RLock()) for module in modules for part in module.modules()}
     with ExitStack() as stack:
         # Everybody takes locks in one order, so that nobody waits for somebody who waits.
-        for lock in sorted(locks, key=id):
+        for lock in sorted(locks.values(), key=id):
             stack.enter_context(lock)
         yield

@@ -36,8 +36,6 @@ def captured(simulation: Simulation, observable: Observable) -> str | None:
     """The parameter that an observable reads as a tensor of its own, if there is one, so that another value that the dynamics
     is given does not reach it."""
     parameters = simulation.dynamics.trainable()
-    if not parameters:
-        return None
     start = simulation.starts(1, torch.Generator().manual_seed(0))
 
     def seen() -> Tensor:

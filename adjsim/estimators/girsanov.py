@@ -142,8 +142,6 @@ class Girsanov(ChunkedEstimator):
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
                 weight = torch.softmax(MOVED * (size or 1.0) * scores[:, j], 0)
                 left = min(left, 1.0 / float((weight**2).sum()))
-        if not parameters:
-            return {"ess": float(sum(sizes)), "contributing": None}
         return {"ess": left, "contributing": self._contributing(parts, sizes)}
 
     @staticmethod

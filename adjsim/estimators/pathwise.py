@@ -89,7 +89,7 @@ class Pathwise(ChunkedEstimator):
             "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
             "reconstruction_error": max(errors) if errors else None,
         }
-        return Chunk(mean.detach(), found, stats, (growth, smooth or not parameters))
+        return Chunk(mean.detach(), found, stats, (growth, smooth))
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         duration, squares = simulation.duration, [part.extra[0] for part in parts if part.extra[0] is not None]

@@ -12,21 +12,18 @@ does, under a lock for each module. Declared tensors that no module has register
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from inspect import isroutine
-from threading import Lock, RLock
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_locks_of = Lock()
+from adjsim._module import exchanged, lent, places
 
 
 class Reads:
@@ -42,11 +39,11 @@ class Reads:
         declared = list(declared) if isinstance(declared, Iterator) else declared
         nodes = [*tree_leaves(owner(fun)), *tree_leaves(declared)]
         modules = {id(m): m for node in nodes if isinstance(node, nn.Module) for m in node.modules()}
-        places = [place for module in modules.values() for place in _places(module)]
+        found = [place for module in modules.values() for place in places(module)]
         loose = [x for x in nodes if isinstance(x, Tensor)]
         given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         #: Declared tensors that require grad.
-        self.declared = list({id(x): x for x in (*(x for _, _, x in places), *loose) if x.requires_grad}.values())
+        self.declared = list({id(x): x for x in (*(x for _, _, x in found), *loose) if x.requires_grad}.values())
         #: Tensors that a gradient is wanted by, and the stand-in of each.
         self.originals = list({id(x): x for x in (*given, *self.declared) if x.requires_grad}.values())
         self.leaves = [x.detach().requires_grad_() for x in self.originals]
@@ -55,20 +52,19 @@ class Reads:
         #: Stand-ins of arguments and of declared tensors that are no module's.
         self.named = {id(leaf_of[id(x)]) for x in (*given, *loose) if x.requires_grad}
         self._loose = {id(x): leaf_of[id(x)] for x in loose if x.requires_grad}
-        self._places = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in places]
-        self._modules = sorted(modules.values(), key=id) if places else []
+        self._places = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in found]
+        self._modules = list(modules.values())
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x) for x in self.declared} | {id(x.grad_fn) for x in self.declared if x.grad_fn is not None}
-        read = [*(x for _, _, x in places), *loose, *given]
+        read = [*(x for _, _, x in found), *loose, *given]
         self._versions = [(x, x._version) for x in read if not x.is_inference()]
 
     def held(self) -> ExitStack:
         """A context in which modules and captured tensors are those that the run has read."""
         with ExitStack() as stack:
-            for module in self._modules:
-                stack.enter_context(_lock_of(module))
             if self._places:
-                stack.enter_context(_exchanged(self._places))
+                stack.enter_context(lent(*self._modules))
+                stack.enter_context(exchanged(self._places))
             if self._loose:
                 stack.enter_context(_Substituted(self._loose))
             return stack.pop_all()
@@ -101,34 +97,6 @@ def owner(fun: Any) -> Any:
     if isinstance(fun, MethodType):
         return fun.__self__
     return None if isroutine(fun) or not hasattr(fun, "__dict__") else fun
-
-
-def _places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Where a module looks for its own tensors: a container, a key, and the tensor that is there."""
-    for tensors in (module._parameters, module._buffers):
-        yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
-    if isinstance(module, nn.RNNBase):
-        # It reads its parameters by a list of its own.
-        yield from ((module._flat_weights, i, x) for i, x in enumerate(module._flat_weights) if x is not None)
-
-
-def _lock_of(module: nn.Module) -> Any:
-    with _locks_of:
-        return _locks.setdefault(module, RLock())
-
-
-@contextmanager
-def _exchanged(places: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
-    before = [(holder, key, holder[key], x) for holder, key, x in places]
-    for holder, key, _, x in before:
-        holder[key] = x
-    try:
-        yield
-    finally:
-        for holder, key, old, x in before:
-            # A tensor that the evaluation itself has assigned stays.
-            if holder[key] is x:
-                holder[key] = old
 
 
 class _Substituted(TorchFunctionMode):

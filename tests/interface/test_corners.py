@@ -54,12 +54,17 @@ def test_an_observable_that_a_parameter_alone_enters(estimator, kind):
 
 
 @every
-def test_an_observable_of_nothing_and_no_parameters(estimator, kind):
+def test_an_observable_of_nothing(estimator, kind):
     constant = kind(lambda s: torch.ones(len(s.position)))
     estimate = estimated(estimator, problem(adjsim.Harmonic(parameter(1.5))), constant)
     assert float(estimate.grad["potential.k"]) == 0.0
-    for observable in (constant, kind(squared)):
-        assert estimated(estimator, problem(adjsim.Harmonic(1.5)), observable).grad == {}
+
+
+@every
+def test_no_parameters_are_refused(estimator, kind):
+    """Somebody has forgotten nn.Parameter."""
+    with pytest.raises(ValueError, match="no parameter that requires grad"):
+        estimated(estimator, problem(adjsim.Harmonic(1.5)), kind(squared))
 
 
 class Twice(nn.Module):
