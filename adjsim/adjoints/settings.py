@@ -8,6 +8,7 @@ all of that is part of the key. A value that cannot be looked at is refused, sin
 from __future__ import annotations
 
 import builtins
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -82,7 +83,7 @@ class _Look:
         if isinstance(x, np.generic):
             return type(x), x.tobytes()
         if isinstance(x, Tensor):
-            return Same(x), None if x.is_inference() else x._version, x.requires_grad
+            return _tensor(x)
         if isinstance(x, np.ndarray):
             return x.shape, x.dtype.str, self.at(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
         if isinstance(x, ModuleType):
@@ -170,6 +171,15 @@ def settings(module: nn.Module, function: Callable[..., Any] | None = None) -> A
     modules = list(module.modules())
     look = _Look({id(part) for part in modules})
     return tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
+
+
+def _tensor(x: Tensor) -> Any:
+    """A tensor by its contents, which are what is baked in, and not by its count of writes, which ``.data`` evades."""
+    kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
+    if x.layout != torch.strided:
+        return *kind, Same(x), x._version
+    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
 
 def _package(x: Any) -> str:

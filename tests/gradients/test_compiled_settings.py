@@ -1,0 +1,207 @@
+"""What compiled code depends on apart from its inputs is looked at before a loop is used again, or refused."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim import ReversibleAdjoint, TimeAverage
+from adjsim.adjoints import CompileError
+from adjsim.adjoints.compiled import cache
+from adjsim.adjoints.settings import UnseenError, settings
+from tests.problems import parameter, square
+
+FACTOR = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    """The type checks of the tests cannot be traced."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@dataclass
+class Shape:
+    power: int = 2
+
+
+class Reads(nn.Module):
+    """Reads whatever may change the energy without being a number, a text or a tensor of the module itself."""
+
+    level = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.k = parameter(0.8)
+        self.activation = torch.tanh
+        self.number, self.array = np.float64(1.0), np.array([1.0, 2.0])
+        self.shape, self.plain = Shape(), torch.tensor(1.0)
+        self.inner = [nn.Linear(2, 2)]
+
+    def forward(self, position):
+        value = self.activation(position) ** self.shape.power * float(self.number) * torch.as_tensor(self.array)
+        return self.level * FACTOR * self.k * self.plain * (value + self.inner[0](position) ** 2).sum((-1, -2))
+
+
+def change_global(potential):
+    globals()["FACTOR"] = 1.5
+
+
+def change_class(potential):
+    Reads.level = 1.5
+
+
+CHANGES = {
+    "activation": lambda potential: setattr(potential, "activation", torch.sin),
+    "numpy number": lambda potential: setattr(potential, "number", np.float64(1.5)),
+    "entry of an array": lambda potential: potential.array.__setitem__(0, 1.5),
+    "data class": lambda potential: setattr(potential.shape, "power", 4),
+    "tensor of the same place": lambda potential: setattr(potential, "plain", torch.tensor(1.5)),
+    "written tensor": lambda potential: potential.plain.mul_(1.5),
+    "written data": lambda potential: potential.plain.data.mul_(1.5),
+    "module in a list": lambda potential: potential.inner[0].weight.data.mul_(1.5),
+    "mode": lambda potential: potential.eval(),
+    "class attribute": change_class,
+    "global": change_global,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_seen(change):
+    dynamics = adjsim.Hamiltonian(Reads())
+    before, again = settings(dynamics), settings(dynamics)
+    assert before == again
+    assert hash(before) == hash(again)
+    try:
+        change(dynamics.potential)
+        assert settings(dynamics) != before
+    finally:
+        globals()["FACTOR"] = 1.0
+        Reads.level = 1.0
+
+
+def test_what_cannot_be_looked_at_is_refused():
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(1.0))
+    dynamics.potential.lock = threading.Lock()
+    with pytest.raises(UnseenError, match="cannot be looked at"):
+        settings(dynamics)
+    with pytest.raises(CompileError, match="cannot be looked at"), torch.no_grad():
+        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True)
+
+
+def averaged(power, weight):
+    return TimeAverage(lambda state: (weight * state.position**power).sum())
+
+
+def test_a_function_made_anew_is_the_same_function():
+    dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(1.0)), torch.ones(2)
+    keys = [settings(dynamics, averaged(2, weight).function) for _ in range(2)]
+    assert keys[0] == keys[1]
+    assert settings(dynamics, averaged(2, torch.ones(2)).function) == keys[0]
+    for other in (averaged(4, weight), averaged(2, 2 * weight)):
+        assert settings(dynamics, other.function) != keys[0]
+
+
+def end(dynamics, compile, record=None, start=None):
+    start = dynamics.init(*square()) if start is None else start
+    run = adjsim.simulate(
+        dynamics,
+        start,
+        [0.0, 0.12],
+        solver=adjsim.VelocityVerlet(0.01),
+        adjoint=ReversibleAdjoint(),
+        record=record,
+        compile=compile,
+    )
+    loss = (run.final.position**2).sum() + (0.0 if record is None else run.record)
+    return loss.detach(), *torch.autograd.grad(loss, list(dynamics.parameters()))
+
+
+def close(mine, theirs, rtol=1e-11):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-13)
+
+
+def test_an_average_made_anew_compiles_nothing():
+    """Forward and backward, and the loops that are kept do not grow in number."""
+    dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])
+    close(end(dynamics, True, averaged(2, weight)), end(dynamics, False, averaged(2, weight)))
+    kept = cache.count(dynamics)
+    for _ in range(3):
+        end(dynamics, True, averaged(2, weight))
+    assert cache.count(dynamics) == kept
+
+
+class SoftCore(adjsim.potentials.PairPotential):
+    """Finite where two atoms are in one place; one parameter under two names."""
+
+    def __init__(self, height, **options):
+        super().__init__(**options)
+        self.height = self.width = height
+
+    def pair_energy(self, s):
+        return self.height * torch.exp(-s / self.width)
+
+
+@pytest.mark.slow
+def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
+    position = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.7, 0.2], [1.1, -0.3]])
+    start = adjsim.PhaseState(position, torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, 0.0]]))
+    dynamics = adjsim.Hamiltonian(SoftCore(parameter(1.1)))
+    record = TimeAverage(lambda state: dynamics.potential(state.position))
+    close(end(dynamics, True, record, start), end(dynamics, False, record, start))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cutoff", [None, 1.75])
+@pytest.mark.parametrize("dim", [2, 3])
+def test_tilted_cells_compile(cutoff, dim):
+    box = torch.tensor([[4.2, 0.0, 0.0], [1.9, 3.9, 0.0], [0.7, 1.1, 4.0]])[:dim, :dim]
+    generator = torch.Generator().manual_seed(1)
+    start = adjsim.PhaseState(*(torch.randn(5, dim, generator=generator) * x for x in (2.0, 0.3)))
+    dynamics = adjsim.Hamiltonian(SoftCore(parameter(1.1), box=box, cutoff=cutoff))
+    close(end(dynamics, True, start=start), end(dynamics, False, start=start))
+
+
+@pytest.mark.slow
+def test_threads_compile_and_run_at_once():
+    many = [adjsim.Hamiltonian(adjsim.DoubleWell(parameter(0.5 + 0.1 * i))) for i in range(3)]
+    found = {}
+
+    def work(i):
+        found[i] = end(many[i], True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, dynamics in enumerate(many):
+        close(found[i], end(dynamics, False))
+
+
+@pytest.mark.slow
+def test_a_change_before_the_way_back_was_compiled_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k, self.scale = parameter(1.1), 1.0
+
+        def forward(self, position):
+            return self.scale * self.k * (position**4).sum((-1, -2))
+
+    dynamics = adjsim.Hamiltonian(Scaled())
+    start, solver = dynamics.init(*square()), adjsim.VelocityVerlet(0.01)
+    run = adjsim.simulate(dynamics, start, [0.0, 0.12], solver=solver, adjoint=ReversibleAdjoint(), compile=True)
+    dynamics.potential.scale = 1.5
+    with pytest.raises(RuntimeError, match="has changed since the run"):
+        run.final.position.sum().backward()
