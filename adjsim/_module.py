@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -77,6 +77,7 @@ class ModuleTensors:
         self.names, self.tensors = tuple(named), tuple(named.values())
         self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
         number_of = {id(x): number for number, x in enumerate(self.tensors)}
+        self._locks = _locks_of(module)
         self._places = [(holder, key, number_of[id(x)]) for part in module.modules() for holder, key, x in places(part)]
 
     def copies(self) -> tuple[Tensor, ...]:
@@ -90,7 +91,7 @@ class ModuleTensors:
     @contextmanager
     def bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
-        with lent(self.module), exchanged([(holder, key, tensors[number]) for holder, key, number in self._places]):
+        with _held(self._locks), exchanged([(holder, key, tensors[number]) for holder, key, number in self._places]):
             yield
 
 
@@ -118,13 +119,22 @@ def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
                 holder[key] = old
 
 
-@contextmanager
-def lent(*modules: nn.Module) -> Iterator[None]:
+def lent(*modules: nn.Module) -> AbstractContextManager[None]:
     """Keep other threads from running modules, or parts of them, until this one is done."""
+    return _held(_locks_of(*modules))
+
+
+def _locks_of(*modules: nn.Module) -> list[Any]:
+    """The locks of modules and of their parts, in the one order in which everybody takes them, so that nobody waits for
+    somebody who waits."""
     with _locks_lock:
         locks = {id(part): _locks.setdefault(part, RLock()) for module in modules for part in module.modules()}
+    return sorted(locks.values(), key=id)
+
+
+@contextmanager
+def _held(locks: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        # Everybody takes locks in one order, so that nobody waits for somebody who waits.
-        for lock in sorted(locks.values(), key=id):
+        for lock in locks:
             stack.enter_context(lock)
         yield

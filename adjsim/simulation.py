@@ -60,10 +60,10 @@ def simulate(
             :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. It needs a C++
             compiler. The first run of a kind takes from five seconds to a minute to compile
             (``trajectory.stats["compile_seconds"]``), which torch remembers across processes; another number of steps, seed,
-            value of a parameter or save time does not compile again. A record is compiled when it first runs, and whatever it
-            reads besides the state and the dynamics is a constant from then on, as is what a potential reads besides its own
-            attributes. Gradients agree with those not compiled to
-            rounding, and exact runs to the last bit.
+            value of a parameter or save time does not compile again. Anything else that a potential or a record reads (numbers,
+            arrays, functions, tensors that are not registered, globals) is baked in, and compiles again when it has changed;
+            what cannot be looked at is refused. Gradients agree with those not compiled to rounding, and exact runs to the
+            last bit.
         progress: show a progress bar, on a terminal.
 
     Raises:

@@ -14,7 +14,7 @@ from torch import nn
 import adjsim
 from adjsim import ReversibleAdjoint, TimeAverage
 from adjsim.adjoints import CompileError
-from adjsim.adjoints.compiled import cache
+from adjsim.adjoints.loop_runner import cache
 from adjsim.adjoints.settings import UnseenError, settings
 from tests.problems import parameter, square
 

@@ -1,0 +1,231 @@
+"""Compiled loops of one run: what goes in, which are known already, and how they are traced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from adjsim._layout import VECTOR, packed, unpacked
+from adjsim._module import ModuleCache
+from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
+from adjsim.adjoints.recorder import Recorder
+from adjsim.adjoints.settings import UnseenError, settings
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.solvers.base import Problem
+
+# Numbers of noise that are handed to a loop at once: four megabytes of float64.
+DRAWN = 2**19
+# Steps between finiteness checks.
+FINITE_EVERY = 1024
+
+
+class LoopConstants(NamedTuple):
+    """What does not change in a loop: the number of its steps and of the first one, the time of step 0, the coefficients, all
+    tensors of the dynamics, the spacings of a lattice, the noise of its steps if there is any, and on the way back the
+    cotangent of a time average at each step if there is one."""
+
+    steps: Tensor
+    first: Tensor
+    begin: Tensor
+    coefficients: dict[str, dict[str, Tensor]]
+    parameters: tuple[Tensor, ...]
+    spacings: dict[str, Tensor]
+    noise: tuple[Tensor, ...] = ()
+    average: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Loop:
+    """A compiled loop, the passes over the energy that it makes (around its iterations, and in each), and what it has read
+    without being given it."""
+
+    function: Callable[[LoopConstants, Any], Any] | None = None
+    once: int = 0
+    each: int = 0
+    constants: list[Constant] = field(default_factory=list)
+
+
+# Compiled loops by dynamics and key, as many as may be kept for one dynamics.
+cache: ModuleCache[Loop] = ModuleCache(32)
+
+
+@dataclass(frozen=True)
+class MakeSpec:
+    """How what a loop does is made for a run: of the runner, whether it averages, the kind of its states, and the loop, which
+    counts its passes over the energy.
+
+    Attributes:
+        back: whether the loop goes back, and has parameters and coefficients as leaves.
+        make: to the loop's :class:`~adjsim.adjoints.loops.LoopSpec`.
+    """
+
+    back: bool
+    make: Callable[[LoopRunner, bool, type, Loop], LoopSpec[Any, Any]]
+
+
+class LoopRunner:
+    """Runs the loops of one run, compiled when they are first asked for.
+
+    Args:
+        stepper: the steps.
+        inputs: what the run reads.
+        problem: the run.
+    """
+
+    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem) -> None:
+        self.stepper, self.problem, self.program, self.clock = stepper, problem, stepper.program, stepper.clock
+        self.dynamics, self.tensors = problem.dynamics, problem.tensors
+        self.recorder = Recorder(problem.record, stepper.clock)
+        position = problem.state.position
+        self.batch, self.device = position.shape[:-2], position.device
+        drawn = self.program.draws * position.numel()
+        self.length = max(1, min(FINITE_EVERY, DRAWN // drawn)) if drawn else self.clock.last
+        # The last move of a step that writes the position.
+        self.turn = max(i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes)
+        coefficients = inputs.coefficients
+        self.wanted = [(a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad]
+        lattice = self.program.lattice
+        self.fixed = LoopConstants(
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.zeros((), dtype=torch.int64, device=self.device),
+            torch.tensor(self.clock.begin, dtype=torch.float64, device=self.device),
+            {letter: {name: clone(c) for name, c in group.items()} for letter, group in coefficients.items()},
+            tuple(clone(x) for x in inputs.parameters),
+            {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
+        )
+        self.settings = self._settings()
+        self.stops: list[int] = []
+        self._kept: tuple[int, int, Tensor] | None = None
+        problem.stats.setdefault("compile_seconds", 0.0)
+
+    def boundaries(self, wanted: set[int]) -> list[int]:
+        """The steps after which loops have to end: those wanted, the first (which is not compiled), the one before the first
+        of a time average, those at which the buffers of an exact run or finiteness are checked."""
+        last, growth = self.clock.last, self.stepper.growth
+        found = {*wanted, 1, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
+        if self.recorder.average is not None:
+            found.add(self.recorder.first - 1)
+        if growth is not None:
+            found |= set(range(growth.check_every, last, growth.check_every))
+        self.stops = sorted(step for step in found if 0 < step <= last)
+        return self.stops
+
+    def averages(self, step: int) -> bool:
+        """Whether the end of a step counts for a time average."""
+        return self.recorder.average is not None and step >= self.recorder.first
+
+    def run(
+        self, spec: MakeSpec, averaging: bool, kind: type, first: int, count: int, carry: Any, average: Sequence[Tensor] = ()
+    ) -> Any:
+        """Carry out a loop.
+
+        Args:
+            spec: makes what the loop does.
+            averaging: whether its steps count for a time average.
+            kind: of the states.
+            first, count: its first step, and how many there are.
+            carry: what it carries.
+            average: on the way back, the cotangent of the averaged function at each step.
+        """
+        numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
+        noise = self._noise(first, count)
+        constants = self.fixed._replace(steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average)))
+        loop = self._look_up(spec, averaging, kind, constants, carry)
+        self.problem.stats["energy_evaluations"] += loop.once + (count - 1 if spec.back else count) * loop.each
+        assert loop.function is not None
+        return loop.function(constants, carry)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """A field as it lies in memory inside a loop."""
+        return clone(packed(x, self.batch))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """The field of the packed one."""
+        return unpacked(x, self.batch)
+
+    # How loops are traced.
+
+    def time(self, given: LoopConstants, k: Tensor) -> Tensor:
+        """The time at which step number ``k`` of the loop begins."""
+        return given.begin + (given.first + k).to(torch.float64) * self.clock.dt
+
+    def seen(self, given: LoopConstants, k: Tensor) -> list[Tensor] | None:
+        """The noise that step number ``k`` of the loop sees."""
+        if not given.noise:
+            return None
+        steps = [given.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.sees)]
+        return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
+
+    @contextmanager
+    def _within(self, back: bool, loop: Loop, given: LoopConstants) -> Iterator[LoopConstants]:
+        """Run the dynamics with the tensors of a trace, those as leaves that a gradient is wanted by."""
+        if back:
+            leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(given.parameters)]
+            coefficients = {
+                letter: {name: x.detach().requires_grad_((letter, name) in self.wanted) for name, x in group.items()}
+                for letter, group in given.coefficients.items()
+            }
+            given = given._replace(parameters=tuple(leaves), coefficients=coefficients)
+        with self.tensors.bound(given.parameters), torch.no_grad(), NoCapture(self.tensors.tensors, loop.constants):
+            yield given
+
+    def _look_up(self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+        leaves = tree_leaves((constants, carry))
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
+        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.back else ()
+        solver, threads = self.problem.solver, torch.get_num_threads()
+        key = (spec, averaging, repr(solver), solver.dt, kind, shapes, gradient, self.settings, threads)
+        loop = cache.get(self.dynamics, key)
+        for constant in loop.constants if loop is not None else ():
+            constant.check()
+        if loop is None or any(constant.changed() for constant in loop.constants):
+            if self._settings() != self.settings:
+                raise RuntimeError(
+                    f"something that {type(self.dynamics).__name__}, its potential or the record reads (a plain attribute, a "
+                    "mode, a "
+                    "global) has changed since the run, and its way back had not been compiled yet. Call backward before the "
+                    "change."
+                )
+            begun = time.perf_counter()
+            loop = self._compile(spec, averaging, kind, constants, carry)
+            cache.put(self.dynamics, key, loop)
+            self.problem.stats["compile_seconds"] += time.perf_counter() - begun
+        return loop
+
+    def _compile(self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+        loop = Loop()
+        # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
+        short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
+        what = f"a step of {type(self.dynamics).__name__}"
+        made = spec.make(self, averaging, kind, loop)
+        loop.function = compile_loop(made, partial(self._within, spec.back, loop), constants, carry, short, what)
+        return loop
+
+    def _settings(self) -> Any:
+        average = self.recorder.average
+        try:
+            return settings(self.dynamics, None if average is None else average.function)
+        except UnseenError as unseen:
+            raise CompileError(f"compile=True: {unseen}") from unseen
+
+    def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """That of the steps of a loop, as many as a loop may have; or none."""
+        if self.stepper.noise is None:
+            return ()
+        if self._kept is not None and self._kept[:2] == (first, count):
+            return (self._kept[2],)
+        seen = count + self.program.sees - 1
+        drawn = packed(self.stepper.noise.of_steps(first, seen), self.batch, leading=2)
+        whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
+        whole[:seen] = drawn
+        # The way back begins with what the way forward ended with.
+        self._kept = (first, count, whole)
+        return (whole,)
