@@ -78,7 +78,10 @@ class ModuleTensors:
         self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
         number_of = {id(x): number for number, x in enumerate(self.tensors)}
         self._locks = _locks_of(module)
-        self._places = [(holder, key, number_of[id(x)]) for part in module.modules() for holder, key, x in places(part)]
+        found = [(path, *place) for path, part in module.named_modules() for place in places(part)]
+        self._places = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
+        #: Which tensor is where: by the path of a module, a key in it, and the number of the tensor.
+        self.places = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
 
     def copies(self) -> tuple[Tensor, ...]:
         """The values, in tensors that nobody else has."""
@@ -91,8 +94,18 @@ class ModuleTensors:
     @contextmanager
     def bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
-        with _held(self._locks), exchanged([(holder, key, tensors[number]) for holder, key, number in self._places]):
+        there = [(holder, key, tensors[number]) for holder, key, number in self._places]
+        versions = [_version(x) for _, _, x in there]
+        with _held(self._locks), exchanged(there):
             yield
+            for (holder, key, x), version in zip(there, versions, strict=True):
+                if holder[key] is not x or _version(x) != version:
+                    raise ValueError(
+                        f"{type(self.module).__name__} or a part of it writes to its own parameter or buffer {key!r} while it "
+                        "runs, "
+                        "so that a run that is repeated or retraced differs from the first. Put it into eval mode, keep such "
+                        "numbers out of the potential, or use DirectAdjoint()."
+                    )
 
 
 def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -100,8 +113,14 @@ def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
     if isinstance(module, nn.RNNBase):
-        # It reads its parameters by a list of its own.
-        yield from ((module._flat_weights, i, x) for i, x in enumerate(module._flat_weights) if x is not None)
+        # It reads its parameters by a list of its own, in which functional_call leaves the former ones.
+        known, flat = module._parameters, module._flat_weights
+        names = enumerate(module._flat_weights_names)
+        yield from ((flat, i, x) for i, name in names if i < len(flat) and (x := known.get(name)) is not None)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 @contextmanager

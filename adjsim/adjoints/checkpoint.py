@@ -94,7 +94,7 @@ class Recompute(Rewind):
     def _run_again(self, start: int, stop: int) -> None:
         stepper, state = self.stepper, self.kept.stored[start]
         for k in range(start, stop):
-            t, seen = stepper.clock.time(k), stepper.seen(k)
+            t, seen = stepper.clock.of(k), stepper.seen(k)
             *before, state = stepper.program.trail(t, state, self.inputs.coefficients, seen, self.forces)
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)

@@ -120,7 +120,7 @@ class ForwardLoops:
             if averaging:
                 value = driver.recorder.value(driver.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
-            force = (driver.pack(forces.force(state.position, t)),) if carry.force else ()
+            force = (driver.pack(forces.force(state.position, t(1.0))),) if carry.force else ()
             loop.each = stats["energy_evaluations"]
             return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
 

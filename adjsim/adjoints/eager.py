@@ -39,7 +39,7 @@ class EagerDriver:
         last = stepper.clock.last
         for step in shown(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, seen, before = stepper.clock.time(step - 1), stepper.seen(step - 1), rewind.before(step)
+            t, seen, before = stepper.clock.of(step - 1), stepper.seen(step - 1), rewind.before(step)
             state = stepper.program.backward(t, state, inputs.coefficients, seen, self.forces, cotangents, before)
             state = rewind.restore(step - 1, state)
         return state

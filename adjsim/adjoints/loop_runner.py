@@ -153,9 +153,9 @@ class LoopRunner:
 
     # How loops are traced.
 
-    def time(self, given: LoopConstants, k: Tensor) -> Tensor:
-        """The time at which step number ``k`` of the loop begins."""
-        return given.begin + (given.first + k).to(torch.float64) * self.clock.dt
+    def time(self, given: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
+        """The time at a share of step number ``k`` of the loop."""
+        return lambda share: given.begin + ((given.first + k).to(torch.float64) + share) * self.clock.dt
 
     def seen(self, given: LoopConstants, k: Tensor) -> list[Tensor] | None:
         """The noise that step number ``k`` of the loop sees."""
@@ -182,7 +182,19 @@ class LoopRunner:
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
         gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.back else ()
         solver, threads = self.problem.solver, torch.get_num_threads()
-        key = (spec, averaging, repr(solver), solver.dt, kind, shapes, gradient, self.settings, threads)
+        key = (
+            spec,
+            averaging,
+            type(solver),
+            repr(solver),
+            solver.dt,
+            kind,
+            self.tensors.places,
+            shapes,
+            gradient,
+            self.settings,
+            threads,
+        )
         loop = cache.get(self.dynamics, key)
         for constant in loop.constants if loop is not None else ():
             constant.check()

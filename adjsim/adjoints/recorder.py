@@ -108,6 +108,7 @@ class RecordSweep:
     def __init__(self, recorder: Recorder, cotangents: Sequence[Tensor | None], saved: Tensor | None, tolerance: float) -> None:
         self.recorder, self.cotangents, self.saved, self.tolerance = recorder, cotangents, saved, tolerance
         self.total: Tensor | None = None
+        self.state: State | None = None
 
     @property
     def of_average(self) -> Tensor | None:
@@ -121,8 +122,10 @@ class RecordSweep:
         if recorder.average is not None:
             cotangent = self.of_average
             if step >= recorder.first and cotangent is not None:
-                value = self.add_function(state, cotangent, cotangents, forces).to(torch.float64)
+                value = self.add_function(state, cotangent, cotangents, forces)
+                value = value.to(sum_dtype(value))
                 self.total = value if self.total is None else self.total + value
+                self.state = state
         elif frame is not None and recorder.record is None:
             for name, cotangent in zip(state._fields, self.cotangents, strict=True):
                 if cotangent is not None:
@@ -130,7 +133,7 @@ class RecordSweep:
         elif frame is not None and self.cotangents[0] is not None:
             value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
             assert self.saved is not None
-            self._compare(value, self.saved[frame], f"the record after step {step}")
+            self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
     def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
         """Add what the cotangent of the function's value says of a state, and return the value."""
@@ -145,19 +148,34 @@ class RecordSweep:
     def finish(self) -> None:
         """Compare a time average with the saved one."""
         if self.total is not None and self.saved is not None:
-            self._compare((self.total * self.recorder.weight).to(self.saved.dtype), self.saved, "the time average")
+            found = (self.total * self.recorder.weight).to(self.saved.dtype)
+            self._compare(found, self.saved, "the time average", self.state)
 
-    def _compare(self, found: Tensor, saved: Tensor, what: str) -> None:
+    def _compare(self, found: Tensor, saved: Tensor, what: str, state: State | None) -> None:
         known = torch.isfinite(saved) & torch.isfinite(found)
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
-        if float(error) > self.tolerance * float(size):
+        # What cancels, such as a total momentum that is conserved, is compared with what it is the sum of.
+        if float(error) > self.tolerance * float(size) and float(error) > self.tolerance * self._terms(state):
             raise ReconstructionError(
                 f"{what} was {float(error):.1e} off when it was computed again on the way back, so its gradient would be "
                 "wrong. "
                 "The function that is recorded is random, or something that it reads has changed since the run (a plain "
                 "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
             )
+
+    def _terms(self, state: State | None) -> float:
+        """How large the terms are that make up the function's value at a state: its slopes times the state."""
+        if state is None:
+            return 0.0
+        with torch.enable_grad():
+            leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+            value = self.recorder.value(leaves)
+            total = torch.view_as_real(value).sum() if value.is_complex() else value.sum()
+        if not value.requires_grad:
+            return 0.0
+        slopes = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return sum(float((slope * x).abs().sum()) for slope, x in zip(slopes, leaves, strict=True))
 
 
 def sum_dtype(value: Tensor) -> torch.dtype:

@@ -7,7 +7,6 @@ all of that is part of the key. A value that cannot be looked at is refused, sin
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,15 @@ from enum import Enum
 from fractions import Fraction
 from functools import partial
 from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 from weakref import ref
 
@@ -42,6 +49,10 @@ _FIXED = {
 _FIXED |= {"_operator", "collections", "typing", "cmath", "abc", "types"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, Fraction, PurePath)
 _PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
+
+
+# What classes have for instances' slots.
+_SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
 class UnseenError(ValueError):
@@ -92,11 +103,12 @@ class _Look:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
         if isinstance(x, (tuple, list)):
-            return type(x), *(self.at(y, f"{where}[{i}]") for i, y in enumerate(x))
+            return type(x), self._own(x, where), *(self.at(y, f"{where}[{i}]") for i, y in enumerate(x))
         if isinstance(x, (set, frozenset)):
             return type(x), frozenset(self.at(y, where) for y in x)
         if isinstance(x, Mapping):
-            return type(x), *((self.at(k, where), self.at(y, f"{where}[{k!r}]")) for k, y in x.items())
+            items = ((self.at(k, where), self.at(y, f"{where}[{k!r}]")) for k, y in x.items())
+            return type(x), self._own(x, where), *items
         if isinstance(x, nn.Module):
             return Same(x) if id(x) in self.known else self._stranger(x, where)
         if isinstance(x, type):
@@ -111,7 +123,13 @@ class _Look:
         """The settings of one module of the dynamics."""
         name = type(x).__name__
         own = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
-        return Same(x), self._class(type(x), name), *((key, self.at(value, f"{name}.{key}")) for key, value in own.items())
+        parts = tuple((path, Same(part)) for path, part in x._modules.items() if part is not None)
+        return (
+            Same(x),
+            self._class(type(x), name),
+            parts,
+            *((key, self.at(value, f"{name}.{key}")) for key, value in own.items()),
+        )
 
     def _stranger(self, x: nn.Module, where: str) -> Any:
         """A module that is not part of the dynamics: its tensors are constants too."""
@@ -123,11 +141,12 @@ class _Look:
         found = []
         for kind in kinds:
             for name, value in vars(kind).items():
-                value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-                value = value.fget if isinstance(value, property) else value
-                if isinstance(value, FunctionType) or not (name.startswith("__") or hasattr(value, "__get__")):
+                for inside in ("__func__", "__wrapped__", "func", "fget"):
+                    value = getattr(value, inside, value)
+                if isinstance(value, FunctionType) or not (name.startswith("__") or isinstance(value, _SLOTS)):
                     found.append((name, self.at(value, f"{where}.{name}")))
-        return Same(x), *found
+        kind = () if _package(type(x)) in _FIXED else self.at(type(x), where)
+        return Same(x), kind, *found
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
@@ -138,9 +157,18 @@ class _Look:
             return x
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
-        names = sorted(_names(x.__code__) & set(x.__globals__))
-        seen = ((name, self.at(x.__globals__[name], f"{where} ({name})")) for name in names)
-        return x.__code__, cells, *seen, self.at(x.__defaults__, where), self.at(x.__kwdefaults__, where)
+        mentioned = _names(x.__code__)
+        found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
+        for name, value in list(found):
+            if isinstance(value, ModuleType) and _package_of(value) not in _FIXED:
+                found += [(f"{name}.{inner}", vars(value)[inner]) for inner in sorted(mentioned & set(vars(value)))]
+        seen = ((name, self.at(value, f"{where} ({name})")) for name, value in found)
+        return x.__code__, cells, self._own(x, where), *seen, self.at(x.__defaults__, where), self.at(x.__kwdefaults__, where)
+
+    def _own(self, x: Any, where: str) -> Any:
+        """What is set on a list, a dictionary or a function as on any object."""
+        own = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
+        return tuple((name, self.at(value, f"{where}.{name}")) for name, value in own.items())
 
     def _cell(self, cell: Any, where: str) -> Any:
         try:
@@ -170,7 +198,8 @@ def settings(module: nn.Module, function: Callable[..., Any] | None = None) -> A
     """
     modules = list(module.modules())
     look = _Look({id(part) for part in modules})
-    return tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
+    default = torch.get_default_dtype()
+    return default, tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
 
 
 def _tensor(x: Tensor) -> Any:
@@ -182,6 +211,10 @@ def _tensor(x: Tensor) -> Any:
     return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
 
+def _package_of(x: ModuleType) -> str:
+    return x.__name__.partition(".")[0]
+
+
 def _package(x: Any) -> str:
     return (getattr(x, "__module__", None) or "").partition(".")[0]
 
@@ -189,4 +222,4 @@ def _package(x: Any) -> str:
 def _names(code: CodeType) -> set[str]:
     """Global names and attributes that a function's code mentions, those of functions inside of it too."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner)) - set(vars(builtins))
+    return set(code.co_names).union(*map(_names, inner))

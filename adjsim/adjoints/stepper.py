@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -57,9 +57,13 @@ class Clock:
         """How many steps there are."""
         return self.saves[-1]
 
-    def time(self, step: int) -> float:
-        """The time at which step number ``step`` begins, the same number however it was reached."""
+    def time(self, step: float) -> float:
+        """The time after so many steps, the same number however it was reached."""
         return self.begin + step * self.dt
+
+    def of(self, step: int) -> Callable[[float], float]:
+        """The time at a share of step number ``step``."""
+        return lambda share: self.time(step + share)
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ class Stepper:
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
         """The state after step number ``number``, from that before it."""
-        return self.program.step(self.clock.time(number), state, inputs.coefficients, self.seen(number), forces)
+        return self.program.step(self.clock.of(number), state, inputs.coefficients, self.seen(number), forces)
 
     def seen(self, number: int) -> tuple[Tensor, ...] | None:
         """The noise that step number ``number`` sees."""
@@ -208,8 +212,17 @@ class Stepper:
         raise FloatingPointError(f"the simulation left the finite numbers {where}. {remedy}")
 
 
-def prepare(problem: Problem) -> tuple[Stepper, Inputs]:
-    """The steps of a problem, and what it reads, with its graph."""
+def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> tuple[Stepper, Inputs]:
+    """The steps of a problem, and what it reads, with its graph.
+
+    Args:
+        problem: what is run.
+        parameters: tensors that stand for those of the dynamics; None: its own.
+    """
+    if parameters is not None:
+        with problem.tensors.bound(parameters):
+            stepper, inputs = prepare(problem)
+        return stepper, inputs._replace(parameters=parameters)
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
     saves = grid(problem.times, solver.dt)

@@ -39,7 +39,8 @@ def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
         problem: what is run.
         keep: what is kept of the run, given its steps.
     """
-    stepper, inputs = prepare(problem)
+    # Copies, through which autograd comes to the user's own tensors.
+    stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
     run = _Run(problem, stepper, keep(stepper), inputs)
     outputs = _Swept.apply(run, *run.flat(inputs))
     width = len(problem.state)
@@ -58,7 +59,7 @@ class _Run:
         self.width, self.kind = len(problem.state), type(problem.state)
         self.keys = [(letter, name) for letter, group in inputs.coefficients.items() for name in group]
         # The values of all parameters and buffers as they are now.
-        self.parameters = problem.tensors.copies()
+        self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from adjsim._grid import Grid
 from adjsim._params import refuse_unknown
-from adjsim.potentials.base import DeferredVJP, force, force_vjp
+from adjsim.potentials.base import DeferredVJP, ForceField, force, force_vjp
 
 
 class LinearForce:
@@ -52,6 +52,7 @@ class ForceEvaluator:
     Args:
         potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
         grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
+        still: whether no time passes while a position stays, so that a force that depends on time may be kept too.
         parameters: tensors of the potential that gradients are wanted by, as leaves, by name.
         known: a position and the force there, if it has been evaluated before.
         stats: passes over the energy are added to its ``energy_evaluations``: one for a force, one for a product.
@@ -62,6 +63,7 @@ class ForceEvaluator:
         potential: nn.Module,
         *,
         grid: Grid | None = None,
+        still: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         stats: dict[str, Any] | None = None,
@@ -69,11 +71,12 @@ class ForceEvaluator:
         self.potential, self.grid, self.parameters = potential, grid, dict(parameters or {})
         self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
         self._position, self._value = known if known is not None else (None, None)
+        self._keeps = still or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
 
     def force(self, position: Tensor, t: Any) -> Tensor:
         """The force at a position ``(*batch, atoms, dim)`` and a time."""
-        if self._linear is not None and self._linear[0] is position:
+        if self._keeps and self._linear is not None and self._linear[0] is position:
             return self._linear[1].value
         value = self.kept(position)
         if value is None:
@@ -87,11 +90,11 @@ class ForceEvaluator:
 
     def kept(self, position: Tensor) -> Tensor | None:
         """The force at a position if it is the last one that was evaluated."""
-        return self._value if self._position is position else None
+        return self._value if self._keeps and self._position is position else None
 
     def linear(self, position: Tensor, t: Any) -> LinearForce:
         """The force at a position and a time, ready to receive cotangents."""
-        if self._linear is None or self._linear[0] is not position:
+        if not self._keeps or self._linear is None or self._linear[0] is not position:
             self._linear = (position, LinearForce(self, position, t))
             self.count()
         return self._linear[1]

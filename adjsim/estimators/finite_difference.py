@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adjsim._module import lent
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import captured, with_values
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -22,8 +22,8 @@ class FiniteDifference(ChunkedEstimator):
     gradient and an error of step^2. Where they part (chaos, discontinuous observables) its variance grows as the step
     shrinks, so larger steps are then the better choice.
 
-    Other values of a parameter are passed to the run, and its tensor is not written. An observable that reads the tensor
-    itself, and not the module's, is reached by writing it alone: then it is set, and set back.
+    Other values are written into the parameter itself, and the former ones back, while no other thread runs the dynamics: so
+    they reach a force or an observable however it reads the parameter, also behind ``float()`` or ``detach()``.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
@@ -46,14 +46,6 @@ class FiniteDifference(ChunkedEstimator):
             evaluations += trajectory.stats["energy_evaluations"]
             return values.mean(0)
 
-        def at(name: str, moved: Tensor) -> Tensor:
-            if not in_place:
-                return with_values(simulation.dynamics, {name: moved}, mean)
-            with _set(simulation.dynamics.trainable()[name], moved):
-                return mean()
-
-        # An observable that reads a parameter as a tensor of its own is reached by setting that tensor alone.
-        in_place = captured(simulation, observable) is not None
         value = mean()
         grads: dict[str, Tensor] = {}
         for name, parameter in simulation.dynamics.trainable().items():
@@ -63,7 +55,8 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     moved = entries.clone()
                     moved[i] += sign * step
-                    ends.append(at(name, moved.reshape(parameter.shape)))
+                    with lent(simulation.dynamics), _set(parameter, moved.reshape(parameter.shape)):
+                        ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
         return Chunk(value, grads, {"energy_evaluations": evaluations})

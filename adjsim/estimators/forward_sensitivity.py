@@ -12,7 +12,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import captured, with_values
+from adjsim.estimators.functional import captured, refuse_captured_force, with_values
 
 
 class ForwardSensitivity(ChunkedEstimator):
@@ -37,6 +37,7 @@ class ForwardSensitivity(ChunkedEstimator):
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
+        refuse_captured_force("ForwardSensitivity", simulation)
         name = captured(simulation, observable)
         if name is not None:
             raise ValueError(

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from adjsim._module import ModuleTensors
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
-from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import Observable, Simulation
 
 T = TypeVar("T")
 
 
-class _Holder(nn.Module):
-    """Calls a function while its dynamics has other tensors."""
-
-    def __init__(self, dynamics: Dynamics) -> None:
-        super().__init__()
-        self.dynamics = dynamics
-
-    def forward(self, function: Callable[[], T]) -> T:
+def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[], T]) -> T:
+    """What a function gives where parameters of a module have other values, by name; one tensor under several names is
+    replaced under all of them."""
+    tensors = ModuleTensors(module)
+    with tensors.bound([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
         return function()
 
 
-def with_values(dynamics: Dynamics, values: dict[str, Tensor], function: Callable[[], T]) -> T:
-    """What a function gives where parameters of the dynamics have other values, by name; one tensor under several names is
-    replaced under all of them."""
-    return torch.func.functional_call(_Holder(dynamics), {f"dynamics.{name}": x for name, x in values.items()}, (function,))
+def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
+    """Refuse dynamics that read a parameter past its module, where no other value that is passed reaches it."""
+    dynamics = simulation.dynamics
+    start = simulation.starts(1, torch.Generator().manual_seed(0))
+    values = {name: p.detach() for name, p in dynamics.trainable().items()}
+    with torch.enable_grad():
+        rates = with_values(dynamics, values, lambda: dynamics.drift(check_times(simulation.ts)[0], start))
+    if any(rate.requires_grad for rate in rates):
+        raise ValueError(
+            f"{estimator}: the force reads a parameter past its module (from a list, or as a variable of its own), where no "
+            "other "
+            "value reaches it. Read it as an attribute of the module, or in an nn.ParameterList, or use Pathwise."
+        )
 
 
 def captured(simulation: Simulation, observable: Observable) -> str | None:

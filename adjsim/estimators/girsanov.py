@@ -21,6 +21,7 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.functional import refuse_captured_force, with_values
 from adjsim.estimators.probes import reads, spread
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.base import ForceField, force
@@ -83,6 +84,7 @@ class Girsanov(ChunkedEstimator):
                 "Girsanov knows the path density of EulerMaruyama(dt) on OverdampedLangevin and of Splitting('BAOAB', dt) and "
                 f"Splitting('OBABO', dt) on Langevin, not of {solver!r} on {type(dynamics).__name__}."
             )
+        refuse_captured_force("Girsanov", simulation)
         scaling = [name for name in dynamics.trainable() if not name.startswith("potential.")]
         if scaling:
             raise ValueError(
@@ -266,24 +268,13 @@ class _ParameterVJP:
 
     def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
         names = [name.removeprefix("potential.") for name in self.parameters]
-        wrapped = _Force(self.potential)
 
         def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
-            named = {f"potential.{name}": value for name, value in values.items()}
-            return (torch.func.functional_call(wrapped, named, (q, t)) * w).sum()
+            return with_values(self.potential, values, lambda: (force(self.potential, q, t) * w).sum())
 
         values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
         found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
         return {f"potential.{name}": grad for name, grad in found.items()}
-
-
-class _Force(nn.Module):
-    def __init__(self, potential: nn.Module) -> None:
-        super().__init__()
-        self.potential = potential
-
-    def forward(self, position: Tensor, t: Any) -> Tensor:
-        return force(self.potential, position, t)
 
 
 class _Score(ABC):

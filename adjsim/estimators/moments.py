@@ -26,10 +26,14 @@ class Moments:
         dynamics: whose reduced energy u is, and whose parameters theta are.
         function: the observable, of the state to ``(replicas, ...)``.
         bath: whether u has the terms of the bath.
+        start: a state; products are taken of what the observable differs from its mean there, and keep their digits.
     """
 
-    def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool) -> None:
+    def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State) -> None:
         self.dynamics, self.function, self.bath = dynamics, function, bath
+        with torch.no_grad():
+            seen = checked(function(start), start).to(torch.float64)
+        self.shift = torch.nan_to_num(seen.reshape(len(seen), -1).mean(0), 0.0, 0.0, 0.0)
         self.names = list(dynamics.trainable())
 
     def serves(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
@@ -46,10 +50,10 @@ class Moments:
                 # In a loop that is compiled inputs stand for the parameters, which no gradient is asked by.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
                 seen, u = with_values(self.dynamics, parameters, lambda: self._look(state))
-            rows = checked(seen, state).reshape(len(seen), -1)
+            rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
             entries = rows.mean(0).unbind()
-            values = rows.detach()
-            columns = [torch.ones_like(u), *values.unbind(1)]
+            values = rows.detach() - self.shift
+            columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
             # Of a curve and a network these are many; an observable without parameters has none.
             explicit = [self._slopes(entry, parameters, None) for entry in entries] if seen.requires_grad else []
@@ -78,7 +82,7 @@ class Moments:
         known = values.numel() + count + (1 + count) * sum(sizes)
         each, squares, slopes = average[:known].split([values.numel(), count, (1 + count) * sum(sizes)])
         explicit = average[known:] if len(average) > known else average.new_zeros(count * sum(sizes))
-        each = each.reshape(values.shape)
+        each, shift = each.reshape(values.shape), self.shift.reshape(shape)
         mean, square = each.mean(0), squares.reshape(shape)
         G, OG = slopes.reshape(1 + count, -1).split([1, count])
 
@@ -87,10 +91,10 @@ class Moments:
             return {name: part.reshape((*leading, *p.shape)) for (name, p), part in zip(trainable.items(), parts, strict=True)}
 
         return {
-            "O": mean,
-            "each": each,
-            "square": square,
+            "O": mean + shift,
+            "each": each + shift,
+            "variance": square - mean**2,
             "G": by_name(G, torch.Size()),
-            "OG": by_name(OG, shape),
+            "OG": by_name(OG + self.shift.unsqueeze(-1) * G, shape),
             "dO": by_name(explicit.reshape(count, -1), shape),
         }

@@ -79,7 +79,7 @@ class ScoreFunction(ChunkedEstimator):
         dynamics, function = simulation.dynamics, observable.function
         moments = self._moments.get(bath)
         if moments is None or not moments.serves(dynamics, function):
-            moments = self._moments[bath] = Moments(dynamics, function, bath)
+            moments = self._moments[bath] = Moments(dynamics, function, bath, start)
         skip, times, dt = burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
         last = grid(times, dt)[-1]
         first = first_averaged_step(skip, dt, last)
@@ -106,7 +106,7 @@ class ScoreFunction(ChunkedEstimator):
         total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(0)
         found = moments.unpack(total, values)
         early, late = (moments.unpack(record, values)["O"] for _, record in (parts[0], parts[-1]))
-        found.update(variance=found["square"] - found["O"] ** 2, halves=late - early, dtype=values.dtype)
+        found.update(halves=late - early, dtype=values.dtype if values.is_floating_point() else state.position.dtype)
         return state, evaluations, found
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:

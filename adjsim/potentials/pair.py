@@ -99,9 +99,15 @@ class PairPotential(Potential):
                 bend = (-4 * self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3)
                 rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
                 found = DeferredVJP(self, self.pair_slope, self._counted(-dw, counts), s)
-                return _join(rows), self._by_rows(found, parameters) if is_tracing() else found
+                by_rows = is_tracing() and self._takes_rows
+                return _join(rows), self._by_rows(found, parameters) if by_rows else found
 
         return value, pullback
+
+    @property
+    def _takes_rows(self) -> bool:
+        """Whether formulas are elementwise in each scalar parameter too, so that it may differ from row to row."""
+        return False
 
     def _by_rows(self, put_off: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient with respect to parameters, each scalar of them given to every row of pairs as its own.
@@ -182,6 +188,11 @@ class LennardJones(PairPotential):
         """Refuse numbers that are no property of a pair."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             _check_symmetric(name, value.detach())
+
+    @property
+    def _takes_rows(self) -> bool:
+        names = ("pair_slope", "pair_parameters", "_sixth")
+        return all(getattr(type(self), name) is getattr(LennardJones, name) for name in names)
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """epsilon and sigma of every pair, to broadcast against the squared distances."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import At, Coefficients
+
+# The time at a share of a step: the end of one step and the beginning of the next are the same number.
+Clock = Callable[[float], Any]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Program:
 
     def step(
         self,
-        t: Any,
+        time: Clock,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -69,12 +72,12 @@ class Program:
     ) -> State:
         """The state a step later: a pure function of its tensors. ``forces`` takes the last force from step to step."""
         for stage, move in self.moves:
-            state = move.flow(state, self.at(t, stage, coefficients, noise, forces))
+            state = move.flow(state, self.at(time, stage, coefficients, noise, forces))
         return state
 
     def trail(
         self,
-        t: Any,
+        time: Clock,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -83,12 +86,12 @@ class Program:
         """The states before each move of a step, and the state after the last."""
         states = [state]
         for stage, move in self.moves:
-            states.append(move.flow(states[-1], self.at(t, stage, coefficients, noise, forces)))
+            states.append(move.flow(states[-1], self.at(time, stage, coefficients, noise, forces)))
         return states
 
     def backward(
         self,
-        t: Any,
+        time: Clock,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -100,19 +103,27 @@ class Program:
         """The state a step earlier, with the cotangents taken through the step.
 
         Args:
-            t: the time at which the step began.
+            time: of the step, by the share of it that has passed.
             before: the states before each move; None: they are found by the moves' inverses.
             part: which of the step's moves, if not all.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
-            at = self.at(t, stage, coefficients, noise, forces)
+            at = self.at(time, stage, coefficients, noise, forces)
             state = move.backward(state, at, cotangents, None if before is None else before[i])
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
         """An evaluator of the potential's forces, rounded as this program wants them."""
-        return ForceEvaluator(potential, grid=self.force_grid, **options)
+        return ForceEvaluator(potential, grid=self.force_grid, still=self.clock_stands_still, **options)
+
+    @property
+    def clock_stands_still(self) -> bool:
+        """Whether no time passes while the position stays: then one position has one time, and one force."""
+        ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
+        moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
+        passed = [abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)]
+        return all(moves or not passes for moves, passes in zip(moved, passed, strict=True))
 
     @property
     def force_grid(self) -> Grid | None:
@@ -124,18 +135,18 @@ class Program:
 
     def at(
         self,
-        t: Any,
+        time: Clock,
         stage: Stage,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> At:
-        """Where the moves of a stage take place, in a step that begins at t."""
+        """Where the moves of a stage take place."""
         drawn = None
         if stage.draws:
             assert noise is not None
             drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return At(t + stage.elapsed * self.dt, stage.letter, coefficients[stage.letter], drawn, forces)
+        return At(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
 
 
 @dataclass

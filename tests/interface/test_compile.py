@@ -46,7 +46,7 @@ def test_a_step_compiles_whole(name, scheme, potential, exact):
         state, coefficients = program.lattice.to_lattice(state), program.lattice.rationals(coefficients)
 
     def step(time, state, noise):
-        return program.step(time, state, coefficients, noise, program.forces(dynamics.potential))
+        return program.step(lambda share: time, state, coefficients, noise, program.forces(dynamics.potential))
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():

@@ -125,20 +125,21 @@ def test_a_step_times_a_parameter_is_said():
     assert any("no derivative along a path" in reason for reason in estimate.warnings)
 
 
-def test_differences_set_no_parameter():
-    """The tensors of the module are neither written nor, to whoever holds them, moved: buffers of a network's graph alike."""
+def test_differences_leave_parameters_as_they_were():
+    """Whoever reads them sees the moved values meanwhile, and the former ones afterwards: buffers of a network alike."""
     network = parameter(0.5)
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.5)), network * 2.0, 1.0)
     simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1)), [0.0, 0.4], adjsim.EulerMaruyama(0.1))
     k, kT = dynamics.potential.k, dynamics.kT
-    seen, versions = set(), (k._version, kT._version)
+    seen, versions, before = set(), (k._version, kT._version), (float(k.detach()), float(kT.detach()))
 
     def watched(state):
         seen.add((float(k.detach()), float(dynamics.potential.k.detach()), float(dynamics.kT.detach())))
         return squared(state)
 
     estimate = estimated(FiniteDifference(), simulation, Final(watched))
-    assert {held for held, _, _ in seen} == {1.5}
+    assert all(held == given for held, given, _ in seen)
+    assert (float(k.detach()), float(kT.detach())) == before
     assert len({given for _, given, _ in seen}) == 3
     assert len({given for _, _, given in seen}) == 3
     assert (k._version, kT._version) == versions

@@ -50,11 +50,15 @@ def test_steps_are_reversible(name, scheme):
     program, coefficients = solver.program(dynamics, start), solver.coefficients(dynamics, start)
     with torch.no_grad():
         forces = program.forces(dynamics.potential)
+
+        def time(share):
+            return 0.0
+
         for _ in range(200):
-            state = program.step(0.0, state, coefficients, None, forces)
+            state = program.step(time, state, coefficients, None, forces)
         nothing = Cotangents({field: torch.zeros_like(x) for field, x in state._asdict().items()})
         for _ in range(200):
-            state = program.backward(0.0, state, coefficients, None, forces, nothing)
+            state = program.backward(time, state, coefficients, None, forces, nothing)
     for found, true in zip(state, start, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 

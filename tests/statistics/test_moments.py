@@ -26,7 +26,7 @@ def affine(dynamics, solver: SteppingSolver):
         state = type(start)(*(part.reshape(x.shape) for part, x in zip(parts, start, strict=True)))
         with torch.no_grad():
             noise = torch.as_tensor(xi).reshape(-1, 1, 1).unbind(0)
-            after = program.step(0.0, state, coefficients, noise, program.forces(dynamics.potential))
+            after = program.step(lambda share: 0.0, state, coefficients, noise, program.forces(dynamics.potential))
         return torch.cat([x.reshape(-1) for x in after]).numpy()
 
     n, none = sum(sizes), np.zeros(count)
