@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adjsim._inputs import as_whole
 from adjsim._state import State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.history import History, Rewind, closeness
@@ -32,6 +33,7 @@ class CheckpointAdjoint(Adjoint):
     accepts = (SteppingSolver,)
 
     def __init__(self, segments: int | None = None) -> None:
+        segments = None if segments is None else as_whole("segments", segments)
         if segments is not None and segments < 1:
             raise ValueError(f"segments must be at least 1; got {segments}.")
         self.segments = segments

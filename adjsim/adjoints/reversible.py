@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from adjsim._inputs import as_number, as_whole
 from adjsim._state import State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.exact_inversion import Fingerprints
@@ -44,6 +45,8 @@ class ReversibleAdjoint(Adjoint):
     accepts = (SteppingSolver,)
 
     def __init__(self, *, checkpoint_every: int | None = None, tol: float = 1e-6) -> None:
+        checkpoint_every = None if checkpoint_every is None else as_whole("checkpoint_every", checkpoint_every)
+        tol = as_number("tol", tol)
         if checkpoint_every is not None and checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be at least 1 step; got {checkpoint_every}.")
         if not tol > 0:

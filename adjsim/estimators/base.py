@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
-from adjsim._state import State, select
+from adjsim._state import State, as_state, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
@@ -77,7 +77,7 @@ class Simulation:
     def starts(self, replicas: int, generator: Seed) -> State:
         """The starts of all replicas, checked."""
         with torch.no_grad():
-            state = self.initial(replicas, as_generator(generator))
+            state = as_state(self.initial(replicas, as_generator(generator)))
         self.dynamics.check(state)
         if state.position.ndim < 3 or state.position.shape[0] != replicas:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adjsim._inputs import as_number
 from adjsim._module import lent
 from adjsim._noise import Noise
 from adjsim._state import State
@@ -32,6 +33,7 @@ class FiniteDifference(ChunkedEstimator):
     estimand: ClassVar[str] = "path"
 
     def __init__(self, h: float = 1e-3) -> None:
+        h = as_number("h", h)
         if not h > 0:
             raise ValueError(f"h must be positive; got {h}.")
         self.h = h

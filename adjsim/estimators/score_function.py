@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adjsim._inputs import as_number
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
@@ -47,6 +48,7 @@ class ScoreFunction(ChunkedEstimator):
     estimand: ClassVar[str] = "stationary"
 
     def __init__(self, burn_in: float = 0.0) -> None:
+        burn_in = as_number("burn_in", burn_in)
         if not burn_in >= 0:
             raise ValueError(f"burn_in must be zero or a positive time; got {burn_in}.")
         self.burn_in = burn_in

@@ -523,3 +523,30 @@ def test_it_is_refused_in_our_own_words(call, kind, says):
 def test_a_trajectory_without_a_graph_says_so():
     assert "no gradient" in repr(simulate(generator=0))
     assert "no gradient" not in repr(simulate(dynamics=adjsim.Langevin(adjsim.Harmonic(parameter(1.0))), generator=0))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: adjsim.ReversibleAdjoint(tol="1"),
+        lambda: adjsim.ReversibleAdjoint(checkpoint_every="10"),
+        lambda: adjsim.CheckpointAdjoint("3"),
+        lambda: adjsim.FiniteDifference("1e-3"),
+        lambda: adjsim.ScoreFunction("2"),
+    ],
+)
+def test_settings_of_adjoints_and_estimators_are_numbers(make):
+    with pytest.raises(TypeError, match="must be"):
+        make()
+
+
+def test_starts_of_a_simulation_may_be_arrays():
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(nn.Parameter(torch.tensor(1.0))))
+
+    def initial(count, generator):
+        return adjsim.PositionState(np.ones((count, 1, 1)))
+
+    simulation = adjsim.Simulation(dynamics, initial, [0.0, 0.1], adjsim.EulerMaruyama(0.05))
+    observable = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
+    assert adjsim.Pathwise()(simulation, observable, replicas=4, generator=0).value.dtype == torch.float64
