@@ -152,7 +152,7 @@ class SoftCore(adjsim.potentials.PairPotential):
         return self.height * torch.exp(-s / self.width)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     position = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.7, 0.2], [1.1, -0.3]])
     start = adjsim.PhaseState(position, torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, 0.0]]))
@@ -161,7 +161,7 @@ def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     close(end(dynamics, True, record, start), end(dynamics, False, record, start))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("cutoff", [None, 1.75])
 @pytest.mark.parametrize("dim", [2, 3])
 def test_tilted_cells_compile(cutoff, dim):
@@ -172,7 +172,7 @@ def test_tilted_cells_compile(cutoff, dim):
     close(end(dynamics, True, start=start), end(dynamics, False, start=start))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_threads_compile_and_run_at_once():
     many = [adjsim.Hamiltonian(adjsim.DoubleWell(parameter(0.5 + 0.1 * i))) for i in range(3)]
     found = {}
@@ -189,7 +189,7 @@ def test_threads_compile_and_run_at_once():
         close(found[i], end(dynamics, False))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_a_change_before_the_way_back_was_compiled_is_refused():
     class Scaled(nn.Module):
         def __init__(self):

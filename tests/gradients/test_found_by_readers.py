@@ -327,7 +327,7 @@ class Scaled(PairPotential):
         return (c[0] + c[1] * s) * torch.exp(-s / (2 * (self.a**2).sum()))
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("kind", [Table, Scaled])
 def test_compiled_gradients_of_pair_formulas_of_ones_own(kind):
     jaxtyping.config.update("jaxtyping_disable", True)

@@ -88,7 +88,7 @@ def ratio(work):
 @pytest.mark.parametrize(
     "adjoint",
     # The swept ones keep no graph: they are slower, and would show it last.
-    [pytest.param(x, id=name, marks=() if name == "direct" else pytest.mark.slow) for name, x in ADJOINTS.items()],
+    [pytest.param(x, id=name, marks=() if name == "direct" else pytest.mark.marathon) for name, x in ADJOINTS.items()],
 )
 @pytest.mark.parametrize("potential", POTENTIALS.values(), ids=POTENTIALS)
 def test_adjoints(potential, adjoint):
@@ -96,7 +96,7 @@ def test_adjoints(potential, adjoint):
     assert ratio(lambda steps: by_adjoint(potential(), adjoint, steps)) < 6.5
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
 def test_estimators(estimator):
     assert ratio(lambda steps: by_estimator(estimator, steps)) < 6.5

@@ -62,7 +62,7 @@ def test_the_score_function_in_a_compiled_loop():
     same_numbers(ScoreFunction)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize(
     "make",
     [ScoreFunction, FiniteDifference, lambda: Reweighting(every=0.25), lambda: Pathwise(ReversibleAdjoint())],
@@ -73,7 +73,7 @@ def test_estimators_in_compiled_loops(make):
     same_numbers(make, burn_in=0.4)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_chunks_of_one_size_compile_once():
     simulation, look = double_well()
     simulation, estimator = dataclasses.replace(simulation, compile=True), ScoreFunction()
@@ -110,7 +110,7 @@ def test_command_line_refuses_to_compile_what_does_not(tmp_path, monkeypatch):
         assert "--compile: none of these methods goes in compiled loops" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_command_line_in_compiled_loops(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["compare", "--adjoint", "direct,reversible", "--horizon", "1", "--compile"])
