@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -10,7 +11,20 @@ import typer
 
 from adjsim._trajectory import check_times, grid
 from adjsim.compare import check_writable
-from adjsim.job import ADJOINTS, LOOKS, SCHEMES, Bath, Job, Sweep, adjoints_of, estimators_of, model_of, run_sweep, solver_of
+from adjsim.job import (
+    ADJOINTS,
+    LOOKS,
+    SCHEMES,
+    Bath,
+    Job,
+    Sweep,
+    adjoints_of,
+    estimators_of,
+    model_of,
+    question_of,
+    run_sweep,
+    solver_of,
+)
 from adjsim.presets import ESTIMATORS, Preset, Question, presets
 from adjsim.report import report_adjoints, report_estimators
 from adjsim.solvers.base import SteppingSolver
@@ -152,7 +166,8 @@ def compare_command(
         typer.Option(
             "--compile",
             help="Run in compiled loops what goes in these: the adjoint reversible, and the estimators finite-difference, "
-            "score-function and reweighting. Each compiles for up to a minute first, which is in nobody's seconds.",
+            "score-function and reweighting. Each compiles for up to a minute first, and for further horizons reads what it "
+            "compiled from a cache; neither is in its seconds.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
@@ -213,7 +228,7 @@ def compare_command(
         check_writable(output)
         look = observable or next(iter(problem.questions))
         if names:
-            methods = estimators_of(names, question, step, seed, compile_runs)
+            methods = estimators_of(names, partial(question_of, preset, look, job), step, seed, compile_runs)
         else:
             assert job is not None
             methods = job.adjoints(adjoints, look, compile_runs)

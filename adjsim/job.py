@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from adjsim._state import State
 from adjsim._trajectory import Final, TimeAverage
 from adjsim.adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
+from adjsim.apart import ProcessDied, apart
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
     Dynamics,
@@ -26,7 +28,7 @@ from adjsim.dynamics import (
 )
 from adjsim.estimators import Estimator, Pathwise, Simulation
 from adjsim.observables import radius_of_gyration
-from adjsim.presets import ESTIMATORS, Question
+from adjsim.presets import ESTIMATORS, Question, presets
 from adjsim.solvers import EulerMaruyama, LeimkuhlerMatthews, ODESolver, SDESolver, Splitting
 from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import System
@@ -90,43 +92,66 @@ class Sweep:
         return {(count if self.axis == "replicas" else horizon): (horizon, count) for horizon, count in pairs}
 
 
-# One method's numbers at a horizon, with so many replicas.
-Method = Callable[[float, int], Comparison]
+@dataclass(frozen=True)
+class Method:
+    """One method of the comparison. It pickles, to be carried out in a process of its own.
+
+    ``make`` and ``question`` are called in that process: a question holds functions that do not pickle, and an estimator may
+    keep what it sampled.
+    """
+
+    name: str
+    make: Callable[[], Estimator]
+    question: Callable[[], Question]
+    step: float
+    seed: int
+    compile: bool
+
+    def __call__(self, horizon: float, replicas: int) -> Comparison:
+        """The method's numbers at a horizon, warm: what is done only once in a process is in nobody's time and memory."""
+        question = self.question()
+        # A step of two replicas. A method that compiles runs all of it, so memory that it keeps is not in its growth.
+        whole = self.compile and self.make().can_compile(question.simulation(horizon))
+        self._estimate(question, *((horizon, replicas) if whole else (self.step, 2)))
+        return self._estimate(question, horizon, replicas)
+
+    def _estimate(self, question: Question, horizon: float, replicas: int) -> Comparison:
+        generator = torch.Generator().manual_seed(self.seed)
+        return compare(
+            question.simulation(horizon),
+            question.observable(horizon),
+            {self.name: self.make()},
+            replicas=replicas,
+            generator=generator,
+            compile=self.compile,
+        )
 
 
-def run_sweep(methods: dict[str, Method], sweep: Sweep, reference: str | None) -> dict[float, Comparison]:
-    """A comparison for each point, with a progress bar on a terminal."""
+def run_sweep(methods: list[Method], sweep: Sweep, reference: str | None) -> dict[float, Comparison]:
+    """A comparison for each point, each method in a process of its own, with a progress bar on a terminal."""
     console, points = Console(stderr=True), sweep.points()
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
     results = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
         for x, (horizon, replicas) in points.items():
-            parts = []
-            for name, method in methods.items():
-                progress.update(task, doing=f"{name}, {sweep.axis} {x:g}")
-                parts.append(method(horizon, replicas))
+            result = results[x] = Comparison({}, reference=reference)
+            for method in methods:
+                progress.update(task, doing=f"{method.name}, {sweep.axis} {x:g}")
+                try:
+                    part = apart(method, horizon, replicas)
+                except ProcessDied as died:
+                    part = Comparison({}, {method.name: str(died)})
+                result.estimates |= part.estimates
+                result.failures |= part.failures
                 progress.advance(task)
-            estimates = {k: v for part in parts for k, v in part.estimates.items()}
-            failures = {k: v for part in parts for k, v in part.failures.items()}
-            results[x] = Comparison(estimates, failures, reference)
     return results
 
 
-def estimators_of(names: list[str], question: Question, step: float, seed: int, compile: bool) -> dict[str, Method]:
-    """Estimators of a question's gradient, warm, and each to begin anew at every point."""
-    _check_compile(compile, [ESTIMATORS[name]() for name in names], question.simulation(step))
-
-    def method(name: str) -> Method:
-        def estimate(horizon: float, replicas: int) -> Comparison:
-            generator = torch.Generator().manual_seed(seed)
-            simulation, observable = question.simulation(horizon), question.observable(horizon)
-            made = {name: ESTIMATORS[name]()}
-            return compare(simulation, observable, made, replicas=replicas, generator=generator, compile=compile)
-
-        return warmed(estimate, step, compile)
-
-    return {name: method(name) for name in names}
+def estimators_of(names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool) -> list[Method]:
+    """Estimators of a question's gradient."""
+    _check_compile(compile, [ESTIMATORS[name]() for name in names], question().simulation(step))
+    return [Method(name, ESTIMATORS[name], question, step, seed, compile) for name in dict.fromkeys(names)]
 
 
 def _check_compile(asked: bool, estimators: list[Estimator], simulation: Simulation) -> None:
@@ -135,21 +160,6 @@ def _check_compile(asked: bool, estimators: list[Estimator], simulation: Simulat
             "--compile: none of these methods goes in compiled loops; those that do are the adjoint reversible, and the "
             "estimators finite-difference, score-function and reweighting."
         )
-
-
-def warmed(method: Method, step: float, compile: bool) -> Method:
-    """Run a step of two replicas first, or if it compiles all of it, so that what is done only once is in nobody's time and
-    memory."""
-    cold = True
-
-    def run(horizon: float, replicas: int) -> Comparison:
-        nonlocal cold
-        if cold:
-            method(*((horizon, replicas) if compile else (step, 2)))
-            cold = False
-        return method(horizon, replicas)
-
-    return run
 
 
 @dataclass
@@ -214,25 +224,22 @@ class Job:
     def simulation(self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver) -> Simulation:
         return Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
 
-    def adjoints(self, adjoints: dict[str, Adjoint], look: str, compile: bool) -> dict[str, Method]:
-        """Adjoint gradients of the observable at the horizon, warm."""
+    def adjoints(self, adjoints: dict[str, Adjoint], look: str, compile: bool) -> list[Method]:
+        """Adjoint gradients of the observable at the horizon."""
         _check_compile(compile, [Pathwise(adjoint) for adjoint in adjoints.values()], self.simulation(1.0, self.solver))
-        observable = Final(self.observed(look))
+        step = self.solver.dt / self.system.time
+        return [
+            Method(name, partial(Pathwise, adjoint), partial(self.final, look, name), step, self.seed, compile)
+            for name, adjoint in adjoints.items()
+        ]
 
-        def method(name: str) -> Method:
-            solver = self.continuous if name == "backsolve" else self.solver
-            if name == PLAIN:
-                solver = Splitting(self.scheme, self.solver.dt)
-            estimators = {name: Pathwise(adjoints[name])}
-
-            def estimate(horizon: float, replicas: int) -> Comparison:
-                generator = torch.Generator().manual_seed(self.seed)
-                simulation = self.simulation(horizon, solver)
-                return compare(simulation, observable, estimators, replicas=replicas, generator=generator, compile=compile)
-
-            return warmed(estimate, self.solver.dt / self.system.time, compile)
-
-        return {name: method(name) for name in adjoints}
+    def final(self, look: str, name: str) -> Question:
+        """For an adjoint: the observable at the horizon, by the solver that goes with the adjoint."""
+        solver = self.continuous if name == "backsolve" else self.solver
+        if name == PLAIN:
+            solver = Splitting(self.scheme, self.solver.dt)
+        title, observable = f"{LOOKS[look][0]} at the horizon", Final(self.observed(look))
+        return Question(title, lambda horizon: self.simulation(horizon, solver), lambda horizon: observable)
 
     def questions(self) -> dict[str, Question]:
         """For estimators: means over the second half of the run."""
@@ -245,6 +252,11 @@ class Job:
             )
 
         return {look: question(look) for look in LOOKS}
+
+
+def question_of(preset: str, look: str, job: Job | None) -> Question:
+    """A question for estimators by its names: of the job, or where there is none of the preset."""
+    return (presets()[preset].questions if job is None else job.questions())[look]
 
 
 def model_of(system: System, dynamics: str, bath: Bath) -> Dynamics:

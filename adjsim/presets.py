@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from adjsim.potentials.base import force
 from adjsim.solvers import EulerMaruyama
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {
-    "pathwise": lambda: Pathwise(CheckpointAdjoint()),
+    "pathwise": partial(Pathwise, CheckpointAdjoint()),
     "forward-sensitivity": ForwardSensitivity,
     "finite-difference": FiniteDifference,
     "girsanov": Girsanov,

@@ -2,7 +2,7 @@
 
 On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see tensors; so the resident
 set of the process is sampled every millisecond, from a baseline taken after freed memory has been given back. It is good
-to about a megabyte; for figures to rely on, measure in a fresh process.
+to about a megabyte; for figures to rely on, measure in a fresh process, as the command line does.
 """
 
 from __future__ import annotations

@@ -279,22 +279,6 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
 
-@pytest.mark.slow
-def test_memory_of_a_method_does_not_depend_on_the_one_before(tmp_path):
-    """Either order, in fresh processes: backpropagation's 800 steps to a third, which its own allocator leaves open, and the
-    others' to a megabyte and a half, where a resident set is good to one."""
-    peaks = []
-    for order in ("direct,reversible,checkpoint", "checkpoint,reversible,direct"):
-        done = as_a_user("--adjoint", order, "--horizon", "2,4", "--output", "out", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
-        peaks.append({row["method"]: row["peak_memory"] for row in runs[-1]["methods"]})
-    assert peaks[0]["direct"] == pytest.approx(peaks[1]["direct"], rel=1 / 3)
-    for name in ("checkpoint", "reversible"):
-        assert abs(peaks[0][name] - peaks[1][name]) < 1.5e6
-        assert max(peak[name] for peak in peaks) < 0.3 * peaks[0]["direct"]
-
-
 def test_what_is_freed_is_given_back():
     """A list of small tensors in a cycle, which only a full collection finds: 80 MB less are resident afterwards."""
     held: list = [torch.zeros(100) for _ in range(100_000)]
