@@ -70,6 +70,8 @@ from adjsim.solvers import (
     VelocityVerlet,
 )
 
+__version__ = "0.1.0"
+
 # Grouped by layer, as the documentation is.
 __all__ = [  # noqa: RUF022
     # potentials

@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from adjsim import __version__
 from adjsim._trajectory import check_times, grid
 from adjsim.compare import check_writable
 from adjsim.job import (
@@ -40,8 +41,18 @@ def _observables() -> str:
     return "; ".join(f"{', '.join(looks)} for {name}" for name, looks in known.items())
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"adjsim {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """adjsim: gradients through physical simulation."""
 
 
