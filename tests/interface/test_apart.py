@@ -116,7 +116,7 @@ def estimators(names, preset, look):
 @pytest.mark.parametrize(
     ("make", "horizon", "replicas"),
     [
-        (lambda: job("nose-hoover", "NBABN").adjoints(ADJOINTS, "energy", False), 0.05, 2),
+        pytest.param(lambda: job("nose-hoover", "NBABN").adjoints(ADJOINTS, "energy", False), 0.05, 2, marks=pytest.mark.slow),
         (lambda: job("langevin", "BAOAB").adjoints({**ADJOINTS, PLAIN: ReversibleAdjoint()}, "gyration", False), 0.05, 2),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
         (lambda: estimators(["pathwise", "girsanov", "score-function", "reweighting"], "harmonic", "square"), 0.2, 32),
