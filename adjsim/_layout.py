@@ -38,7 +38,7 @@ def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
 def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
     """A field ``(*batch, ..., atoms, dim)`` with its axes in memory order, behind ``leading`` others."""
     order = memory_order(x.ndim - leading, len(batch), batch.numel())
-    return x.permute(*range(leading), *(leading + i for i in order))
+    return x.permute((*range(leading), *(leading + i for i in order)))
 
 
 def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
@@ -59,5 +59,5 @@ def materialise(x: Tensor) -> Tensor:
 def stored(x: Tensor) -> Tensor:
     """A traced tensor that the compiler writes to memory, with its axes in order."""
     flat = x.clone(memory_format=torch.contiguous_format)
-    # Inductor computes a tensor whose strides are asked for before it goes on.
-    return flat.as_strided(flat.shape, flat.stride())
+    # Inductor computes a tensor whose strides are asked for before it goes on; backpropagation through this writes in place.
+    return flat if flat.requires_grad else flat.as_strided(flat.shape, flat.stride())

@@ -44,10 +44,17 @@ class LoopConstants(NamedTuple):
 
 @dataclass
 class Loop:
-    """A compiled loop, the passes over the energy that it makes (around its iterations, and in each), and what it has read
-    without being given it."""
+    """A compiled loop.
+
+    Attributes:
+        function: of constants and carry.
+        path: by which it was compiled, for the statistics of a run.
+        once, each: passes over the energy around its iterations, and in each of them.
+        constants: tensors that it has read without being given them.
+    """
 
     function: Callable[[LoopConstants, Any], Any] | None = None
+    path: str = ""
     once: int = 0
     each: int = 0
     constants: list[Constant] = field(default_factory=list)
@@ -141,6 +148,7 @@ class LoopRunner:
         loop = self._look_up(spec, averaging, kind, constants, carry)
         self.problem.stats["energy_evaluations"] += loop.once + (count - 1 if spec.back else count) * loop.each
         assert loop.function is not None
+        self.problem.stats["compiled_backward" if spec.back else "compiled_forward"] = loop.path
         return loop.function(constants, carry)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -218,7 +226,8 @@ class LoopRunner:
         short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         made = spec.make(self, averaging, kind, loop)
-        loop.function = compile_loop(made, partial(self._within, spec.back, loop), constants, carry, short, what)
+        inside, exact = partial(self._within, spec.back, loop), self.program.lattice is not None
+        loop.function, loop.path = compile_loop(made, inside, constants, carry, exact=exact, short=short, what=what)
         return loop
 
     def _settings(self) -> Any:

@@ -1,12 +1,14 @@
 """A loop of steps as one compiled function of tensors.
 
-The parts of a loop are traced by running them on tensors that record their operations, one part after the other, and put around
-torch's own ``while_loop``; torch's Inductor compiles the whole, so that no iteration comes back to Python. The caller says in
-:class:`LoopSpec` what the loop does.
+The parts of a loop are traced by running them on tensors that record their operations, one part after the other. Their graphs
+are printed as one C++ function (:mod:`adjsim._cpp`), which takes a compiler about a second. Torch's Inductor compiles them
+(:mod:`adjsim.adjoints.inductor`) where a graph has an operation that is not printed, on a GPU, and without a C++ compiler.
+Either way no iteration comes back to Python. The caller says in :class:`LoopSpec` what the loop does.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,23 +18,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-# What a pair of atoms needs is computed in its loop, and not stored for each; what an atom needs is stored, see materialise().
-# With the C++ wrapper an iteration does not come back to Python. Steps of the noise are counted here and need no check.
-OPTIONS = {
-    "realize_reads_threshold": 64,
-    "realize_opcount_threshold": 1024,
-    "unroll_reductions_threshold": 1,
-    "cpp_wrapper": True,
-    "assert_indirect_indexing": False,
-    # Graphs of loops are part of the key of torch's cache, so that a loop may be remembered across processes.
-    "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},
-}
-# Inductor's options are those of the process while it compiles, so one thread compiles at a time.
+from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.values import UnprintableError
+from adjsim.adjoints.inductor import by_inductor
+from adjsim.adjoints.versions import untested_torch
+
+# The tracer, and Inductor's options while it compiles, are those of the process, so one thread compiles at a time.
 _compiling = RLock()
 
 Constants = TypeVar("Constants")
@@ -66,33 +61,37 @@ def compile_loop(
     within: Callable[[Constants], AbstractContextManager[Constants]],
     constants: Constants,
     carry: Carry,
+    *,
+    exact: bool,
     short: bool,
     what: str,
-) -> Callable[[Constants, Carry], Carry]:
-    """The loop as a function of its constants, of which the first is the number of steps, and of what is carried.
+) -> tuple[Callable[[Constants, Carry], Carry], str]:
+    """Compile a loop: a function of its constants, the first of which is the number of steps, and of the carry.
 
     Args:
         spec: what the loop does.
         within: the context in which it is traced, with the tensors that stand for the constants.
         constants, carry: examples, by shape and type.
+        exact: whether results must have the last bit of the operations as they are carried out otherwise.
         short: whether less lies side by side than fills a vector.
         what: whose loop it is, for the error.
+
+    Returns: the loop, and the path that was taken: "C++", or "Inductor" with the reason.
 
     Raises:
         CompileError: it cannot be compiled.
     """
-    # Inductor takes a second to import, which most runs have no use for.
-    from torch._inductor import compile as inductor
-
-    while_loop = torch.ops.higher_order.while_loop
-    around, constants_tree = tree_flatten(constants)
-    carried, carry_tree = tree_flatten(carry)
-    split, kept = len(around), len(carried)
+    constants_list, constants_tree = tree_flatten(constants)
+    carry_list, carry_tree = tree_flatten(carry)
+    split, kept = len(constants_list), len(carry_list)
 
     def start(*values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[:split]), constants_tree)) as given:
             k, first = spec.start(given, tree_unflatten(list(values[split:]), carry_tree))
         return [k, *tree_leaves(first)]
+
+    def more(k: Tensor, count: Tensor) -> list[Tensor]:
+        return [spec.more(k, count)]
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
@@ -103,39 +102,33 @@ def compile_loop(
         with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
             return tree_leaves(spec.finish(given, tree_unflatten(list(values[:kept]), carry_tree)))
 
+    untested = untested_torch()
     try:
         with _compiling:
-            # One by one, since no gradient is taken inside of torch's loop.
-            first, each = _trace(start, *around, *carried), _trace(body, around[0].clone(), *carried, *around)
-            last, read = _trace(finish, *carried, *around), _lift(each)
-
-            def whole(*values: Tensor) -> list[Tensor]:
-                def more(k: Tensor, *inside: Tensor) -> Tensor:
-                    return spec.more(k, inside[kept])
-
-                begun = first(*values)
-                _, *out = while_loop(more, each, tuple(begun), (*values[:split], *read))
-                # What a loop of no iterations gives lies where its input lay, which Inductor would take for free if it were not
-                # asked for.
-                return [*last(*out, *values[:split]), *begun]
-
-            graph = _trace(whole, *around, *carried)
-            like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-            # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
-            options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
-            with tracing(TracingContext(like[0].fake_mode)):
-                compiled: Any = inductor(graph, like, options=options)
+            number = constants_list[0].clone()
+            parts = Parts(
+                start=_trace(start, *constants_list, *carry_list),
+                more=_trace(more, number, constants_list[0]),
+                body=_trace(body, number, *carry_list, *constants_list),
+                finish=_trace(finish, *carry_list, *constants_list),
+            )
+            try:
+                compiled, path = program(parts, constants_list, carry_list, exact, torch.get_num_threads()), "C++"
+            except UnprintableError as reason:
+                compiled, path = by_inductor(parts, constants_list, carry_list, short), f"Inductor ({reason})"
     except Exception as error:
-        raise CompileError(
-            f"compile=True could not compile {what}: {error}\n"
+        advice = untested or (
             "Potentials and records have to be torch operations whose course does not depend on values (no float(x), "
             "x.item() or `if` on a tensor). Write them so, or leave compile=True out."
-        ) from error
+        )
+        raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
+    if untested is not None:
+        warnings.warn(untested, stacklevel=2)
 
     def loop(constants: Constants, carry: Carry) -> Carry:
-        return tree_unflatten(list(compiled(*tree_leaves(constants), *tree_leaves(carry))[:kept]), carry_tree)
+        return tree_unflatten(compiled(tree_leaves(constants), tree_leaves(carry)), carry_tree)
 
-    return loop
+    return loop, path
 
 
 class Constant:
@@ -194,14 +187,16 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Any:
+def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Part:
+    """A part of a loop, traced by itself, since no gradient is taken inside of a loop."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    return Part(graph, _lift(graph))
 
 
 def _lift(graph: Any) -> list[Tensor]:
-    """Make inputs of the constants of a graph, which torch's loop does not take, and return them."""
+    """Make inputs of the constants of a graph, and return them."""
     constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
         constants.append(clone(getattr(graph, node.target)))

@@ -229,7 +229,7 @@ class LatticeScale(Scale):
         if isinstance(self.source, Coefficient):
             return at.coefficients[self.source.name + " n"], at.coefficients[self.source.name + " d"]
         # To the nearest integer: the half is added before the fraction is cut off.
-        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp_(min=1), self.denominator
+        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1), self.denominator
 
     def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """y n/d, and the buffer with what was lost; with n and d exchanged, the inverse."""

@@ -392,17 +392,19 @@ for compile in (False, True):
                           adjoint=adjsim.ReversibleAdjoint(), compile=compile)
     found.append(torch.autograd.grad(run.final.position.sum(), dynamics.potential.k)[0])
 torch.testing.assert_close(*found, rtol=1e-12, atol=0)
-print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+print(run.stats["compiled_forward"])
 """
 
 
 @pytest.mark.slow
 def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
     """A number that is in the body of a loop alone decides; that the gradients are right is checked in the process."""
-    hits = []
+    kept = []
     for number in (1.0, 2.0, 2.0):
         code = REMEMBERED.format(number=number)
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        environment = {**os.environ, "ADJSIM_CACHE": str(tmp_path)}
         out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        hits.append(int(out.stdout))
-    assert hits == [0, 0, 2]
+        assert out.stdout.strip() == "C++"
+        kept.append(len(list(tmp_path.iterdir())))
+    # One forward and one backward, of each number.
+    assert kept == [2, 4, 4]

@@ -1,0 +1,1 @@
+"""Traced tensor programs as C++: one function without allocations for a whole loop of steps."""

@@ -1,0 +1,90 @@
+"""C++ compiled into a library that is kept on disk, by what it was made of."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from adjsim._cpp.values import UnprintableError
+
+# Without contraction into fused multiply-add, which torch's own operations do not have either. No number traps, so both sides
+# of a condition may be computed.
+FLAGS = [
+    "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC",
+]  # fmt: skip
+
+
+class CompilerError(UnprintableError):
+    """There is no compiler, or it refused."""
+
+
+def folder() -> Path:
+    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches."""
+    given = os.environ.get("ADJSIM_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
+
+
+def compiled(source: str, threads: bool) -> ctypes.CDLL:
+    """The library of a source.
+
+    Args:
+        threads: whether it has loops that threads share.
+
+    Raises:
+        CompilerError: there is no C++ compiler, or it does not take the source.
+    """
+    compiler, flags = _compiler(), _flags(threads)
+    key = hashlib.sha256("\0".join([source, compiler, _version(compiler), *flags, _processor()]).encode()).hexdigest()[:32]
+    path = folder() / f"{key}.so"
+    if not path.exists():
+        _build(source, [compiler, *flags], path)
+    return ctypes.CDLL(str(path))
+
+
+def _build(source: str, command: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        code, made = Path(work) / "loop.cpp", Path(work) / "loop.so"
+        code.write_text(source)
+        done = subprocess.run([*command, str(code), "-o", str(made)], capture_output=True, text=True)
+        if done.returncode:
+            raise CompilerError(f"{command[0]} refused the loop:\n{done.stderr[-2000:]}")
+        # Whole or not at all, and the first of several processes serves all.
+        os.replace(made, path)
+
+
+def _flags(threads: bool) -> list[str]:
+    flags = [flag for flag in FLAGS if "vector-width" not in flag or platform.machine() in ("x86_64", "AMD64")]
+    return [*flags, "-fopenmp"] if threads else flags
+
+
+@functools.cache
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise CompilerError("no C++ compiler was found (CXX, g++, clang++, c++)")
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What code for this machine may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -1,0 +1,303 @@
+"""Tensors of a traced graph as functions of an index.
+
+A value is either lazy, an expression of its operands at the same index that is printed wherever it is read, or stored: in a
+buffer, or for a single number in a variable. Views map one index to another, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+TYPES = {torch.float64: "double", torch.float32: "float", torch.int64: "int64_t", torch.bool: "bool"}
+# Numbers to which short rows are filled up, so that a loop over a row consists of whole vectors.
+LANES = 8
+LONG = 64
+
+
+class UnprintableError(Exception):
+    """A graph has an operation that is not printed."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """An integer that is affine in variables of the program."""
+
+    const: int = 0
+    terms: tuple[tuple[str, int], ...] = ()
+
+    def __add__(self, other: Index | int) -> Index:
+        if isinstance(other, int):
+            return Index(self.const + other, self.terms)
+        terms = dict(self.terms)
+        for name, factor in other.terms:
+            terms[name] = terms.get(name, 0) + factor
+        return Index(self.const + other.const, tuple(sorted((n, f) for n, f in terms.items() if f)))
+
+    def __mul__(self, factor: int) -> Index:
+        if factor == 0:
+            return Index()
+        return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
+
+    def factor(self, name: str) -> int:
+        """The factor of a variable."""
+        return dict(self.terms).get(name, 0)
+
+    def __str__(self) -> str:
+        parts = [name if factor == 1 else f"{factor} * {name}" for name, factor in self.terms]
+        return " + ".join([*parts, *([str(self.const)] if self.const or not parts else [])])
+
+
+Indices = tuple[Index, ...]
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of a value: a pointer or an array, or a variable if it holds a single number.
+
+    Attributes:
+        row: numbers in a row of the innermost axis if rows are filled up, else 0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    row: int = 0
+    variable: bool = False
+
+    @property
+    def size(self) -> int:
+        """Numbers of memory."""
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + max(0, self.row - self.inner)
+
+    @property
+    def inner(self) -> int:
+        """The length of the innermost axis."""
+        return next((n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 and n > 1), 1)
+
+    def at(self, index: Indices) -> Index:
+        """Where an element lies."""
+        total = Index()
+        for i, stride in zip(index, self.strides, strict=True):
+            total = total + i * stride
+        return total
+
+
+def laid_out(name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool) -> Buffer:
+    """A buffer with its axes in the order of given strides.
+
+    Args:
+        fill: fill short rows up to whole vectors.
+    """
+    order = sorted(range(len(shape)), key=lambda axis: (like[axis], -axis))
+    order = [axis for axis in order if shape[axis] > 1]
+    strides, step, row = [0] * len(shape), 1, 0
+    for axis in order:
+        strides[axis] = step
+        size = shape[axis]
+        if fill and step == 1 and LANES // 2 < size < LONG and size % LANES:
+            size = row = -(-size // LANES) * LANES
+        step *= size
+    return Buffer(name, dtype, tuple(shape), tuple(strides), row)
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the graph. Subclasses say how an element is printed."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operands: tuple[Value, ...] = ()
+    buffer: Buffer | None = None
+    strides: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def source(self) -> Value:
+        """The value of which this is a view, or itself."""
+        return self
+
+    @cached_property
+    def varies(self) -> tuple[bool, ...]:
+        """Along which axes elements may differ."""
+        return tuple(n > 1 for n in self.shape)
+
+    @property
+    def computed(self) -> bool:
+        """Whether an element costs more than reading memory."""
+        return self.buffer is None
+
+    def load(self, body: Body, index: Indices) -> str:
+        """An expression for the element, with what it needs printed before it."""
+        if self.buffer is not None:
+            return body.read(self.buffer, index)
+        return body.once(self, index)
+
+    def print(self, body: Body, index: Indices) -> str:
+        """The expression of a lazy element."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class View(Value):
+    """Other elements of an operand, without a computation."""
+
+    map: Callable[[Indices], Indices] = tuple
+
+    @property
+    def source(self) -> Value:
+        return self.operands[0].source
+
+    @cached_property
+    def varies(self) -> tuple[bool, ...]:
+        names = [f"i{axis}" for axis in range(len(self.shape))]
+        index = tuple(Index(0, ((name, 1),)) if n > 1 else Index() for name, n in zip(names, self.shape, strict=True))
+        base = self.operands[0]
+        read = [i for i, varies in zip(self.map(index), base.varies, strict=True) if varies]
+        return tuple(any(i.factor(name) for i in read) for name in names)
+
+    @property
+    def computed(self) -> bool:
+        return self.source.computed
+
+    def load(self, body: Body, index: Indices) -> str:
+        return self.operands[0].load(body, self.map(index))
+
+
+@dataclass(eq=False)
+class Pointwise(Value):
+    """An expression of elements of operands, which broadcast."""
+
+    expression: Callable[..., str] = str
+
+    def print(self, body: Body, index: Indices) -> str:
+        return self.expression(*(x.load(body, broadcast(index, x.shape)) for x in self.operands))
+
+
+@dataclass(eq=False)
+class Literal(Value):
+    """One number everywhere."""
+
+    text: str = ""
+
+    @cached_property
+    def varies(self) -> tuple[bool, ...]:
+        return (False,) * len(self.shape)
+
+    @property
+    def computed(self) -> bool:
+        return False
+
+    def load(self, body: Body, index: Indices) -> str:
+        return self.text
+
+
+@dataclass(eq=False)
+class Counting(Value):
+    """begin, begin + step, ... along one axis."""
+
+    begin: float = 0
+    step: float = 1
+
+    def print(self, body: Body, index: Indices) -> str:
+        kind = TYPES[self.dtype]
+        return f"({kind}){self.begin!r} + ({kind}){self.step!r} * ({kind})({index[0]})"
+
+
+@dataclass(eq=False)
+class Selected(Value):
+    """The element of an axis that another value numbers."""
+
+    axis: int = 0
+
+    @property
+    def computed(self) -> bool:
+        return False
+
+    def load(self, body: Body, index: Indices) -> str:
+        x, number = self.operands
+        at = Index(0, ((number.load(body, tuple(Index() for _ in number.shape)), 1),))
+        return x.load(body, (*index[: self.axis], at, *index[self.axis + 1 :]))
+
+
+@dataclass(eq=False)
+class Gathered(Value):
+    """The elements that other values number along neighbouring axes; negative numbers count from the end."""
+
+    axis: int = 0
+
+    def print(self, body: Body, index: Indices) -> str:
+        x, *numbers = self.operands
+        width = max(len(number.shape) for number in numbers)
+        where = index[self.axis : self.axis + width]
+        found = []
+        for axis, number in enumerate(numbers, self.axis):
+            n, text = x.shape[axis], number.load(body, broadcast(where, number.shape))
+            at = body.define(torch.int64, f"{text} < 0 ? {text} + {n} : {text}")
+            found.append(Index(0, ((at, 1),)) if n > 1 else Index())
+        return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
+
+
+@dataclass(eq=False)
+class Reduced(Value):
+    """A sum over axes, which stay with length one or go; always stored."""
+
+    axes: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Joined(Value):
+    """Operands one after the other along an axis; always stored."""
+
+    axis: int = 0
+
+
+@dataclass(eq=False)
+class Seen(Value):
+    """The memory of its operand, with other axes."""
+
+
+def broadcast(index: Indices, shape: tuple[int, ...]) -> Indices:
+    """The index of an operand that broadcasts."""
+    mine = index[len(index) - len(shape) :]
+    return tuple(Index() if n == 1 else i for i, n in zip(mine, shape, strict=True))
+
+
+@dataclass
+class Body:
+    """The statements of one loop's innermost body; every element is computed once."""
+
+    name: str
+    lines: list[str] = field(default_factory=list)
+    reads: list[tuple[Buffer, Index]] = field(default_factory=list)
+    _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)
+    _expressions: dict[str, str] = field(default_factory=dict)
+
+    def read(self, buffer: Buffer, index: Indices) -> str:
+        if buffer.variable:
+            return buffer.name
+        at = buffer.at(index)
+        self.reads.append((buffer, at))
+        return self.define(buffer.dtype, f"{buffer.name}[{at}]")
+
+    def once(self, value: Value, index: Indices) -> str:
+        key = (value, index)
+        if key not in self._known:
+            self._known[key] = self.define(value.dtype, value.print(self, index))
+        return self._known[key]
+
+    def define(self, dtype: torch.dtype, expression: str) -> str:
+        """The variable that holds an expression."""
+        expression_of_type = f"{TYPES[dtype]} {expression}"
+        if expression_of_type not in self._expressions:
+            variable = f"{self.name}{len(self._expressions)}"
+            self._expressions[expression_of_type] = variable
+            self.lines.append(f"const {TYPES[dtype]} {variable} = {expression};")
+        return self._expressions[expression_of_type]

@@ -1,0 +1,198 @@
+"""Printed programs against torch's own operations: the same bits, but for the order of sums and functions such as exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.values import UnprintableError
+from adjsim.adjoints import loops
+from adjsim.adjoints.loops import LoopSpec, compile_loop
+
+SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
+
+
+class Constants(NamedTuple):
+    steps: Tensor
+    inputs: tuple[Tensor, ...]
+
+
+def spec(function: Callable[..., Tensor]) -> LoopSpec:
+    """As many iterations as are asked for, each of which stores the function of the constants."""
+    return LoopSpec(
+        start=lambda given, carry: (torch.zeros_like(given.steps), carry),
+        more=lambda k, count: k < count,
+        body=lambda given, k, carry: (k + 1, (function(*given.inputs).detach().clone(memory_format=torch.contiguous_format),)),
+        finish=lambda given, carry: carry,
+    )
+
+
+def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = False) -> Tensor:
+    """What the printed program makes of a function of tensors; it must not fall back to Inductor."""
+    constants, carry = Constants(torch.tensor(2), inputs), (torch.zeros_like(function(*inputs)),)
+    loop, path = compile_loop(spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test")
+    assert path == "C++"
+    return loop(constants, carry)[0]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "arithmetic": lambda x, y: -x * y + 2 * x - 3 / y + (x - 1.5) / (y * y + 1),
+    "negative constants": lambda x, y: x - -2.0 + -torch.full_like(y, -1.0) * -1e-3,
+    "powers": lambda x, y: x**2 + x**3 + y**-1 + y**-2 + x**1 + x**0 + (x * x + 1) ** -0.5 + (y * y).rsqrt(),
+    "rounding": lambda x, y: (9 * x).round() + (9 * x).floor() + (9 * y).ceil() + (9 * y).trunc(),
+    "quotients": lambda x, y: torch.div(9 * x, y, rounding_mode="floor") + torch.div(9 * x, y, rounding_mode="trunc"),
+    "remainders": lambda x, y: torch.remainder(9 * x, y) + torch.floor_divide(9 * x, y),
+    "conditions": lambda x, y: torch.where((x < y) & ~(x > 0.5) | (y >= 1), x, 2.0) + torch.where(x == y, 0.0, y),
+    "logic": lambda x, y: torch.logical_and(x > 0, y > 0).to(x) + torch.logical_or(x > 1, torch.logical_not(y <= 0)).to(x),
+    "extremes": lambda x, y: torch.maximum(x, y) - torch.minimum(x, 0.1 * y),
+    "limits": lambda x, y: x.clamp(-0.5, 0.5) + y.clamp(min=0) + y.clamp(max=1),
+    "signs": lambda x, y: x.sign() * y.abs() + torch.relu(x),
+    "counting": lambda x, y: x + torch.arange(x.shape[-1], dtype=x.dtype) + torch.arange(1, 2 * x.shape[-1], 2).to(x),
+    "constants of a graph": lambda x, y: x + torch.full_like(x, 0.25) * torch.zeros_like(y) + torch.ones_like(x),
+    "other types": lambda x, y: (x.to(torch.float32) * 1.1).to(x.dtype) + (7 * y).to(torch.int64).to(x.dtype),
+}  # fmt: skip
+
+
+def all_of(table: dict[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """The results of a table one after the other, so that they take one program."""
+    return lambda *inputs: torch.cat([function(*inputs).reshape(-1) for function in table.values()])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_elements_have_the_bits_of_torch(shape):
+    function, x, y = all_of(ELEMENTWISE), numbers(*shape), numbers(*shape, seed=1)
+    found, wanted = (f.unflatten(0, (len(ELEMENTWISE), -1)) for f in (printed(function, x, y, exact=True), function(x, y)))
+    assert [name for name, a, b in zip(ELEMENTWISE, found, wanted, strict=True) if not torch.equal(a, b)] == []
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "powers", "conditions", "extremes"])
+def test_float32_has_the_bits_of_torch(name):
+    x, y = numbers(13, 3, dtype=torch.float32), numbers(13, 3, dtype=torch.float32, seed=1)
+    assert torch.equal(printed(ELEMENTWISE[name], x, y), ELEMENTWISE[name](x, y))
+
+
+# Torch's own kernels fuse a multiplication with an addition, and take roots from a library that rounds some of them wrongly.
+ROUNDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "alpha": lambda x, y: torch.add(x, y, alpha=-3) + torch.sub(x, y, alpha=0.1) + torch.rsub(x, y, alpha=0.7),
+    "value": lambda x, y: torch.addcmul(x, x, y, value=-0.7) + torch.addcdiv(x, y, x.abs() + 1, value=0.3),
+    "roots": lambda x, y: x.abs().sqrt() + y.abs() ** 0.5,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_elements_agree_to_rounding(name):
+    x, y = numbers(13, 3), numbers(13, 3, seed=1)
+    torch.testing.assert_close(printed(ROUNDED[name], x, y), ROUNDED[name](x, y), rtol=0, atol=4e-15)
+
+
+def test_whole_numbers():
+    x = torch.tensor([-9, -4, -1, 0, 3, 8, 2**53 + 1])
+    y = torch.tensor([4, -3, 2, 5, -2, 3, 7])
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        floor, trunc = (torch.div(x, y, rounding_mode=mode) for mode in ("floor", "trunc"))
+        return 100 * floor + trunc + torch.remainder(x, y) + x.abs() * (x & y) + (x | y) - (x ^ y) + x**2 + x.clamp(-3, 5)
+
+    assert torch.equal(printed(function, x, y, exact=True), function(x, y))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.permute(2, 0, 1) * x.transpose(0, 1).permute(2, 1, 0),
+    "sliced": lambda x: x[1:, ::2] + x[:-1, 3:] * x[0, -4:],
+    "selected": lambda x: x[-1] * x[1, 3] + x.select(2, 0)[1].unsqueeze(-1),
+    "expanded": lambda x: (x.unsqueeze(1) - x.unsqueeze(0)).squeeze(),
+    "split": lambda x: torch.cat([part * 2 for part in x.split([3, 4], 1)], 1) + torch.stack(x.unbind(2), 2),
+    "stacked": lambda x: torch.stack([x, x + 1], 1) * torch.stack([x[0], x[1], x[2]]).unsqueeze(1),
+    "reshaped": lambda x: (x * 2).reshape(-1, 5).reshape(7, 3, 5) + x.permute(1, 0, 2).reshape(7, 3, 5),
+    "flattened": lambda x: x.permute(2, 1, 0).flatten(),
+    "patched": lambda x: x.select_scatter(x[0] * 2, 0, 1) + x.slice_scatter(x[:, 2:4] * 3, 1, 2, 4),
+    "chosen": lambda x: x[torch.tensor([2, 0, -1])] + x[:, torch.tensor([6, 1])][:, :1] + x.index_select(0, torch.tensor([1])),
+    "chosen in pairs": lambda x: x[:, torch.tensor([[0], [5]]), torch.tensor([[1, -2, 3]])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_have_the_bits_of_torch(name):
+    x = numbers(3, 7, 5)
+    assert torch.equal(printed(VIEWS[name], x), VIEWS[name](x))
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda x: (x * x).sum(),
+    "rows": lambda x: x.sum(-1),
+    "columns": lambda x: (2 * x).sum(0, keepdim=True),
+    "two axes": lambda x: x.sum((0, 2)),
+    "pairs": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).sum((-1, -2)),
+    "all pairs": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).sum() + (x.unsqueeze(-1) - x.unsqueeze(-2)).square().sum(-1),
+    "means": lambda x: x.mean() + x.mean(1) * (x > 0).sum(1),
+    "sums of sums": lambda x: (x.sum(-1, keepdim=True) * x).sum(1),
+    "of what does not vary": lambda x: (x[:1] * 2).expand(5, -1, -1).sum(0),
+}
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 13), (2, 4, 64), (3, 6, 20), (40, 9, 3)], ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_sums(shape, permuted):
+    """Only the order of the sum differs: a few roundings of its largest term, for some hundred terms."""
+    x = numbers(*shape)
+
+    def function(x: Tensor) -> Tensor:
+        return all_of(SUMS)(x.permute(1, 2, 0) if permuted else x)
+
+    torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.sin, torch.tanh, torch.erf, torch.sigmoid, lambda x: x.abs() ** 1.7])
+def test_functions_agree_to_the_last_bits(function):
+    x = numbers(13, 3)
+    torch.testing.assert_close(printed(function, x), function(x), rtol=4e-16 * 4, atol=0)
+
+
+def test_threads_do_not_change_a_bit():
+    """Rows are summed by one thread each, whichever it is."""
+    x, before = numbers(200), torch.get_num_threads()
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(printed(lambda x: ((x[:, None] - x) ** 2 + 1).reciprocal().sum(1), x))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: x.clone().add_(1),
+    "an operation that is not printed": lambda x: x.cumsum(0),
+    "memory seen with other axes": lambda x: x.T.as_strided((4, 4), (4, 1)),
+    "bits seen as another type": lambda x: x.view(torch.int64).to(x.dtype),
+    "no elements": lambda x: x + x[:0].sum(),
+    "functions of pairs": lambda x: (x[:, :, None] - x[:, None]).exp().sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_printed_is_refused(name):
+    x, steps = numbers(4, 4), torch.tensor(1)
+    loop, carry = spec(REFUSED[name]), (torch.zeros_like(REFUSED[name](x)),)
+    parts = Parts(
+        start=loops._trace(lambda steps, x, carry: [torch.zeros_like(steps), carry], steps, x, *carry),
+        more=loops._trace(lambda k, count: [k < count], steps, steps),
+        body=loops._trace(
+            lambda k, carry, steps, x: [k + 1, *loop.body(Constants(steps, (x,)), k, (carry,))[1]], steps, *carry, steps, x
+        ),
+        finish=loops._trace(lambda carry, steps, x: [carry], *carry, steps, x),
+    )
+    assert isinstance(parts.start, Part)
+    with pytest.raises(UnprintableError):
+        program(parts, [steps, x], carry, exact=False, threads=1)
