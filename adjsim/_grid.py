@@ -29,13 +29,13 @@ class Grid:
             return straight_through(x, (x.detach() + self._shift) - self._shift)
         return (x + self._shift) - self._shift
 
-    def fill(self, x: Tensor) -> float:
+    def used_fraction(self, x: Tensor) -> float:
         """The largest entry as a share of what can be added safely; infinite where one is no number."""
         share = float((x.detach().abs() / self.spacing).amax()) / LARGEST
         return share if share == share else float("inf")
 
     @property
-    def reach(self) -> float:
+    def limit(self) -> float:
         """The largest number that can be added safely."""
         return float(self.spacing.max()) * LARGEST
 

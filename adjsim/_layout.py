@@ -53,10 +53,10 @@ def materialise(x: Tensor) -> Tensor:
     Where a step is traced, the compiler is made to write them to memory, instead of computing them again for every pair that
     reads them.
     """
-    return unpacked(stored(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
+    return unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
 
 
-def stored(x: Tensor) -> Tensor:
+def materialise_contiguous(x: Tensor) -> Tensor:
     """A traced tensor that the compiler writes to memory, with its axes in order."""
     flat = x.clone(memory_format=torch.contiguous_format)
     # Inductor computes a tensor whose strides are asked for before it goes on.

@@ -31,8 +31,8 @@ class ModuleCache(Generic[V]):
         bound: how many values are kept for one module.
     """
 
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._values: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, V]] = WeakKeyDictionary()
         self._lock = Lock()
 
@@ -50,7 +50,7 @@ class ModuleCache(Generic[V]):
         with self._lock:
             known = self._values.setdefault(module, OrderedDict())
             known[key] = value
-            while len(known) > self.bound:
+            while len(known) > self.capacity:
                 known.popitem(last=False)
 
     def count(self, module: nn.Module) -> int:
@@ -78,10 +78,10 @@ class ModuleTensors:
         self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
         number_of = {id(x): number for number, x in enumerate(self.tensors)}
         self._locks = _locks_of(module)
-        found = [(path, *place) for path, part in module.named_modules() for place in places(part)]
-        self._places = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
+        found = [(path, *place) for path, part in module.named_modules() for place in tensor_slots(part)]
+        self._slots = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
         #: Which tensor is where: by the path of a module, a key in it, and the number of the tensor.
-        self.places = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
+        self.slots = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
 
     def copies(self) -> tuple[Tensor, ...]:
         """The values, in tensors that nobody else has."""
@@ -92,13 +92,13 @@ class ModuleTensors:
         return {self.names[number]: tensors[number] for number in self.wanted}
 
     @contextmanager
-    def bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def substituted(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
-        there = [(holder, key, tensors[number]) for holder, key, number in self._places]
-        versions = [_version(x) for _, _, x in there]
-        with _held(self._locks), exchanged(there):
+        slots = [(holder, key, tensors[number]) for holder, key, number in self._slots]
+        versions = [_version(x) for _, _, x in slots]
+        with _acquired(self._locks), swapped(slots):
             yield
-            for (holder, key, x), version in zip(there, versions, strict=True):
+            for (holder, key, x), version in zip(slots, versions, strict=True):
                 if holder[key] is not x or _version(x) != version:
                     raise ValueError(
                         f"{type(self.module).__name__} or a part of it writes to its own parameter or buffer {key!r} while it "
@@ -108,7 +108,7 @@ class ModuleTensors:
                     )
 
 
-def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     """Where a module looks for its own tensors, without those of its submodules: a container, a key, and the tensor there."""
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
@@ -124,9 +124,9 @@ def _version(x: Tensor) -> int:
 
 
 @contextmanager
-def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
+def swapped(slots: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
     """Put other tensors into containers, and give the former ones back afterwards."""
-    before = [(holder, key, holder[key], x) for holder, key, x in there]
+    before = [(holder, key, holder[key], x) for holder, key, x in slots]
     for holder, key, _, x in before:
         holder[key] = x
     try:
@@ -138,9 +138,9 @@ def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
                 holder[key] = old
 
 
-def lent(*modules: nn.Module) -> AbstractContextManager[None]:
+def exclusive(*modules: nn.Module) -> AbstractContextManager[None]:
     """Keep other threads from running modules, or parts of them, until this one is done."""
-    return _held(_locks_of(*modules))
+    return _acquired(_locks_of(*modules))
 
 
 def _locks_of(*modules: nn.Module) -> list[Any]:
@@ -152,7 +152,7 @@ def _locks_of(*modules: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _held(locks: Sequence[Any]) -> Iterator[None]:
+def _acquired(locks: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(lock)

@@ -12,8 +12,8 @@ from rich.progress import track
 T = TypeVar("T")
 
 
-def shown(items: Iterable[T], what: str, total: int, enabled: bool) -> Iterator[T]:
+def with_progress(items: Iterable[T], description: str, total: int, enabled: bool) -> Iterator[T]:
     """Pass the items through, drawing a bar if enabled and standard error is a terminal."""
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
-    return iter(track(items, what, total, console=Console(stderr=True), transient=True))
+    return iter(track(items, description, total, console=Console(stderr=True), transient=True))

@@ -158,7 +158,7 @@ def check_times(ts: Any) -> Tensor:
     return times
 
 
-def grid(times: Tensor, dt: float) -> list[int]:
+def step_numbers(times: Tensor, dt: float) -> list[int]:
     """The step numbers of the save times.
 
     Raises:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from adjsim.compare import Comparison, norm_of, short
+from adjsim.compare import Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
 
 MARKERS = "osD^v<>P"
@@ -45,7 +45,7 @@ def plot_sweep(
     for key in parameters:
         error = _error_of(key)
         if any(error(e) > 0 for e in estimates):
-            panels.append(Panel(f"standard error of d/d {short(key, parameters)}", error, scale="log"))
+            panels.append(Panel(f"standard error of d/d {short_name(key, parameters)}", error, scale="log"))
     lost = [e.diagnostics["reconstruction_error"] for e in estimates]
     if any(error is not None and error > 1e-6 for error in lost):
         title = "reconstruction error (0: exact)"
@@ -68,7 +68,7 @@ def plot_sweep(
 def _gradient(
     key: str, parameters: list[str], estimates: list[GradientEstimate], exact: Mapping[float, Mapping[str, float]]
 ) -> Panel:
-    title, number, error = f"gradient d/d {short(key, parameters)}", norm_of(key), _error_of(key)
+    title, number, error = f"gradient d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
     sizes = [abs(number(e)) for e in estimates if number(e) != 0]
     # In chaos it grows by decades; its size then says more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not any(error(e) > 0 for e in estimates):

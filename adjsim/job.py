@@ -49,7 +49,7 @@ OVERDAMPED = {"EulerMaruyama": EulerMaruyama, "LeimkuhlerMatthews": LeimkuhlerMa
 
 
 @dataclass
-class Bath:
+class BathSettings:
     """The numbers of a thermostat, in the units of the command line."""
 
     temperature: float
@@ -60,7 +60,7 @@ class Bath:
 
 
 # What may be observed of a system of atoms, by the names of the command line.
-LOOKS: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
+OBSERVABLES: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
     "energy": ("potential energy per atom", lambda system, position: system.potential(position) / position.shape[-2]),
     "gyration": ("radius of gyration", lambda system, position: radius_of_gyration(position)),
 }
@@ -124,7 +124,7 @@ def estimators_of(names: list[str], question: Question, step: float, seed: int, 
             made = {name: ESTIMATORS[name]()}
             return compare(simulation, observable, made, replicas=replicas, generator=generator, compile=compile)
 
-        return warmed(estimate, step, compile)
+        return with_warmup(estimate, step, compile)
 
     return {name: method(name) for name in names}
 
@@ -137,7 +137,7 @@ def _check_compile(asked: bool, estimators: list[Estimator], simulation: Simulat
         )
 
 
-def warmed(method: Method, step: float, compile: bool) -> Method:
+def with_warmup(method: Method, step: float, compile: bool) -> Method:
     """Run a step of two replicas first, or if it compiles all of it, so that what is done only once is in nobody's time and
     memory."""
     cold = True
@@ -175,8 +175,8 @@ class Job:
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
         return self.model.init(position, momentum - mass * drift, generator)
 
-    def observed(self, look: str) -> Callable[[State], Tensor]:
-        return lambda state: LOOKS[look][1](self.system, state.position)
+    def observed(self, quantity: str) -> Callable[[State], Tensor]:
+        return lambda state: OBSERVABLES[quantity][1](self.system, state.position)
 
     def check(self) -> None:
         """Whatever would be refused later is refused now."""
@@ -214,10 +214,10 @@ class Job:
     def simulation(self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver) -> Simulation:
         return Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
 
-    def adjoints(self, adjoints: dict[str, Adjoint], look: str, compile: bool) -> dict[str, Method]:
+    def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> dict[str, Method]:
         """Adjoint gradients of the observable at the horizon, warm."""
         _check_compile(compile, [Pathwise(adjoint) for adjoint in adjoints.values()], self.simulation(1.0, self.solver))
-        observable = Final(self.observed(look))
+        observable = Final(self.observed(quantity))
 
         def method(name: str) -> Method:
             solver = self.continuous if name == "backsolve" else self.solver
@@ -230,24 +230,24 @@ class Job:
                 simulation = self.simulation(horizon, solver)
                 return compare(simulation, observable, estimators, replicas=replicas, generator=generator, compile=compile)
 
-            return warmed(estimate, self.solver.dt / self.system.time, compile)
+            return with_warmup(estimate, self.solver.dt / self.system.time, compile)
 
         return {name: method(name) for name in adjoints}
 
     def questions(self) -> dict[str, Question]:
         """For estimators: means over the second half of the run."""
 
-        def question(look: str) -> Question:
+        def question(quantity: str) -> Question:
             return Question(
-                f"{LOOKS[look][0]}, mean over the second half of the run",
+                f"{OBSERVABLES[quantity][0]}, mean over the second half of the run",
                 lambda horizon: self.simulation(horizon, self.solver),
-                lambda horizon: TimeAverage(self.observed(look), burn_in=horizon * self.system.time / 2),
+                lambda horizon: TimeAverage(self.observed(quantity), burn_in=horizon * self.system.time / 2),
             )
 
-        return {look: question(look) for look in LOOKS}
+        return {quantity: question(quantity) for quantity in OBSERVABLES}
 
 
-def model_of(system: System, dynamics: str, bath: Bath) -> Dynamics:
+def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics:
     def number(value: float | list[float] | torch.Tensor, unit: float) -> nn.Parameter:
         return nn.Parameter(torch.as_tensor(value, dtype=torch.float64) * unit)
 

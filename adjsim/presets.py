@@ -86,18 +86,24 @@ def _parameter(value: float) -> nn.Parameter:
 
 def _harmonic() -> Preset:
     dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
-    looks = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
-    return Preset("harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, looks))
+    observables = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
+    return Preset(
+        "harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, observables)
+    )
 
 
 def _asymmetric() -> Preset:
     dynamics = OverdampedLangevin(AsymmetricDoubleWell(1.0, _parameter(-0.67)), kT=0.5)
-    looks = {"position": ("<x>", lambda q: q[:, 0, 0]), "square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
+    observables = {
+        "position": ("<x>", lambda q: q[:, 0, 0]),
+        "square": ("<x^2>", _square),
+        "energy": ("<U>", dynamics.potential),
+    }
     return Preset(
         "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1",
         10.0,
         4096,
-        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, looks),
+        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, observables),
     )
 
 
@@ -105,11 +111,11 @@ def _muller_brown() -> Preset:
     dynamics = OverdampedLangevin(MullerBrown(), kT=_parameter(15.0))
     x, y = (torch.linspace(a, b, n, dtype=torch.float64) for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561)))
     grid = torch.cartesian_prod(x, y).unsqueeze(1)
-    looks = {
+    observables = {
         "deep": ("share in the deep basin, its edge smoothed over 1/8", lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8))),
         "energy": ("<U>", dynamics.potential),
     }
-    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, looks))
+    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, observables))
 
 
 def _square(position: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ def _square(position: Tensor) -> Tensor:
 
 
 def _at_equilibrium(
-    dynamics: OverdampedLangevin, grid: Tensor, dt: float, looks: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
+    dynamics: OverdampedLangevin, grid: Tensor, dt: float, observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
 ) -> dict[str, Question]:
     """Time averages from starts drawn from the distribution on a fine grid, so that there is nothing to equilibrate."""
 
@@ -130,15 +136,15 @@ def _at_equilibrium(
     def simulation(horizon: float) -> Simulation:
         return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
 
-    def question(title: str, look: Callable[[Tensor], Tensor]) -> Question:
+    def question(title: str, function: Callable[[Tensor], Tensor]) -> Question:
         return Question(
             f"{title} from equilibrium",
             simulation,
-            lambda horizon: TimeAverage(lambda state: look(state.position)),
-            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * look(grid)).sum())),
+            lambda horizon: TimeAverage(lambda state: function(state.position)),
+            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * function(grid)).sum())),
         )
 
-    return {name: question(*look) for name, look in looks.items()}
+    return {name: question(*function) for name, function in observables.items()}
 
 
 def _first_passage() -> Preset:

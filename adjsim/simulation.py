@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from adjsim._inputs import as_flag, describe_type, outside_inference_mode, refuse_uncalled
-from adjsim._module import ModuleTensors, lent
+from adjsim._module import ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, as_state, in_transform
@@ -104,7 +104,7 @@ def run(
         )
     times, state = check_times(ts), as_state(state)
     # A dynamics holds its tensors, and a run may put others in their place: one thread at a time.
-    with lent(dynamics):
+    with exclusive(dynamics):
         dynamics.check(state)
         _check_captured(dynamics, state, times, record)
         problem = Problem(dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile)

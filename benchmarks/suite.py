@@ -128,16 +128,16 @@ def in_jax(loss, atoms: int, replicas: int | None) -> Callable[[], Work]:  # typ
 
 def scan(atoms: int, steps: int, replicas: int | None, checkpointed: bool) -> Callable[[], Work]:
     def loss(epsilon, sigma, q, p):  # type: ignore[no-untyped-def]
-        push = jax.grad(energy)
+        force_function = jax.grad(energy)
 
         def step(carry, _):  # type: ignore[no-untyped-def]
             q, p, f = carry
             p = p - 0.5 * DT * f
             q = q + DT * p
-            f = push(q, epsilon, sigma)
+            f = force_function(q, epsilon, sigma)
             return (q, p - 0.5 * DT * f, f), None
 
-        carry = (q, p, push(q, epsilon, sigma))
+        carry = (q, p, force_function(q, epsilon, sigma))
         if checkpointed:
             inner = next(n for n in range(math.isqrt(steps), 0, -1) if steps % n == 0)
             segment = jax.checkpoint(lambda c, _: jax.lax.scan(step, c, None, length=inner))

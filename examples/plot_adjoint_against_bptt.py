@@ -56,12 +56,12 @@ def by_hand(steps):
         return -torch.autograd.grad(energy, q, create_graph=True)[0]
 
     q, p = position[0].clone().requires_grad_(), start.momentum[0]
-    push = force(q)
+    current_force = force(q)
     for _ in range(steps):
-        p = p + DT / 2 * push
+        p = p + DT / 2 * current_force
         q = q + DT * p
-        push = force(q)
-        p = p + DT / 2 * push
+        current_force = force(q)
+        p = p + DT / 2 * current_force
     return adjsim.radius_of_gyration(q)
 
 

@@ -461,8 +461,8 @@ def cost(simulation):
     field = simulation.dynamics.potential
 
     def observable(run):
-        push = field.control(run.times[:-1].reshape(-1, 1, 1, 1), run.position[:-1])
-        return miss(run.position[-1]) + PRICE * DT * (push**2).sum((0, -1, -2))
+        control_force = field.control(run.times[:-1].reshape(-1, 1, 1, 1), run.position[:-1])
+        return miss(run.position[-1]) + PRICE * DT * (control_force**2).sum((0, -1, -2))
 
     return observable
 
@@ -559,8 +559,8 @@ def back(psi, q):
 psi, forces = torch.exp(-miss(plane[..., None, :]) / C), []
 for _ in range(round(TIME / DT)):
     bound = -C * math.log(back(psi, HOME[None])[0].item())
-    psi, push = back(psi, plane.reshape(-1, 2))
-    psi, forces = psi.reshape(plane.shape[:2]), [push.reshape(plane.shape), *forces]
+    psi, control_force = back(psi, plane.reshape(-1, 2))
+    psi, forces = psi.reshape(plane.shape[:2]), [control_force.reshape(plane.shape), *forces]
 print(f"no control costs less than {bound:.4f}")
 
 
@@ -661,17 +661,17 @@ for ax, part in zip(axes[1], (0.25, 0.75), strict=True):
     time, cloud = run.times[step].item(), run.position[step, :400, 0]
     best = forces[step]
     i, j = torch.round((cloud - plane[0, 0]) / SPACING).long().T
-    there, push = best[i, j], field.control(time, plane[i, j][:, None]).detach()[:, 0]
-    apart = ((push - there).norm() / there.norm()).item()
+    there, control_force = best[i, j], field.control(time, plane[i, j][:, None]).detach()[:, 0]
+    apart = ((control_force - there).norm() / there.norm()).item()
     print(f"t = {time:g}: where walkers are, the network's force differs from the bound's by {100 * apart:.0f} % of its size")
     assert apart < 0.5
     places, best = plane[::3, ::3].reshape(-1, 2), best[::3, ::3].reshape(-1, 2)
     near = torch.cdist(places, cloud).min(1).values < 0.15
-    push = field.control(time, places[near][:, None]).detach()[:, 0]
+    control_force = field.control(time, places[near][:, None]).detach()[:, 0]
     ax.plot(*cloud.T, ".", ms=2, color="0.6")
     arrows = {"angles": "xy", "scale_units": "xy", "scale": 15, "width": 0.004}
     ax.quiver(*places[near].T, *best[near].T, color="k", label="of the bound", **arrows)
-    ax.quiver(*places[near].T, *push.T, color=COLORS["Pathwise"], label="of the network", **arrows)
+    ax.quiver(*places[near].T, *control_force.T, color=COLORS["Pathwise"], label="of the network", **arrows)
     ax.set(title=f"the force at t = {time:g}")
 axes[1, 0].legend(loc="lower left", fontsize="small")
 for ax in axes[:, 0]:
@@ -686,8 +686,8 @@ plt.show()
 
 times = run.times[:-1].reshape(-1, 1, 1, 1)
 places = run.position[:-1, :64].requires_grad_()
-push = field.control(times, places)
-along_x, along_y = (torch.autograd.grad(push[..., i].sum(), places, retain_graph=True)[0] for i in range(2))
+control_force = field.control(times, places)
+along_x, along_y = (torch.autograd.grad(control_force[..., i].sum(), places, retain_graph=True)[0] for i in range(2))
 curl = (along_y[..., 0] - along_x[..., 1]).square().mean().sqrt().item()
 size = torch.cat([along_x, along_y], -1).square().sum(-1).mean().sqrt().item()
 print(f"root mean square curl {curl:.2f}, of a derivative of size {size:.2f}")

@@ -135,8 +135,8 @@ assert abs(variance.value - kT / k) < 4 * variance.stderr + k * dt**2 / 4 * kT /
 #
 # :class:`~adjsim.ESH` moves at unit rate along a direction that the force turns. Frames are equally spaced in scaled time, not
 # in physical time, so a plain average over them is not canonical. Weighted by the speed it is, at kT = 1.
-# :func:`~adjsim.canonical_weights` gives the weights. One particle in the plane has four wells here, at plus and minus one in
-# each coordinate.
+# :func:`~adjsim.dynamics.canonical_weights` gives the weights. One particle in the plane has four wells here, at plus and
+# minus one in each coordinate.
 
 barrier, ds = 1.5, 0.1
 esh = adjsim.ESH(adjsim.DoubleWell(barrier))
@@ -144,7 +144,7 @@ generator = torch.Generator().manual_seed(2)
 start = esh.init(torch.randn(200, 1, 2, generator=generator), generator=generator)
 with torch.no_grad():
     path = adjsim.simulate(esh, start, torch.arange(3001) * ds, solver=adjsim.Splitting("EAE", ds))
-weights = adjsim.canonical_weights(path.log_speed)
+weights = adjsim.dynamics.canonical_weights(path.log_speed)
 
 grid = torch.linspace(-3, 3, 4001)
 density = torch.exp(-adjsim.DoubleWell(barrier)(grid[:, None, None]))
@@ -220,7 +220,7 @@ for (left, right), (name, (dynamics, solver, position)) in zip(axes, cases.items
     frames = run.position[..., 0, 0]
     left.plot(times, frames[:, 0], lw=0.7)
     left.set(ylabel="x", title=name, ylim=(-2.2, 2.2), xlim=(0, float(times[-1])))
-    weights = adjsim.canonical_weights(run.log_speed) if name.startswith("ESH") else torch.ones_like(frames)
+    weights = adjsim.dynamics.canonical_weights(run.log_speed) if name.startswith("ESH") else torch.ones_like(frames)
     half = slice(len(times) // 2, None)
     # One histogram for each replica gives the error of their mean, however correlated the frames of one are.
     counts = np.stack(

@@ -47,14 +47,18 @@ class BacksolveAdjoint(Adjoint):
     def run(self, problem: Problem) -> Result:
         states, record, final = problem.solver.solve(problem, self._options())
         kind = type(final)
-        guarded = None if states is None else kind(*(_Once.apply(x) for x in states))
-        return guarded, None if record is None else _Once.apply(record), kind(*(_Once.apply(x) for x in final))
+        guarded = None if states is None else kind(*(_OnceDifferentiable.apply(x) for x in states))
+        return (
+            guarded,
+            None if record is None else _OnceDifferentiable.apply(record),
+            kind(*(_OnceDifferentiable.apply(x) for x in final)),
+        )
 
     def _options(self) -> dict[str, Any]:
         return {"rtol": self.rtol, "atol": self.atol}
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """The identity, which cannot be differentiated twice: the libraries' adjoints would return a gradient that is cut off."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 from adjsim._inputs import as_whole
 from adjsim._state import State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -75,18 +75,18 @@ class Recompute(Rewind):
         forces: where the forces of the segments are evaluated.
     """
 
-    def __init__(self, kept: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.kept, self.stepper, self.inputs, self.forces = kept, kept.stepper, inputs, forces
-        self.tolerance = closeness(inputs.state.position.dtype)
+    def __init__(self, history: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.history, self.stepper, self.inputs, self.forces = history, history.stepper, inputs, forces
+        self.tolerance = rounding_tolerance(inputs.state.position.dtype)
         # Of the segment that is being gone back through: the states before each move of each of its steps.
         self.segment: list[Sequence[State]] = []
 
     def final(self) -> State:
-        return self.kept.stored[self.stepper.clock.last]
+        return self.history.stored[self.stepper.clock.last]
 
     def before(self, step: int) -> Sequence[State]:
         if not self.segment:
-            self._run_again((step - 1) // self.kept.length * self.kept.length, step)
+            self._run_again((step - 1) // self.history.length * self.history.length, step)
         return self.segment.pop()
 
     def restore(self, step: int, state: State) -> State:
@@ -94,20 +94,20 @@ class Recompute(Rewind):
 
     @torch.no_grad()
     def _run_again(self, start: int, stop: int) -> None:
-        stepper, state = self.stepper, self.kept.stored[start]
+        stepper, state = self.stepper, self.history.stored[start]
         for k in range(start, stop):
-            t, seen = stepper.clock.of(k), stepper.seen(k)
-            *before, state = stepper.program.trail(t, state, self.inputs.coefficients, seen, self.forces)
+            t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
+            *before, state = stepper.program.intermediate_states(t, state, self.inputs.coefficients, noise, self.forces)
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
-        self._compare(state, self.kept.stored[stop], start, stop)
+        self._compare(state, self.history.stored[stop], start, stop)
 
     @staticmethod
     def _compare(found: State, stored: State, start: int, stop: int) -> None:
         # The same operations on the same numbers give the same bits; kernels that add in any order differ in the last ones,
         # which a chaotic segment enlarges.
         for name, x, y in zip(stored._fields, found, stored, strict=True):
-            allowed = closeness(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
+            allowed = rounding_tolerance(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
             if not float((x - y).abs().amax()) <= allowed:
                 raise ReconstructionError(
                     f"running steps {start} to {stop} again did not give back their end ({name} is "

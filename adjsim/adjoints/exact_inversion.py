@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from adjsim._state import State, detached
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
@@ -23,7 +23,7 @@ class Fingerprints(History):
     def __init__(self, stepper: Stepper, every: int | None) -> None:
         self.stepper, self.every = stepper, every
         self.spills: dict[int, Sequence[Spill]] = {}
-        self.prints: dict[int, bytes] = {}
+        self.fingerprints: dict[int, bytes] = {}
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
@@ -33,7 +33,7 @@ class Fingerprints(History):
         if spills:
             self.spills[step] = spills
         if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
-            self.prints[step] = fingerprint(state)
+            self.fingerprints[step] = fingerprint(state)
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
@@ -46,15 +46,15 @@ class ExactInversion(Rewind):
 
     error = 0.0
 
-    def __init__(self, kept: Fingerprints) -> None:
-        self.kept, self.lattice = kept, kept.stepper.program.lattice
-        self.tolerance = closeness(kept.last[0].dtype)
+    def __init__(self, history: Fingerprints) -> None:
+        self.history, self.lattice = history, history.stepper.program.lattice
+        self.tolerance = rounding_tolerance(history.last[0].dtype)
 
     def final(self) -> State:
-        return self._before_spill(self.kept.stepper.clock.last, self.kept.last)
+        return self._before_spill(self.history.stepper.clock.last, self.history.last)
 
     def restore(self, step: int, state: State) -> State:
-        if step in self.kept.prints and fingerprint(state) != self.kept.prints[step]:
+        if step in self.history.fingerprints and fingerprint(state) != self.history.fingerprints[step]:
             raise ReconstructionError(
                 f"retracing an exact run did not give back the state of step {step}, so the gradient would be wrong. The force "
                 "at a position had other bits on the way back: it is random, depends on something that changed meanwhile (a "
@@ -65,4 +65,4 @@ class ExactInversion(Rewind):
 
     def _before_spill(self, step: int, state: State) -> State:
         assert self.lattice is not None
-        return self.lattice.refill(state, self.kept.spills.get(step, ()))
+        return self.lattice.refill(state, self.history.spills.get(step, ()))

@@ -63,6 +63,6 @@ class History(ABC):
         """
 
 
-def closeness(dtype: torch.dtype) -> float:
+def rounding_tolerance(dtype: torch.dtype) -> float:
     """The relative difference that is allowed between a number and the same number computed again by other kernels."""
     return 100 * torch.finfo(dtype).eps ** 0.5

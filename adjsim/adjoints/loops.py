@@ -85,41 +85,44 @@ def compile_loop(
     from torch._inductor import compile as inductor
 
     while_loop = torch.ops.higher_order.while_loop
-    around, constants_tree = tree_flatten(constants)
-    carried, carry_tree = tree_flatten(carry)
-    split, kept = len(around), len(carried)
+    constant_leaves, constants_tree = tree_flatten(constants)
+    carry_leaves, carry_tree = tree_flatten(carry)
+    constants_size, carry_size = len(constant_leaves), len(carry_leaves)
 
     def start(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[:split]), constants_tree)) as given:
-            k, first = spec.start(given, tree_unflatten(list(values[split:]), carry_tree))
+        with within(tree_unflatten(list(values[:constants_size]), constants_tree)) as traced:
+            k, first = spec.start(traced, tree_unflatten(list(values[constants_size:]), carry_tree))
         return [k, *tree_leaves(first)]
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
-            k, then = spec.body(given, k, tree_unflatten(list(values[:kept]), carry_tree))
-        return [k, *tree_leaves(then)]
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            k, next_carry = spec.body(traced, k, tree_unflatten(list(values[:carry_size]), carry_tree))
+        return [k, *tree_leaves(next_carry)]
 
     def finish(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
-            return tree_leaves(spec.finish(given, tree_unflatten(list(values[:kept]), carry_tree)))
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            return tree_leaves(spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree)))
 
     try:
         with _compiling:
             # One by one, since no gradient is taken inside of torch's loop.
-            first, each = _trace(start, *around, *carried), _trace(body, around[0].clone(), *carried, *around)
-            last, read = _trace(finish, *carried, *around), _lift(each)
+            first, each = (
+                _trace(start, *constant_leaves, *carry_leaves),
+                _trace(body, constant_leaves[0].clone(), *carry_leaves, *constant_leaves),
+            )
+            last, read = _trace(finish, *carry_leaves, *constant_leaves), _lift(each)
 
             def whole(*values: Tensor) -> list[Tensor]:
                 def more(k: Tensor, *inside: Tensor) -> Tensor:
-                    return spec.more(k, inside[kept])
+                    return spec.more(k, inside[carry_size])
 
                 begun = first(*values)
-                _, *out = while_loop(more, each, tuple(begun), (*values[:split], *read))
+                _, *out = while_loop(more, each, tuple(begun), (*values[:constants_size], *read))
                 # What a loop of no iterations gives lies where its input lay, which Inductor would take for free if it were not
                 # asked for.
-                return [*last(*out, *values[:split]), *begun]
+                return [*last(*out, *values[:constants_size]), *begun]
 
-            graph = _trace(whole, *around, *carried)
+            graph = _trace(whole, *constant_leaves, *carry_leaves)
             like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
             # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
             options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
@@ -133,7 +136,7 @@ def compile_loop(
         ) from error
 
     def loop(constants: Constants, carry: Carry) -> Carry:
-        return tree_unflatten(list(compiled(*tree_leaves(constants), *tree_leaves(carry))[:kept]), carry_tree)
+        return tree_unflatten(list(compiled(*tree_leaves(constants), *tree_leaves(carry))[:carry_size]), carry_tree)
 
     return loop
 

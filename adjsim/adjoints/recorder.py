@@ -60,7 +60,7 @@ class Recording:
         # Of a time average: the sum so far in double precision, the type of its terms, and the last step that is in it.
         self.total: Tensor | None = None
         self.dtype: torch.dtype | None = None
-        self.come_to = 0
+        self.last_step = 0
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return () if self.recorder.average is not None else stepper.clock.saves
@@ -68,7 +68,7 @@ class Recording:
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
         recorder = self.recorder
         if recorder.average is not None:
-            if step >= recorder.first and step > self.come_to:
+            if step >= recorder.first and step > self.last_step:
                 self.add(recorder.value(self.stepper.from_lattice(state)), step)
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
@@ -80,7 +80,7 @@ class Recording:
     def add(self, value: Tensor, step: int) -> None:
         """Add the value after a step to the time average."""
         self.dtype, value = _average_dtype(value, self.stepper), value.to(sum_dtype(value))
-        self.total, self.come_to = value if self.total is None else self.total + value, step
+        self.total, self.last_step = value if self.total is None else self.total + value, step
 
     def result(self) -> tuple[State | None, Tensor | None]:
         """Stacked states, or the record."""
@@ -111,7 +111,7 @@ class RecordSweep:
         self.state: State | None = None
 
     @property
-    def of_average(self) -> Tensor | None:
+    def average_cotangent(self) -> Tensor | None:
         """The cotangent of the averaged function's value at each step that counts."""
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
@@ -120,7 +120,7 @@ class RecordSweep:
         """Add what the saved says of the state (of the dynamics) after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
-            cotangent = self.of_average
+            cotangent = self.average_cotangent
             if step >= recorder.first and cotangent is not None:
                 value = self.add_function(state, cotangent, cotangents, forces)
                 value = value.to(sum_dtype(value))

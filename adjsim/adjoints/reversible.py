@@ -12,7 +12,7 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._state import State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.exact_inversion import Fingerprints
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -135,10 +135,10 @@ class FloatInversion(Rewind):
         final: the last state.
     """
 
-    def __init__(self, kept: Resets, known: Mapping[int, State], final: State) -> None:
-        self.kept, self.known, self._final, self.error = kept, known, final, 0.0
+    def __init__(self, history: Resets, known: Mapping[int, State], final: State) -> None:
+        self.history, self.known, self._final, self.error = history, known, final, 0.0
         # A function of the state may be so much more sensitive than the state is wrong.
-        self.tolerance = max(closeness(final[0].dtype), 1e3 * kept.tol)
+        self.tolerance = max(rounding_tolerance(final[0].dtype), 1e3 * history.tol)
 
     def final(self) -> State:
         return self._final
@@ -149,15 +149,15 @@ class FloatInversion(Rewind):
             return state
         error = max(
             float((found - x).abs().amax().double() / torch.where(size > 0, size, 1.0))
-            for found, x, size in zip(state, true, self.kept.scale, strict=True)
+            for found, x, size in zip(state, true, self.history.scale, strict=True)
         )
         assert self.error is not None
-        self.kept.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
-        if not error <= self.kept.tol:
+        self.history.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
+        if not error <= self.history.tol:
             single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
-                f"was run (tol = {self.kept.tol:g}), and the gradient would be wrong. Use Splitting(..., "
+                f"was run (tol = {self.history.tol:g}), and the gradient would be wrong. Use Splitting(..., "
                 f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}. Where the "
                 "force is random, or something that it reads has changed since the run, make it reproducible."
             )

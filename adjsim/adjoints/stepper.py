@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._noise import Noise
-from adjsim._progress import shown
+from adjsim._progress import with_progress
 from adjsim._state import State, all_finite, detached, in_transform
-from adjsim._trajectory import grid
+from adjsim._trajectory import step_numbers
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import Growth
+from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Problem, Program, SteppingSolver
 
@@ -61,7 +61,7 @@ class Clock:
         """The time after so many steps, the same number however it was reached."""
         return self.begin + step * self.dt
 
-    def of(self, step: int) -> Callable[[float], float]:
+    def time_in_step(self, step: int) -> Callable[[float], float]:
         """The time at a share of step number ``step``."""
         return lambda share: self.time(step + share)
 
@@ -79,12 +79,12 @@ class StepNoise:
 
     noise: Noise
     draws: int
-    sees: int
+    noise_steps: int
     like: Tensor
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
         """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
-        return tuple(draw for k in range(step, step + self.sees) for draw in self._drawn(k))
+        return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> Tensor:
         """What is drawn for ``count`` steps from number ``step``: ``(count, draws, *batch, atoms, dim)``."""
@@ -143,7 +143,7 @@ class Stepper:
     program: Program
     clock: Clock
     noise: StepNoise | None = None
-    growth: Growth | None = None
+    growth: BufferGrowth | None = None
 
     def to_lattice(self, state: State) -> State:
         """What the steps step: the state, or the nearest one on the lattice of an exact run, with its buffers."""
@@ -155,9 +155,9 @@ class Stepper:
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
         """The state after step number ``number``, from that before it."""
-        return self.program.step(self.clock.of(number), state, inputs.coefficients, self.seen(number), forces)
+        return self.program.step(self.clock.time_in_step(number), state, inputs.coefficients, self.noise_of(number), forces)
 
-    def seen(self, number: int) -> tuple[Tensor, ...] | None:
+    def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
         """The noise that step number ``number`` sees."""
         return None if self.noise is None else self.noise.of_step(number)
 
@@ -179,29 +179,31 @@ class Stepper:
         state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
         for observer in observers:
             observer.visit(0, start, ())
-        for stop in shown(stops, "forward", len(stops), problem.progress):
+        for stop in with_progress(stops, "forward", len(stops), problem.progress):
             state, k = driver.advance(state, k, stop), stop
             state, entries = self.spill(k, state)
             spilled += sum(entry.bits for entry in entries)
             if k - good_step >= FINITE_EVERY or k == last:
-                if not self._sound(state):
-                    self._name_the_step(good, good_step, k, inputs, problem.dynamics.potential)
+                if not self._is_valid(state):
+                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics.potential)
                 good, good_step = detached(state), k
             for observer in observers:
                 observer.visit(k, state, entries)
         if lattice is not None:
-            problem.stats["buffer_bits"] = (spilled + lattice.held(state)) / (last * state.position.numel()) if last else 0.0
+            problem.stats["buffer_bits"] = (
+                (spilled + lattice.buffered_bits(state)) / (last * state.position.numel()) if last else 0.0
+            )
         return state
 
-    def _sound(self, state: State) -> bool:
+    def _is_valid(self, state: State) -> bool:
         if in_transform():
             return True
-        return all_finite(state) if self.program.lattice is None else self.program.lattice.inside(state)
+        return all_finite(state) if self.program.lattice is None else self.program.lattice.in_range(state)
 
     @torch.no_grad()
-    def _name_the_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
+    def _raise_at_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
         k, forces = start, self.program.forces(potential)
-        while self._sound(state) and k < stop:
+        while self._is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
@@ -220,12 +222,12 @@ def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> t
         parameters: tensors that stand for those of the dynamics; None: its own.
     """
     if parameters is not None:
-        with problem.tensors.bound(parameters):
+        with problem.tensors.substituted(parameters):
             stepper, inputs = prepare(problem)
         return stepper, inputs._replace(parameters=parameters)
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
-    saves = grid(problem.times, solver.dt)
+    saves = step_numbers(problem.times, solver.dt)
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
     lattice, growth = program.lattice, None
     stats: dict[str, Any] = {"steps": saves[-1], "order": program.order}
@@ -237,6 +239,6 @@ def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> t
     noise = None
     if program.draws:
         assert problem.noise is not None
-        noise = StepNoise(problem.noise, program.draws, program.sees, state.position.detach())
+        noise = StepNoise(problem.noise, program.draws, program.noise_steps, state.position.detach())
     clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
     return Stepper(program, clock, noise, growth), Inputs(state, coefficients, problem.tensors.tensors)

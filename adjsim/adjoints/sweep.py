@@ -32,7 +32,7 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 
 
-def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
+def run_swept(problem: Problem, make_history: Callable[[Stepper], History]) -> Result:
     """Run a problem with a constant-memory gradient.
 
     Args:
@@ -41,8 +41,8 @@ def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
     """
     # Copies, through which autograd comes to the user's own tensors.
     stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
-    run = _Run(problem, stepper, keep(stepper), inputs)
-    outputs = _Swept.apply(run, *run.flat(inputs))
+    run = _SweptRun(problem, stepper, make_history(stepper), inputs)
+    outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
     final = type(problem.state)(*outputs[-width:])
     if problem.record is None:
@@ -50,7 +50,7 @@ def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
     return None, outputs[0], final
 
 
-class _Run:
+class _SweptRun:
     """What the forward run and its backward sweeps share. It is written to while the run goes forward, and never after."""
 
     def __init__(self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs) -> None:
@@ -83,7 +83,7 @@ class _Run:
         else:
             driver = self.compiled.forward(recording)
         start = stepper.to_lattice(inputs.state)
-        with problem.tensors.bound(self.parameters):
+        with problem.tensors.substituted(self.parameters):
             final = stepper.from_lattice(stepper.run(start, inputs, driver, [recording, self.history], problem))
             states, record = recording.result()
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
@@ -110,7 +110,7 @@ class _Run:
             problem.stats["reconstruction_error"] = rewind.error
         saved = RecordSweep(self.recorder, cotangents[: -self.width], None if whole else outputs[0], rewind.tolerance)
         driver = EagerDriver(stepper, inputs, forces) if self.compiled is None else self.compiled.backward(forces)
-        with tensors.bound(leaves):
+        with tensors.substituted(leaves):
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress)
             saved.accumulate(0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces)
             saved.finish()
@@ -122,9 +122,9 @@ class _Run:
         )
 
 
-class _Swept(torch.autograd.Function):
+class _SweptFunction(torch.autograd.Function):
     @staticmethod
-    def forward(run: _Run, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: _SweptRun, *flat: Tensor) -> tuple[Tensor, ...]:
         return run.forward(flat)
 
     @staticmethod

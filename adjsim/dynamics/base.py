@@ -24,7 +24,7 @@ from adjsim.dynamics.couplings import Move
 from adjsim.potentials.base import ForceField, refuse_written, version_of
 
 # Shapes of positions that a potential has been found to map as it should.
-_fitting: ModuleCache[bool] = ModuleCache(64)
+_checked_shapes: ModuleCache[bool] = ModuleCache(64)
 
 
 class Term:
@@ -115,7 +115,7 @@ class Dynamics(nn.Module):
         """The fastest rate (1/time) at which its friction makes momenta forget: that at which reversed steps lose them."""
         return 0.0
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         """How large fields become over such a time where the physics says so, by field; it sets the lattice of exact runs."""
         return {}
 
@@ -144,7 +144,7 @@ class Dynamics(nn.Module):
         """Refuse a state this dynamics cannot step; called before any work is done."""
         check_state(state, self.state_type)
         expected = state.position.shape[:-2]
-        if _fitting.get(self.potential, state.position.shape):
+        if _checked_shapes.get(self.potential, state.position.shape):
             return
         # A copy, since this is where a potential that writes into its argument is found.
         position = state.position.detach().clone()
@@ -160,7 +160,7 @@ class Dynamics(nn.Module):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
             )
-        _fitting.put(self.potential, state.position.shape, True)
+        _checked_shapes.put(self.potential, state.position.shape, True)
 
     def trainable(self) -> dict[str, Tensor]:
         """Everything registered that requires grad, by name."""
@@ -221,7 +221,7 @@ class MassiveDynamics(Dynamics):
         at, _ = as_start(position)
         return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
         if kT is None:
             return {}

@@ -61,7 +61,7 @@ class Cotangents:
     def add(self, name: str, value: Tensor, link: int | None = None) -> None:
         """Add to the cotangent of a field, or of one link of it."""
         old = self._state[name]
-        self._state[name] = insert(old, link, take(old, link) + value)
+        self._state[name] = replace_link(old, link, select_link(old, link) + value)
 
     def add_to_force(self, force: LinearForce, value: Tensor) -> None:
         """Add to the cotangent of a force."""
@@ -95,9 +95,9 @@ class Cotangents:
     def complete(self) -> None:
         """Take all products that were put off; the sums are complete afterwards."""
         self._take_products()
-        for waiting in self._deferred.values():
-            if waiting:
-                self._differentiate(waiting)
+        for pending in self._deferred.values():
+            if pending:
+                self._differentiate(pending)
 
     def _take_products(self) -> None:
         for force in self._forces:
@@ -114,27 +114,27 @@ class Cotangents:
         self._forces.clear()
 
     def _defer(self, found: DeferredVJP) -> None:
-        waiting = self._deferred.setdefault(found.function, [])
-        waiting.append(found)
-        if is_tracing() or len(waiting) * found.x.numel() >= STACK:
-            self._differentiate(waiting)
+        pending = self._deferred.setdefault(found.function, [])
+        pending.append(found)
+        if is_tracing() or len(pending) * found.x.numel() >= STACK:
+            self._differentiate(pending)
 
-    def _differentiate(self, waiting: list[DeferredVJP]) -> None:
-        weight, x = torch.stack([d.weight for d in waiting]), torch.stack([d.x for d in waiting])
-        stacked = DeferredVJP(waiting[0].module, waiting[0].function, weight, x)
-        waiting.clear()
+    def _differentiate(self, pending: list[DeferredVJP]) -> None:
+        weight, x = torch.stack([d.weight for d in pending]), torch.stack([d.x for d in pending])
+        stacked = DeferredVJP(pending[0].module, pending[0].function, weight, x)
+        pending.clear()
         grads = stacked.gradient(list(self.parameters.values()))
         for name, grad in zip(self.parameters, grads, strict=True):
             if grad is not None:
                 self.add_parameter(name, grad)
 
 
-def take(value: Tensor, link: int | None) -> Tensor:
+def select_link(value: Tensor, link: int | None) -> Tensor:
     """One link of a field (an entry of its third-to-last axis), or all of it."""
     return value if link is None else value.select(-3, link)
 
 
-def insert(value: Tensor, link: int | None, part: Tensor) -> Tensor:
+def replace_link(value: Tensor, link: int | None, part: Tensor) -> Tensor:
     """The field with one link, or all of it, replaced."""
     # Links read links: a field that is not stored would be computed again wherever it is read, and again in each of those.
     return part if link is None else materialise(torch.select_scatter(value, part, -3, link))

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from adjsim._state import State
-from adjsim.dynamics.cotangents import Cotangents, insert, take
-from adjsim.dynamics.sources import At, Source, cut, reduce
+from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
+from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,32 @@ class Shear:
     def invertible(self) -> bool:
         return True
 
-    def flow(self, state: State, at: At) -> State:
+    def flow(self, state: State, context: MoveContext) -> State:
         """The state after the move."""
-        return self._add(state, self.source.value(state, at), at, 1)
+        return self._add(state, self.source.value(state, context), context, 1)
 
-    def backward(self, after: State, at: At, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
         """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
-        value, accumulate = self.source.vjp(after, at, cotangents)
-        cotangent = take(cotangents[self.field], self.link)
+        value, accumulate = self.source.vjp(after, context, cotangents)
+        cotangent = select_link(cotangents[self.field], self.link)
         if self.coefficient is None:
             if accumulate is not None:
-                accumulate(reduce(cotangent, value))
+                accumulate(unbroadcast(cotangent, value))
         else:
-            c = at.coefficients[self.coefficient]
+            c = context.coefficients[self.coefficient]
             if accumulate is not None:
-                accumulate(reduce(c * cotangent, value))
+                accumulate(unbroadcast(c * cotangent, value))
             if c.requires_grad:
-                cotangents.add_coefficient(at.letter, self.coefficient, reduce(cotangent * value, c))
-        return before if before is not None else self._add(after, value, at, -1)
+                cotangents.add_coefficient(context.letter, self.coefficient, unbroadcast(cotangent * value, c))
+        return before if before is not None else self._add(after, value, context, -1)
 
-    def _add(self, state: State, value: Tensor, at: At, sign: int) -> State:
-        y = take(getattr(state, self.field), self.link)
+    def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
+        y = select_link(getattr(state, self.field), self.link)
         if self.coefficient is None:
             y = torch.add(y, value, alpha=sign)
         else:
-            y = torch.addcmul(y, at.coefficients[self.coefficient], value, value=sign)
-        return put(state, self.field, self.link, y)
+            y = torch.addcmul(y, context.coefficients[self.coefficient], value, value=sign)
+        return replace_field(state, self.field, self.link, y)
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,27 @@ class Scale:
     def invertible(self) -> bool:
         return True
 
-    def flow(self, state: State, at: At) -> State:
+    def flow(self, state: State, context: MoveContext) -> State:
         """The state after the move."""
-        return self._multiply(state, self.source.value(state, at), at)
+        return self._multiply(state, self.source.value(state, context), context)
 
-    def backward(self, after: State, at: At, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
         """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
-        factor, accumulate = self.source.vjp(after, at, cotangents)
+        factor, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
-            before = self._divide(after, factor, at)
+            before = self._divide(after, factor, context)
         whole = cotangents[self.field]
-        cotangent = take(whole, self.link)
-        cotangents[self.field] = insert(whole, self.link, cotangent * factor)
+        cotangent = select_link(whole, self.link)
+        cotangents[self.field] = replace_link(whole, self.link, cotangent * factor)
         if accumulate is not None:
-            accumulate(reduce(cotangent * take(getattr(before, self.field), self.link), factor))
+            accumulate(unbroadcast(cotangent * select_link(getattr(before, self.field), self.link), factor))
         return before
 
-    def _multiply(self, state: State, factor: Tensor, at: At) -> State:
-        return put(state, self.field, self.link, take(getattr(state, self.field), self.link) * factor)
+    def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        return replace_field(state, self.field, self.link, select_link(getattr(state, self.field), self.link) * factor)
 
-    def _divide(self, state: State, factor: Tensor, at: At) -> State:
-        return put(state, self.field, self.link, take(getattr(state, self.field), self.link) / factor)
+    def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        return replace_field(state, self.field, self.link, select_link(getattr(state, self.field), self.link) / factor)
 
 
 @dataclass(frozen=True)
@@ -129,30 +129,30 @@ class Map:
     def invertible(self) -> bool:
         return self.inverse is not None
 
-    def flow(self, state: State, at: At) -> State:
+    def flow(self, state: State, context: MoveContext) -> State:
         """The state after the move."""
-        force = (at.forces.force(state.position, at.t),) if self.force else ()
-        return self._replace(state, self.function(at.coefficients, *force, *self._fields(state)))
+        force = (context.forces.force(state.position, context.t),) if self.force else ()
+        return self._replace(state, self.function(context.coefficients, *force, *self._fields(state)))
 
-    def backward(self, after: State, at: At, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
         """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
         # Where the flow moves the position, its force was that of the position before, which has then been kept.
         where = after if before is None else before
-        linear = at.forces.linear(where.position, at.t) if self.force else None
+        linear = context.forces.linear(where.position, context.t) if self.force else None
         force = () if linear is None else (linear.value,)
         if before is None:
             if self.inverse is None:
                 raise TypeError("this flow has no inverse; use CheckpointAdjoint or DirectAdjoint.")
-            before = self._replace(after, self.inverse(at.coefficients, *force, *self._fields(after)))
+            before = self._replace(after, self.inverse(context.coefficients, *force, *self._fields(after)))
         inner = [x.detach().requires_grad_() for x in (*force, *self._fields(before))]
-        coefficients, wanted = cut(at.coefficients)
+        coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():
             out = self.function(coefficients, *inner)
         inputs = [*inner, *(coefficients[k] for k in wanted)]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
         for value, _ in pairs:
-            at.forces.refuse_unknown(value, [*inner, *coefficients.values()], f"the flow of term {at.letter!r}")
+            context.forces.refuse_unknown(value, [*inner, *coefficients.values()], f"the flow of term {context.letter!r}")
         found = [torch.zeros_like(x) for x in inputs]
         if pairs:
             values, given = zip(*pairs, strict=True)
@@ -162,7 +162,7 @@ class Map:
         if linear is not None:
             cotangents.add_to_force(linear, found.pop(0))
         for name, grad in zip(wanted, found, strict=True):
-            cotangents.add_coefficient(at.letter, name, grad)
+            cotangents.add_coefficient(context.letter, name, grad)
         return before
 
     def _fields(self, state: State) -> tuple[Tensor, ...]:
@@ -175,8 +175,8 @@ class Map:
 Move = Shear | Scale | Map
 
 
-def put(state: State, name: str, link: int | None, part: Tensor) -> State:
+def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:
     """The state with one field, or one link of it, replaced."""
     # Half the cost of _replace, which is a tenth of a step of a small system.
     i = state._fields.index(name)
-    return type(state)(*state[:i], insert(state[i], link, part), *state[i + 1 :])
+    return type(state)(*state[:i], replace_link(state[i], link, part), *state[i + 1 :])

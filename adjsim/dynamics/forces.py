@@ -63,7 +63,7 @@ class ForceEvaluator:
         potential: nn.Module,
         *,
         grid: Grid | None = None,
-        still: bool = True,
+        one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         stats: dict[str, Any] | None = None,
@@ -71,14 +71,14 @@ class ForceEvaluator:
         self.potential, self.grid, self.parameters = potential, grid, dict(parameters or {})
         self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
         self._position, self._value = known if known is not None else (None, None)
-        self._keeps = still or not isinstance(potential, ForceField)
+        self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
 
     def force(self, position: Tensor, t: Any) -> Tensor:
         """The force at a position ``(*batch, atoms, dim)`` and a time."""
-        if self._keeps and self._linear is not None and self._linear[0] is position:
+        if self._caches and self._linear is not None and self._linear[0] is position:
             return self._linear[1].value
-        value = self.kept(position)
+        value = self.cached(position)
         if value is None:
             value = force(self.potential, position, t, self.grid)
             self.count()
@@ -88,13 +88,13 @@ class ForceEvaluator:
             self._position, self._value = position, value
         return value
 
-    def kept(self, position: Tensor) -> Tensor | None:
+    def cached(self, position: Tensor) -> Tensor | None:
         """The force at a position if it is the last one that was evaluated."""
-        return self._value if self._keeps and self._position is position else None
+        return self._value if self._caches and self._position is position else None
 
     def linear(self, position: Tensor, t: Any) -> LinearForce:
         """The force at a position and a time, ready to receive cotangents."""
-        if not self._keeps or self._linear is None or self._linear[0] is not position:
+        if not self._caches or self._linear is None or self._linear[0] is not position:
             self._linear = (position, LinearForce(self, position, t))
             self.count()
         return self._linear[1]

@@ -48,8 +48,8 @@ class Bath(Term):
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         c, r = self.dynamics.couplings(state.momentum)
-        pull = -(c * state.memory).sum(-3)
-        return {"momentum": pull, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
+        memory_force = -(c * state.memory).sum(-3)
+        return {"momentum": memory_force, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         _, r = self.dynamics.couplings(state.momentum)
@@ -57,11 +57,11 @@ class Bath(Term):
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         propagator, covariance = self.dynamics.bath_flow(h)
-        lower, pivots, upper = _triangles(propagator)
+        lower, pivots, upper = _ldu(propagator)
         if not bool((pivots.detach() > 0).all()):
             raise ValueError(
-                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs h < {self._reach(h):.3g}: "
-                "use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
+                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
+                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
             )
         # Memory first: its draws are then, to leading order in h, the increments of the Brownian motion of the SDE.
         scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
@@ -94,18 +94,18 @@ class Bath(Term):
             return Shear("momentum", source, coefficient)
         return Shear("memory", source, coefficient, link=i - 1)
 
-    def _reach(self, h: float) -> float:
+    def _largest_step(self, h: float) -> float:
         """The largest step below h whose pivots are positive, by bisection from one that is short enough."""
         low, high = 0.0, h
         for _ in range(40):
             middle = (low + high) / 2
             with torch.no_grad():
-                _, pivots, _ = _triangles(self.dynamics.bath_flow(middle)[0])
+                _, pivots, _ = _ldu(self.dynamics.bath_flow(middle)[0])
             low, high = (middle, high) if bool((pivots > 0).all()) else (low, middle)
         return low
 
 
-def _triangles(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Unit lower, diagonal and unit upper factors, by elimination without exchange of rows."""
     size = len(matrix)
     lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
@@ -209,8 +209,8 @@ class GeneralizedLangevin(MassiveDynamics):
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
-        found = super().typical(state, time)
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+        found = super().characteristic_scales(state, time)
         return {**found, "memory": found["momentum"]}
 
     def damping(self, state: State) -> float:

@@ -36,9 +36,9 @@ from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
 from adjsim._state import State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
-from adjsim.dynamics.cotangents import take
-from adjsim.dynamics.couplings import Move, Scale, Shear, put
-from adjsim.dynamics.sources import At, Coefficient, Coefficients, Force
+from adjsim.dynamics.cotangents import select_link
+from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
+from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
 # A field may grow this far beyond its scale; those that are scaled get the finer lattice, since a scale is d units rough.
@@ -70,7 +70,7 @@ class Lattice:
         every = [(letter, move) for letter, group in moves.items() for move in group]
         self.scaled = tuple(dict.fromkeys(move.field for _, move in every if isinstance(move, Scale)))
         self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
-        self._kind, self._extended = type(state), _extended(type(state), self.scaled)
+        self._kind, self._lattice_type = type(state), _lattice_type(type(state), self.scaled)
         scales = _scales(dynamics, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
         self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
@@ -112,7 +112,7 @@ class Lattice:
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
         return found
 
-    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> Growth:
+    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> BufferGrowth:
         """How a step's scales fill the buffers."""
         bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
         largest = DENOMINATOR if self._varies else 1
@@ -131,30 +131,30 @@ class Lattice:
             )
         wait = max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9))))
         # Half a bit more than is planned for, so that a buffer that grew by all of it is none that overflowed.
-        return Growth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
+        return BufferGrowth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
 
     def to_lattice(self, state: State) -> State:
         """The nearest state of the lattice, with empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
         buffers = [torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled]
-        return self._extended(*fields, *buffers)
+        return self._lattice_type(*fields, *buffers)
 
     def from_lattice(self, state: State) -> State:
         """The state without its buffers."""
         return self._kind(*state[: self.width])
 
-    def inside(self, state: State) -> bool:
+    def in_range(self, state: State) -> bool:
         """Whether every number is finite and small enough for sums to be exact."""
-        return max(self._fill(state).values()) <= 1.0
+        return max(self._used_fractions(state).values()) <= 1.0
 
     def describe(self, state: State) -> str:
         """Which field has left the lattice, and how large it may be."""
-        fill = self._fill(state)
-        name = max(fill, key=lambda n: fill[n])
-        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].reach:.3g},"
+        used_fraction = self._used_fractions(state)
+        name = max(used_fraction, key=lambda n: used_fraction[n])
+        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].limit:.3g},"
 
-    def _fill(self, state: State) -> dict[str, float]:
-        return {name: self.grids[name].fill(value) for name, value in self.from_lattice(state)._asdict().items()}
+    def _used_fractions(self, state: State) -> dict[str, float]:
+        return {name: self.grids[name].used_fraction(value) for name, value in self.from_lattice(state)._asdict().items()}
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Relieve the buffers that are full."""
@@ -171,13 +171,13 @@ class Lattice:
             state = refill(state, entry, self.systems)
         return state
 
-    def held(self, state: State) -> float:
+    def buffered_bits(self, state: State) -> float:
         """Bits in the buffers of a state."""
         return sum(float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum()) for name in self.scaled)
 
 
 @dataclass(frozen=True)
-class Growth:
+class BufferGrowth:
     """Bits that a step adds to the buffers, by field (None if that depends on the state); the steps between two checks of the
     buffers, and the size they must not have reached at one."""
 
@@ -198,11 +198,11 @@ class LatticeShear(Shear):
 
     grid: Grid = field(kw_only=True)
 
-    def _add(self, state: State, value: Tensor, at: At, sign: int) -> State:
+    def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
         if self.coefficient is not None:
-            value = at.coefficients[self.coefficient] * value
-        y, increment = take(getattr(state, self.field), self.link), self.grid.round(value)
-        return put(state, self.field, self.link, y + increment if sign > 0 else y - increment)
+            value = context.coefficients[self.coefficient] * value
+        y, increment = select_link(getattr(state, self.field), self.link), self.grid.round(value)
+        return replace_field(state, self.field, self.link, y + increment if sign > 0 else y - increment)
 
 
 @dataclass(frozen=True)
@@ -213,27 +213,27 @@ class LatticeScale(Scale):
     denominator: Tensor = field(kw_only=True)
     half: Tensor = field(kw_only=True)
 
-    def _multiply(self, state: State, factor: Tensor, at: At) -> State:
-        n, d = self._fraction(factor, at)
-        y = take(getattr(state, self.field), self.link)
+    def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        n, d = self._fraction(factor, context)
+        y = select_link(getattr(state, self.field), self.link)
         out, buffer = self._rescale(state, y, n, d)
         if y.requires_grad or factor.requires_grad:
             out = straight_through(y * factor, out)
-        return self._put_both(state, out, buffer)
+        return self._replace_both(state, out, buffer)
 
-    def _divide(self, state: State, factor: Tensor, at: At) -> State:
-        n, d = self._fraction(factor, at)
-        return self._put_both(state, *self._rescale(state, take(getattr(state, self.field), self.link), d, n))
+    def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        n, d = self._fraction(factor, context)
+        return self._replace_both(state, *self._rescale(state, select_link(getattr(state, self.field), self.link), d, n))
 
-    def _fraction(self, factor: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor]:
         if isinstance(self.source, Coefficient):
-            return at.coefficients[self.source.name + " n"], at.coefficients[self.source.name + " d"]
+            return context.coefficients[self.source.name + " n"], context.coefficients[self.source.name + " d"]
         # To the nearest integer: the half is added before the fraction is cut off.
         return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp_(min=1), self.denominator
 
     def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """y n/d, and the buffer with what was lost; with n and d exchanged, the inverse."""
-        buffer = take(getattr(state, buffer_name(self.field)), self.link)
+        buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
         mixed = torch.addcmul(torch.addcmul(x, quotient, d, value=-1), buffer, d)
@@ -241,12 +241,12 @@ class LatticeScale(Scale):
         x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
         return x * self.grid.spacing, kept
 
-    def _put_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
-        return put(put(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
+    def _replace_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
+        return replace_field(replace_field(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
 
 
 @lru_cache(maxsize=64)
-def _extended(kind: type, scaled: tuple[str, ...]) -> Any:
+def _lattice_type(kind: type, scaled: tuple[str, ...]) -> Any:
     names: tuple[str, ...] = kind._fields
     return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))
 
@@ -279,13 +279,13 @@ def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:
     """How large the entries of a field are, for each system and link."""
     start = detached(state)
     with torch.no_grad():
-        typical = dynamics.typical(start, AHEAD * dt)
+        known_scales = dynamics.characteristic_scales(start, AHEAD * dt)
         rates = dynamics.drift(0.0, start)._asdict()
     found = {}
     for name, value in start._asdict().items():
         sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
-        if name in typical:
-            sizes.append(typical[name].detach().abs().expand_as(value))
+        if name in known_scales:
+            sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
         largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)

@@ -15,9 +15,9 @@ from adjsim._params import register
 from adjsim._state import State
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start
-from adjsim.dynamics.cotangents import Cotangents, insert, take
+from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
-from adjsim.dynamics.sources import Accumulate, At, Coefficients, Field, reduce
+from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
 
 
@@ -54,7 +54,7 @@ class Chain(Term):
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
-        heat = torch.stack([_heat(state, c, j) for j in range(self.dynamics.length)], -3)
+        heat = torch.stack([_chain_force(state, c, j) for j in range(self.dynamics.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
         return {"momentum": -state.momentum * v[..., 0, :, :], "bath_position": v, "bath_momentum": heat - b * damping}
 
@@ -66,98 +66,100 @@ class Chain(Term):
         last = self.dynamics.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
-        slow = Scale("momentum", Drag(0, h))
-        ride = Shear("bath_position", Field("bath_momentum"), "h/Q")
-        return (*inward, slow, ride, *outward)
+        scale = Scale("momentum", ChainScaling(0, h))
+        advance = Shear("bath_position", Field("bath_momentum"), "h/Q")
+        return (*inward, scale, advance, *outward)
 
     def _link(self, j: int, h: float) -> list[Move]:
         if j == self.dynamics.length - 1:
-            return [Shear("bath_momentum", Heat(j, h, None), link=j)]
-        return [Scale("bath_momentum", Drag(j + 1, h), link=j), Shear("bath_momentum", Heat(j, h, j + 1), link=j)]
+            return [Shear("bath_momentum", ChainForce(j, h, None), link=j)]
+        return [Scale("bath_momentum", ChainScaling(j + 1, h), link=j), Shear("bath_momentum", ChainForce(j, h, j + 1), link=j)]
 
 
-def _heat(state: State, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
     """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
-    return take(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
+    return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _drag(state: State, c: Coefficients, j: int, h: float) -> Tensor:
+def _scaling(state: State, c: Coefficients, j: int, h: float) -> Tensor:
     """By how much link j slows down what is before it over a time h."""
-    return torch.exp(take(state.bath_momentum, j) * c["1/Q"][j] * -h)
+    return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
 
 @dataclass(frozen=True)
-class Drag:
+class ChainScaling:
     """``exp(-h b_j/Q_j)``, by which link j scales what is before it."""
 
     link: int
     h: float
 
-    def value(self, state: State, at: At) -> Tensor:
-        return _drag(state, at.coefficients, self.link, self.h)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return _scaling(state, context.coefficients, self.link, self.h)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        value = self.value(state, at)
-        return value, lambda cotangent: _drag_vjp(self.link, self.h, cotangent * value, state, at, cotangents)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        value = self.value(state, context)
+        return value, lambda cotangent: _scaling_vjp(self.link, self.h, cotangent * value, state, context, cotangents)
 
 
 @dataclass(frozen=True)
-class Heat:
+class ChainForce:
     """``h G_j``, what link j is driven by over a time h; times ``exp(-h b_k/2Q_k)`` where a later link k drags it."""
 
     link: int
     h: float
-    dragged_by: int | None
+    damped_by: int | None
 
-    def value(self, state: State, at: At) -> Tensor:
-        heat = _heat(state, at.coefficients, self.link) * self.h
-        return heat if self.dragged_by is None else heat * _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        return heat if self.damped_by is None else heat * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        heat = _heat(state, at.coefficients, self.link) * self.h
-        if self.dragged_by is None:
-            return heat, lambda cotangent: self._heat_vjp(cotangent * self.h, state, at, cotangents)
-        k, drag = self.dragged_by, _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        if self.damped_by is None:
+            return heat, lambda cotangent: self._chain_force_vjp(cotangent * self.h, state, context, cotangents)
+        k, drag = self.damped_by, _scaling(state, context.coefficients, self.damped_by, self.h / 2)
         value = heat * drag
 
         def accumulate(cotangent: Tensor) -> None:
-            _drag_vjp(k, self.h / 2, cotangent * value, state, at, cotangents)
-            self._heat_vjp(cotangent * drag * self.h, state, at, cotangents)
+            _scaling_vjp(k, self.h / 2, cotangent * value, state, context, cotangents)
+            self._chain_force_vjp(cotangent * drag * self.h, state, context, cotangents)
 
         return value, accumulate
 
-    def _heat_vjp(self, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
+    def _chain_force_vjp(self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
         """The cotangent of G_j taken to what it depends on."""
-        c, j = at.coefficients, self.link
-        _add_to_link(at, cotangents, "target", j, -cotangent)
+        c, j = context.coefficients, self.link
+        _add_to_link(context, cotangents, "target", j, -cotangent)
         if j == 0:
             scaled = state.momentum * cotangent
             cotangents["momentum"] = torch.addcmul(cotangents["momentum"], scaled, c["1/m"], value=2)
             if c["1/m"].requires_grad:
-                cotangents.add_coefficient(at.letter, "1/m", reduce(scaled * state.momentum, c["1/m"]))
+                cotangents.add_coefficient(context.letter, "1/m", unbroadcast(scaled * state.momentum, c["1/m"]))
         else:
-            before = take(state.bath_momentum, j - 1)
+            before = select_link(state.bath_momentum, j - 1)
             _add_to_bath(cotangents, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
-            _add_to_link(at, cotangents, "1/Q", j - 1, cotangent * before**2)
+            _add_to_link(context, cotangents, "1/Q", j - 1, cotangent * before**2)
 
 
-def _drag_vjp(j: int, h: float, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
+def _scaling_vjp(j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
     """The cotangent of the exponent's exponential, times its value, taken to b_j and 1/Q_j."""
-    _add_to_bath(cotangents, j, cotangent * at.coefficients["1/Q"][j] * -h)
-    _add_to_link(at, cotangents, "1/Q", j, cotangent * take(state.bath_momentum, j) * -h)
+    _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
+    _add_to_link(context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h)
 
 
 def _add_to_bath(cotangents: Cotangents, j: int, cotangent: Tensor) -> None:
-    cotangents.add("bath_momentum", reduce(cotangent, take(cotangents["bath_momentum"], j)), j)
+    cotangents.add("bath_momentum", unbroadcast(cotangent, select_link(cotangents["bath_momentum"], j)), j)
 
 
-def _add_to_link(at: At, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
+def _add_to_link(context: MoveContext, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
     """Add to the cotangent of one link of a coefficient."""
-    whole = at.coefficients[name]
+    whole = context.coefficients[name]
     if whole.requires_grad:
-        cotangents.add_coefficient(at.letter, name, insert(torch.zeros_like(whole), j, reduce(cotangent, whole[j])))
+        cotangents.add_coefficient(
+            context.letter, name, replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j]))
+        )
 
 
 class NoseHooverChain(MassiveDynamics):
@@ -222,11 +224,11 @@ class NoseHooverChain(MassiveDynamics):
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
         """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
-        at, p = as_start(position, momentum)
+        context, p = as_start(position, momentum)
         if p is None:
-            p = self.thermal_momentum(at, self.kT, generator)
-        bath = at.new_zeros((*at.shape[:-2], self.length, 1, 1))
-        state = ChainState(at, p, bath, bath)
+            p = self.thermal_momentum(context, self.kT, generator)
+        bath = context.new_zeros((*context.shape[:-2], self.length, 1, 1))
+        state = ChainState(context, p, bath, bath)
         self.check(state)
         return state
 
@@ -237,10 +239,14 @@ class NoseHooverChain(MassiveDynamics):
             if getattr(state, name).shape != expected:
                 raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
         # The first link's position is weighed by dof in the energy, and so smaller; one is the scale of the others.
-        return {**super().typical(state, time), "bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
+        return {
+            **super().characteristic_scales(state, time),
+            "bath_momentum": torch.sqrt(Q * target),
+            "bath_position": torch.ones_like(Q),
+        }
 
     def reduced_energy(self, state: State) -> Energies:
         """H/kT and ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""

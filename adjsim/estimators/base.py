@@ -307,10 +307,10 @@ def observe(
     trajectory = run(
         simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise, compile=simulation.compile
     )
-    return checked(look(observable, trajectory), start), trajectory
+    return checked(evaluate(observable, trajectory), start), trajectory
 
 
-def look(observable: Observable, trajectory: Trajectory) -> Tensor:
+def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
     """The observable of a trajectory, which has recorded it if it is a time average."""
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None

@@ -58,13 +58,13 @@ class PseudoInverse(ABC):
     def __init__(self, potential: nn.Module, q: Tensor) -> None:
         self.hessian, self.q = Hessian(potential, q), q
         self.epsilon = float(torch.finfo(q.dtype).eps)
-        self.left = float(force(potential, q).detach().abs().max())
-        self.stiff = max(1e-300, self._largest())
+        self.residual_force = float(force(potential, q).detach().abs().max())
+        self.largest_curvature = max(1e-300, self._largest())
         # A rotation has the curvature force/radius where a force is left.
         radius = float((q - q.mean(-2, keepdim=True)).square().sum(-1).mean().sqrt())
-        turning = 10 * self.left / radius if radius > 0 else 0.0
-        self.rounding = ROUNDING * self.epsilon * self.stiff + turning
-        self.soft = max(math.sqrt(self.epsilon) * self.stiff, self.rounding)
+        turning = 10 * self.residual_force / radius if radius > 0 else 0.0
+        self.rounding = ROUNDING * self.epsilon * self.largest_curvature + turning
+        self.soft_limit = max(math.sqrt(self.epsilon) * self.largest_curvature, self.rounding)
         self.flat = self._flat()
 
     @abstractmethod
@@ -107,17 +107,18 @@ class PseudoInverse(ABC):
         if lowest < -self.rounding:
             raise RuntimeError(
                 f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left (the largest is "
-                f"{self.stiff:.3g}). Start elsewhere."
+                f"{self.largest_curvature:.3g}). Start elsewhere."
             )
-        if lowest < self.soft:
+        if lowest < self.soft_limit:
+            largest = self.largest_curvature
             raise RuntimeError(
-                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and {self.stiff:.2g}, a condition "
-                f"number of {self.stiff / lowest:.1e}, where at most {self.stiff / self.soft:.1e} leaves digits of the "
-                "derivative. Hold the soft coordinate, or measure it in units in which it is stiffer."
+                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and {largest:.2g}, a condition "
+                f"number of {largest / lowest:.1e}. At most {largest / self.soft_limit:.1e} leaves digits of the derivative. "
+                "Hold the soft coordinate, or measure it in units in which it is stiffer."
             )
 
 
-class Dense(PseudoInverse):
+class DenseInverse(PseudoInverse):
     """By all eigenvalues and eigenvectors."""
 
     def _largest(self) -> float:
@@ -139,7 +140,7 @@ class Dense(PseudoInverse):
         return vectors @ ((vectors.T @ b) / self.values[curved])
 
 
-class Iterative(PseudoInverse):
+class IterativeInverse(PseudoInverse):
     """By products alone. Translations and rotations are tested for being flat; other flat directions are searched for."""
 
     def _largest(self) -> float:
@@ -157,7 +158,7 @@ class Iterative(PseudoInverse):
     def check(self) -> None:
         for _ in range(SEARCHED + 1):
             # The lowest curvature by the largest of a shifted operator, relative to whose size Lanczos steps converge.
-            shifted = _Deflated(self, -1.0, 1.1 * self.stiff)
+            shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
             _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
             direction = self.project(direction)
             direction /= np.linalg.norm(direction)
@@ -198,20 +199,20 @@ class Iterative(PseudoInverse):
 class _Deflated(LinearOperator):
     """``sign (H + stiff P) + shift``, P being the projector on flat directions: a Hessian that is not singular."""
 
-    def __init__(self, inverse: Iterative, sign: float = 1.0, shift: float = 0.0) -> None:
+    def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
         super().__init__(np.dtype(np.float64), inverse.hessian.shape)
-        self.hessian, self.flat, self.stiff = inverse.hessian, inverse.flat, inverse.stiff
-        self.sign, self.shift_by = sign, shift
+        self.hessian, self.flat, self.largest_curvature = inverse.hessian, inverse.flat, inverse.largest_curvature
+        self.sign, self.offset = sign, shift
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         x = x.ravel()
-        product = self.hessian.matvec(x) + self.stiff * (self.flat @ (self.flat.T @ x))
-        return self.sign * product + self.shift_by * x
+        product = self.hessian.matvec(x) + self.largest_curvature * (self.flat @ (self.flat.T @ x))
+        return self.sign * product + self.offset * x
 
 
 def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
     """That of the Hessian at one system's position ``(atoms, dim)``."""
-    return (Dense if q.numel() <= DENSE else Iterative)(potential, q)
+    return (DenseInverse if q.numel() <= DENSE else IterativeInverse)(potential, q)
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:

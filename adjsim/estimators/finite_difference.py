@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number
-from adjsim._module import lent
+from adjsim._module import exclusive
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
@@ -55,9 +55,9 @@ class FiniteDifference(ChunkedEstimator):
             for i, entry in enumerate(entries.tolist()):
                 step, ends = self.h * (abs(entry) or 1.0), []
                 for sign in (1, -1):
-                    moved = entries.clone()
-                    moved[i] += sign * step
-                    with lent(simulation.dynamics), _set(parameter, moved.reshape(parameter.shape)):
+                    shifted = entries.clone()
+                    shifted[i] += sign * step
+                    with exclusive(simulation.dynamics), _temporary_value(parameter, shifted.reshape(parameter.shape)):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
@@ -67,7 +67,7 @@ class FiniteDifference(ChunkedEstimator):
         return f"FiniteDifference(h={self.h:g})"
 
 
-class _set:
+class _temporary_value:
     """The parameter with another value, for a while."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:

@@ -12,7 +12,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import captured, refuse_captured_force, with_values
+from adjsim.estimators.functional import captured_parameter, refuse_captured_force, with_values
 
 
 class ForwardSensitivity(ChunkedEstimator):
@@ -38,7 +38,7 @@ class ForwardSensitivity(ChunkedEstimator):
         if getattr(simulation.solver, "exact", False):
             raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
         refuse_captured_force("ForwardSensitivity", simulation)
-        name = captured(simulation, observable)
+        name = captured_parameter(simulation, observable)
         if name is not None:
             raise ValueError(
                 f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its own, where no tangent "

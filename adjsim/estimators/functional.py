@@ -19,7 +19,7 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
     """What a function gives where parameters of a module have other values, by name; one tensor under several names is
     replaced under all of them."""
     tensors = ModuleTensors(module)
-    with tensors.bound([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
+    with tensors.substituted([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
         return function()
 
 
@@ -38,7 +38,7 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
         )
 
 
-def captured(simulation: Simulation, observable: Observable) -> str | None:
+def captured_parameter(simulation: Simulation, observable: Observable) -> str | None:
     """The parameter that an observable reads as a tensor of its own, if there is one, so that another value that the dynamics
     is given does not reach it."""
     parameters = simulation.dynamics.trainable()

@@ -20,9 +20,9 @@ from adjsim.adjoints.stepper import Inputs, Stepper, prepare
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, evaluate, jacobian, weighted_mean
 from adjsim.estimators.functional import refuse_captured_force, with_values
-from adjsim.estimators.probes import reads, spread
+from adjsim.estimators.probes import depends_on, evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.base import Problem
@@ -30,7 +30,7 @@ from adjsim.solvers.euler_maruyama import EulerMaruyama
 from adjsim.solvers.splitting import Splitting
 
 # The effective sample size is that of weights for a parameter moved by this share of itself.
-MOVED = 0.1
+RELATIVE_SHIFT = 0.1
 # Starts at which an observable is looked at before any work, and states of a time average at which it is on the way.
 PROBED, PROBED_STEPS = 8, 8
 STACKED_STEPS = 32
@@ -94,9 +94,9 @@ class Girsanov(ChunkedEstimator):
         if word == "BAOAB":
             start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
             frames = type(start)(*(torch.stack([x] * len(simulation.ts)) for x in start))
-            looks = _Looks(observable, check_times(simulation.ts))
-            looks.refuse_momenta(start, frames)
-            looks.refuse_slopes(start, frames)
+            momentum_check = _MomentumCheck(observable, check_times(simulation.ts))
+            momentum_check.refuse_momenta(start, frames)
+            momentum_check.refuse_slopes(start, frames)
 
     @torch.no_grad()
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
@@ -108,20 +108,22 @@ class Girsanov(ChunkedEstimator):
         recorder = Recorder(average, stepper.clock)
         recording = Recording(recorder, stepper)
         score = _score(dynamics, solver, stepper, inputs)
-        explicit = _Explicit(dynamics, average)
+        explicit = _ExplicitDerivative(dynamics, average)
         # Where the starts do not show that momenta are looked at, the states that are visited may.
-        looks = _Looks(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
-        path = _Path(stepper, recorder, score, explicit, looks)
+        momentum_check = (
+            _MomentumCheck(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
+        )
+        path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats))
         last = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
-        score.settle(stepper.clock.last)
+        score.flush(stepper.clock.last)
         states, record = recording.result()
         stats, final = problem.stats, stepper.from_lattice(last)
         trajectory = Trajectory(times, states, record, final, stats)
-        if looks is not None and average is None:
-            looks.refuse_momenta(final, states)
+        if momentum_check is not None and average is None:
+            momentum_check.refuse_momenta(final, states)
         with torch.enable_grad():
-            seen = checked(look(observable, trajectory), start)
+            seen = checked(evaluate(observable, trajectory), start)
             mean = seen.mean(0)
         values = seen.detach()
         own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
@@ -142,7 +144,7 @@ class Girsanov(ChunkedEstimator):
         for name, p in parameters.items():
             scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(sum(sizes), -1)
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
-                weight = torch.softmax(MOVED * (size or 1.0) * scores[:, j], 0)
+                weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
                 left = min(left, 1.0 / float((weight**2).sum()))
         return {"ess": left, "contributing": self._contributing(parts, sizes)}
 
@@ -169,14 +171,25 @@ class Girsanov(ChunkedEstimator):
         return "Girsanov()"
 
 
-class _Path:
+class _PathObserver:
     """Shows every step to the score, every state that counts to a time average's own dependence on the parameters, and some of
     these to what looks for momenta in it."""
 
-    def __init__(self, stepper: Stepper, recorder: Recorder, score: _Score, explicit: _Explicit, looks: _Looks | None) -> None:
-        self.stepper, self.score, self.explicit, self.looks = stepper, score, explicit, looks
+    def __init__(
+        self,
+        stepper: Stepper,
+        recorder: Recorder,
+        score: _Score,
+        explicit: _ExplicitDerivative,
+        momentum_check: _MomentumCheck | None,
+    ) -> None:
+        self.stepper, self.score, self.explicit, self.momentum_check = stepper, score, explicit, momentum_check
         self.average, self.first, self.before = recorder.average is not None, recorder.first, None
-        probed = spread(recorder.first, stepper.clock.last, PROBED_STEPS) if self.average and looks is not None else ()
+        probed = (
+            evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
+            if self.average and momentum_check is not None
+            else ()
+        )
         self.probed = set(probed)
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -188,12 +201,12 @@ class _Path:
             self.score(step - 1, self.before, after)
             if self.average and step >= self.first:
                 self.explicit(after)
-            if self.looks is not None and step in self.probed:
-                self.looks.refuse_momenta(after, None)
+            if self.momentum_check is not None and step in self.probed:
+                self.momentum_check.refuse_momenta(after, None)
         self.before = after
 
 
-class _Looks:
+class _MomentumCheck:
     """Whether an observable looks at momenta, which have no path density under BAOAB.
 
     Found by moving them and comparing values, since automatic differentiation does not see what is read behind ``detach()`` or
@@ -205,7 +218,7 @@ class _Looks:
 
     def refuse_momenta(self, final: State, frames: State | None) -> None:
         """Refuse an observable whose value changes with the momenta of these states."""
-        if reads(lambda state: self._seen(state, final, frames), final, "momentum"):
+        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
             self._refuse()
 
     def refuse_slopes(self, final: State, frames: State | None) -> None:
@@ -237,7 +250,7 @@ class _Looks:
         )
 
 
-class _Explicit:
+class _ExplicitDerivative:
     """The observable's own dependence on the parameters, averaged over the steps of a time average."""
 
     def __init__(self, dynamics: Any, average: TimeAverage | None) -> None:
@@ -281,29 +294,29 @@ class _Score(ABC):
     """The score of every replica's path, added up along the run."""
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
-        self.stepper, self.contraction = stepper, _ParameterVJP(dynamics.potential)
+        self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
         replicas = inputs.state.position.shape[0]
-        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.contraction.parameters.items()}
+        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.parameter_vjp.parameters.items()}
         # A force in time is taken at its time; others wait, since one call for many steps spares its overhead.
-        self.patience = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
+        self.pending: list[tuple[Tensor, Tensor]] = []
 
     def add(self, position: Tensor, weight: Tensor, step: int) -> None:
-        self.waiting.append((position, weight))
-        if len(self.waiting) == self.patience:
-            self.settle(step)
+        self.pending.append((position, weight))
+        if len(self.pending) == self.stack_size:
+            self.flush(step)
 
-    def settle(self, step: int) -> None:
+    def flush(self, step: int) -> None:
         """Add what waits."""
-        if self.waiting and self.total:
-            positions, weights = (torch.cat(entries) for entries in zip(*self.waiting, strict=True))
-            for name, found in self.contraction(positions, weights, self.stepper.clock.time(step)).items():
+        if self.pending and self.total:
+            positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
+            for name, found in self.parameter_vjp(positions, weights, self.stepper.clock.time(step)).items():
                 total = self.total[name]
-                self.total[name] = total + found.reshape(len(self.waiting), *total.shape).sum(0)
-        self.waiting.clear()
+                self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
+        self.pending.clear()
 
     def noise(self, step: int) -> tuple[Tensor, ...]:
-        drawn = self.stepper.seen(step)
+        drawn = self.stepper.noise_of(step)
         assert drawn is not None
         return drawn
 
@@ -340,14 +353,14 @@ class _BAOAB(_Score):
         group = inputs.coefficients["O"]
         # Half a kick, "h" being half of dt, is what the first step sees; the others follow on another half.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating = torch.zeros_like(inputs.state.position)
+        self.alternating_sum = torch.zeros_like(inputs.state.position)
         for step in range(stepper.clock.last - 1, -1, -1):
-            self.alternating = self.noise(step)[0] - self.alternating
+            self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
     def __call__(self, step: int, before: State, after: State) -> None:
         kicks = 1 if step == 0 else 2
-        self.add(before.position, kicks * self.half * self.alternating, step)
-        self.alternating = self.noise(step)[0] - self.alternating
+        self.add(before.position, kicks * self.half * self.alternating_sum, step)
+        self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
 
 def _ratio(drift: Tensor, noise: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from adjsim.potentials.base import DeferredVJP, force, force_vjp
 
 NEWTON_STEPS = 20
 # Share of dF/dtheta along a flat direction that counts as none.
-PUSHED = 1e-6
+FLAT_SHARE = 1e-6
 
 
 class ImplicitDifferentiation:
@@ -76,9 +76,9 @@ class ImplicitDifferentiation:
         left, allowed, inverse = math.inf, 0.0, pseudo_inverse(potential, q)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(q.abs().max()))
-            left, allowed = inverse.left, self.tol * inverse.stiff * scale
+            left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
             nearer = pseudo_inverse(potential, self._newton(potential, inverse))
-            if left <= allowed and nearer.left >= 0.5 * left:
+            if left <= allowed and nearer.residual_force >= 0.5 * left:
                 inverse.check()
                 return inverse.q
             inverse = nearer
@@ -114,13 +114,13 @@ class _Minimum(torch.autograd.Function):
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
             inverse = pseudo_inverse(ctx.potential, q)
             inverse.check()
-            _check_pushes(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
+            _check_flat_directions(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
             x = inverse.solve(v.double().cpu().numpy().ravel())
-            total = [old + g for old, g in zip(total, _along(ctx.potential, q, x, parameters), strict=True)]
+            total = [old + g for old, g in zip(total, _parameter_gradient(ctx.potential, q, x, parameters), strict=True)]
         return (None, None, None, *total)
 
 
-def _along(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
+def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
     """``x^T dF/dtheta``."""
     _, pullback = force_vjp(potential, q, parameters)
     _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
@@ -128,7 +128,7 @@ def _along(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tens
     return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, listed, strict=True)]
 
 
-def _check_pushes(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
+def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
     """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes along one that is not, and,
     over a change as large as itself, by more than the rounding of forces."""
     if not inverse.flat.shape[1]:
@@ -136,12 +136,12 @@ def _check_pushes(potential: nn.Module, inverse: PseudoInverse, parameters: dict
     other = inverse.project(np.random.default_rng(0).standard_normal(inverse.q.numel()))
     other /= max(1e-300, float(np.linalg.norm(other)))
     rounding, listed = inverse.rounding * float(inverse.q.abs().max()), list(parameters.values())
-    usual = _along(potential, inverse.q, other, listed)
+    usual = _parameter_gradient(potential, inverse.q, other, listed)
     for direction in inverse.flat.T:
-        pushes = _along(potential, inverse.q, direction, listed)
+        pushes = _parameter_gradient(potential, inverse.q, direction, listed)
         for (name, p), g, scale in zip(parameters.items(), pushes, usual, strict=True):
             size = float(p.detach().norm()) or 1.0
-            if float(g.norm()) > PUSHED * float(scale.norm()) + rounding / size:
+            if float(g.norm()) > FLAT_SHARE * float(scale.norm()) + rounding / size:
                 raise RuntimeError(
                     f"parameter {name!r} pushes along a direction in which the energy has no curvature, so that there is no "
                     "minimum at another value of it, and no derivative. Hold that direction: a weak spring on the centre does."

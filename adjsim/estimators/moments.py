@@ -36,7 +36,7 @@ class Moments:
         self.shift = torch.nan_to_num(seen.reshape(len(seen), -1).mean(0), 0.0, 0.0, 0.0)
         self.names = list(dynamics.trainable())
 
-    def serves(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
+    def matches(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
         """Whether it is that of these dynamics, with the parameters they have now, and of this observable."""
         return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
 
@@ -45,11 +45,11 @@ class Moments:
         parameters = {name: registered[name] for name in self.names}
         with torch.enable_grad():
             if all(p.requires_grad for p in parameters.values()):
-                seen, u = self._look(state)
+                seen, u = self._evaluate(state)
             else:
                 # In a loop that is compiled inputs stand for the parameters, which no gradient is asked by.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-                seen, u = with_values(self.dynamics, parameters, lambda: self._look(state))
+                seen, u = with_values(self.dynamics, parameters, lambda: self._evaluate(state))
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
             entries = rows.mean(0).unbind()
             values = rows.detach() - self.shift
@@ -60,7 +60,7 @@ class Moments:
         parts = [values, values.square().mean(0), *slopes, *explicit]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
-    def _look(self, state: State) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, state: State) -> tuple[Tensor, Tensor]:
         return self.function(state), reduced_energy(self.dynamics, state, self.bath)
 
     @staticmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._state import State, detached
-from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, grid
+from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
@@ -67,7 +67,7 @@ class Pathwise(ChunkedEstimator):
             raise TypeError(f"truncate goes with solvers of a fixed step, not with {type(simulation.solver).__name__}.")
         if not isinstance(observable, TimeAverage | Final):
             raise TypeError("truncate goes with Final(fn) and TimeAverage(fn), whose parts are known.")
-        grid(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
+        step_numbers(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         parameters = simulation.dynamics.trainable()
@@ -77,7 +77,7 @@ class Pathwise(ChunkedEstimator):
                 values, trajectory = observe(simulation, observable, begin, self.adjoint, noise)
                 final, runs = trajectory.final, [trajectory.stats]
             else:
-                values, final, runs = self._cut(simulation, observable, begin, noise)
+                values, final, runs = self._truncated_run(simulation, observable, begin, noise)
             mean = values.mean(0)
         found = jacobian(mean, {**parameters, "": begin.position})
         growth, reaches = self._growth(observable, found.pop(""), detached(final))
@@ -128,7 +128,7 @@ class Pathwise(ChunkedEstimator):
         square = float(ratio[torch.isfinite(ratio)].square().mean())
         return (square if square > 0 else None), True
 
-    def _cut(
+    def _truncated_run(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
         """The observable with its graph cut (at the last part's start, or at that of every part), the end, and the parts'
@@ -136,7 +136,7 @@ class Pathwise(ChunkedEstimator):
         assert isinstance(simulation.solver, SteppingSolver)
         assert self.truncate is not None
         times, dt = check_times(simulation.ts), simulation.solver.dt
-        last, width = grid(times, dt)[-1], round(self.truncate / dt)
+        last, width = step_numbers(times, dt)[-1], round(self.truncate / dt)
         runs: list[dict[str, Any]] = []
 
         def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:

@@ -19,25 +19,25 @@ from adjsim.dynamics.base import Dynamics
 SIZES = (1e-3, 1.0, 10.0, 1e3)
 
 
-def reads(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
+def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
     """Whether a function of the state reads a field, at a state with replicas along its leading axis."""
     x = getattr(state, name).detach()
     generator = torch.Generator().manual_seed(0)
     shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (float(x.square().mean().sqrt()) or 1.0)
     with torch.no_grad():
         before = function(state)
-        return any(not same(function(state._replace(**{name: x + size * shift})), before) for size in SIZES)
+        return any(not bitwise_equal(function(state._replace(**{name: x + size * shift})), before) for size in SIZES)
 
 
-def reads_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
+def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
     """Whether an observable reads variables of the bath at these states.
 
     Raises:
         ValueError: it reads a field that has no stationary density, such as the position of a Nose-Hoover chain.
     """
-    others = [name for name in state._fields if name not in ("position", "momentum") and reads(function, state, name)]
+    others = [name for name in state._fields if name not in ("position", "momentum") and depends_on(function, state, name)]
     for name in others:
-        if not reads(dynamics.reduced_energy, state, name):
+        if not depends_on(dynamics.reduced_energy, state, name):
             raise ValueError(
                 f"the observable reads {name}, which has no stationary density under {type(dynamics).__name__}, so that its "
                 "mean has no equilibrium value. Use Pathwise or FiniteDifference for its mean along a path."
@@ -56,11 +56,11 @@ def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
     return dynamics.reduced_energy(state)
 
 
-def spread(first: int, last: int, count: int) -> set[int]:
+def evenly_spaced(first: int, last: int, count: int) -> set[int]:
     """So many whole numbers from first to last, as even as possible, the last among them."""
     return {last - (last - first) * i // count for i in range(count)}
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Whether two values have the same bits, NaN included."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

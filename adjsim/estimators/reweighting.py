@@ -13,7 +13,7 @@ from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
 from adjsim._state import State, select
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim._typing import Seed
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
@@ -27,8 +27,8 @@ from adjsim.estimators.base import (
     weighted_mean,
 )
 from adjsim.estimators.memory import PeakMemory
-from adjsim.estimators.probes import reads_bath, reduced_energy
-from adjsim.estimators.score_function import burn_in, equilibration, outer, stationary
+from adjsim.estimators.probes import depends_on_bath, reduced_energy
+from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
@@ -65,8 +65,8 @@ class Reweighting(Estimator):
         self._samples: _Samples | None = None
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
-        average = stationary(self, simulation, observable)
-        self._frames(simulation, burn_in(self, self.burn_in, average))
+        average = check_stationary(self, simulation, observable)
+        self._frames(simulation, common_burn_in(self, self.burn_in, average))
 
     @outside_inference_mode()
     def __call__(
@@ -82,21 +82,21 @@ class Reweighting(Estimator):
         slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
         self.check(simulation, observable)
         assert isinstance(observable, TimeAverage)
-        sizes, kept, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
-        skip = burn_in(self, self.burn_in, observable)
-        if kept is not None and (kept.simulation is not simulation or (kept.sizes, kept.skip) != (sizes, skip)):
-            kept = None
+        sizes, samples, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
+        skip = common_burn_in(self, self.burn_in, observable)
+        if samples is not None and (samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)):
+            samples = None
         with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0)).position.device) as memory:
-            bath = kept is not None and kept.reads_bath(observable)
-            sampled = kept is None or self._share(kept, bath) < self.threshold
+            bath = samples is not None and samples.depends_on_bath(observable)
+            sampled = samples is None or self._effective_share(samples, bath) < self.threshold
             if sampled:
-                kept = self._samples = self._sample(simulation, skip, slices, generator)
-                bath = kept.reads_bath(observable)
-            assert kept is not None
-            largest = float(kept.log_weights(bath).max())
-            parts = [self._weigh(kept, i, observable, bath, largest) for i in range(len(sizes))]
+                samples = self._samples = self._sample(simulation, skip, slices, generator)
+                bath = samples.depends_on_bath(observable)
+            assert samples is not None
+            largest = float(samples.log_weights(bath).max())
+            parts = [self._reweight(samples, i, observable, bath, largest) for i in range(len(sizes))]
             if sampled:
-                parts[0].stats["energy_evaluations"] += kept.evaluations
+                parts[0].stats["energy_evaluations"] += samples.evaluations
             diagnostics = self._combine(parts, sizes)
         seconds = time.perf_counter() - begun
         diagnostics.update(sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes)
@@ -108,7 +108,7 @@ class Reweighting(Estimator):
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
         with torch.enable_grad():
-            bath = self._samples.reads_bath(observable)
+            bath = self._samples.depends_on_bath(observable)
             logs = torch.cat([self._samples.log_weight(i, bath) for i in range(len(self._samples.states))])
             values = torch.cat([observable.function(state) for state in self._samples.states])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
@@ -143,8 +143,8 @@ class Reweighting(Estimator):
         """The start, and the times of the frames that are kept."""
         assert isinstance(simulation.solver, SteppingSolver)
         times, dt = check_times(simulation.ts), simulation.solver.dt
-        last, begin = grid(times, dt)[-1], float(times[0])
-        width = 10 if self.every is None else grid(check_times([0.0, self.every]), dt)[-1]
+        last, begin = step_numbers(times, dt)[-1], float(times[0])
+        width = 10 if self.every is None else step_numbers(check_times([0.0, self.every]), dt)[-1]
         first = first_averaged_step(skip, dt, last)
         steps = range(first - 1 + width, last + 1, width)
         if len(steps) < 2:
@@ -176,30 +176,30 @@ class Reweighting(Estimator):
         return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
 
     @staticmethod
-    def _share(kept: _Samples, bath: bool) -> float:
-        w = torch.softmax(kept.log_weights(bath), 0)
+    def _effective_share(samples: _Samples, bath: bool) -> float:
+        w = torch.softmax(samples.log_weights(bath), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
-    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
+    def _reweight(self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
         """One chunk's means of w O and of w, and their derivatives.
 
         Weights are taken relative to the largest of all chunks, which changes neither the ratio of the means nor its gradient:
         a constant that is added to the energy does not overflow.
         """
-        parameters = kept.simulation.dynamics.trainable()
+        parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():
-            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i, bath) - largest)
+            values, w = observable.function(samples.states[i]), torch.exp(samples.log_weight(i, bath) - largest)
             A, B = (_like(w, values) * values).mean(0), w.mean()
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
-        frames = len(w) // kept.sizes[i]
+        frames = len(w) // samples.sizes[i]
         extra = {
             "A": A.detach(),
             "B": B.detach(),
             "dA": {name: x[:size].reshape((*A.shape, *parameters[name].shape)) for name, x in both.items()},
             "dB": {name: x[size] for name, x in both.items()},
             "w": w.detach(),
-            "O": values.detach().reshape(frames, kept.sizes[i], -1),
+            "O": values.detach().reshape(frames, samples.sizes[i], -1),
         }
         return Chunk(extra["A"], dict(extra["dA"]), {"energy_evaluations": 1}, extra)
 
@@ -219,8 +219,8 @@ class _Samples:
     energies: list[dict[bool, Tensor]]
     evaluations: int
 
-    def reads_bath(self, observable: TimeAverage) -> bool:
-        return any(reads_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
+    def depends_on_bath(self, observable: TimeAverage) -> bool:
+        return any(depends_on_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
 
     def log_weight(self, i: int, bath: bool) -> Tensor:
         """Of a chunk's frames, at the parameters as they are now."""

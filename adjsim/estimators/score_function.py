@@ -10,11 +10,11 @@ from torch import Tensor
 from adjsim._inputs import as_number
 from adjsim._noise import Noise
 from adjsim._state import State
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Estimator, Observable, Simulation, checked, weighted_mean
 from adjsim.estimators.moments import Moments
-from adjsim.estimators.probes import reads_bath
+from adjsim.estimators.probes import depends_on_bath
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
@@ -56,15 +56,15 @@ class ScoreFunction(ChunkedEstimator):
         self._moments: dict[bool, Moments] = {}
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
-        average = stationary(self, simulation, observable)
-        burn_in(self, self.burn_in, average)
+        average = check_stationary(self, simulation, observable)
+        common_burn_in(self, self.burn_in, average)
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         assert isinstance(observable, TimeAverage)
         dynamics, function = simulation.dynamics, observable.function
-        bath = reads_bath(dynamics, function, start)
+        bath = depends_on_bath(dynamics, function, start)
         final, evaluations, found = self._sample(simulation, observable, start, noise, bath)
-        if not bath and reads_bath(dynamics, function, final):
+        if not bath and depends_on_bath(dynamics, function, final):
             final, more, found = self._sample(simulation, observable, start, noise, True)
             evaluations += more
         return Chunk(found["O"], found["dO"], {"energy_evaluations": evaluations}, found)
@@ -80,10 +80,10 @@ class ScoreFunction(ChunkedEstimator):
         assert isinstance(simulation.solver, SteppingSolver)
         dynamics, function = simulation.dynamics, observable.function
         moments = self._moments.get(bath)
-        if moments is None or not moments.serves(dynamics, function):
+        if moments is None or not moments.matches(dynamics, function):
             moments = self._moments[bath] = Moments(dynamics, function, bath, start)
-        skip, times, dt = burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
-        last = grid(times, dt)[-1]
+        skip, times, dt = common_burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
+        last = step_numbers(times, dt)[-1]
         first = first_averaged_step(skip, dt, last)
         middle = first + (last - first) // 2
         state, evaluations, parts = start, last - first + 1, []
@@ -166,7 +166,7 @@ def equilibration(halves: Tensor) -> float | None:
     return float(score.max()) if score.numel() else None
 
 
-def stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
+def check_stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
     """The observable as a time average of dynamics that have a stationary density, or an error that says why not."""
     name = type(estimator).__name__
     if not isinstance(observable, TimeAverage):
@@ -179,11 +179,11 @@ def stationary(estimator: Estimator, simulation: Simulation, observable: Observa
     probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.no_grad():
         simulation.dynamics.reduced_energy(probe)
-    reads_bath(simulation.dynamics, observable.function, probe)
+    depends_on_bath(simulation.dynamics, observable.function, probe)
     return observable
 
 
-def burn_in(estimator: Estimator, own: float, observable: TimeAverage) -> float:
+def common_burn_in(estimator: Estimator, own: float, observable: TimeAverage) -> float:
     """The one burn-in of estimator and observable."""
     if own and observable.burn_in and own != observable.burn_in:
         raise ValueError(

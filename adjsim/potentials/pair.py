@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
-from adjsim._layout import is_tracing, memory_order, packed, stored, unpacked
+from adjsim._layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
@@ -69,38 +69,38 @@ class PairPotential(Potential):
         """d2u/ds2, elementwise."""
         return derivative(self.pair_slope, s)
 
-    def harmless(self, s: Tensor) -> Tensor:
+    def safe_distance(self, s: Tensor) -> Tensor:
         """A squared distance at which the functions above are finite, for pairs that do not count."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
     def forward(self, position: Positions) -> Energies:
-        _, s, counts = self._geometry(position)
+        _, s, included = self._geometry(position)
         energy = self.pair_energy(s)
         if self.cutoff is not None:
-            energy = energy - self.pair_energy(torch.full_like(self.harmless(s), self.cutoff**2))
-        return 0.5 * torch.where(counts, energy, 0.0).sum((-1, -2))
+            energy = energy - self.pair_energy(torch.full_like(self.safe_distance(s), self.cutoff**2))
+        return 0.5 * torch.where(included, energy, 0.0).sum((-1, -2))
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        d, s, counts = self._geometry(position)
-        return _sum_pairs(-2 * self._counted(self.pair_slope(s), counts), d, grid)
+        d, s, included = self._geometry(position)
+        return _sum_pairs(-2 * self._masked(self.pair_slope(s), included), d, grid)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
-            d, s, counts = self._geometry(position)
-            slope = self._counted(self.pair_slope(s), counts)
+            d, s, included = self._geometry(position)
+            slope = self._masked(self.pair_slope(s), included)
             bare = -2 * slope
             value = _sum_pairs(bare, d, grid)
             bare = bare.unsqueeze(-3)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP | list[Tensor | None]]:
             with torch.no_grad():
-                w = planes(differences(v))
-                dw = sum_planes([x * y for x, y in zip(d, w, strict=True)])
-                bend = (-4 * self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3)
+                w = split_coordinates(differences(v))
+                dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
+                bend = (-4 * self._masked(self.pair_curvature(s), included) * dw).unsqueeze(-3)
                 rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
-                found = DeferredVJP(self, self.pair_slope, self._counted(-dw, counts), s)
+                found = DeferredVJP(self, self.pair_slope, self._masked(-dw, included), s)
                 by_rows = is_tracing() and self._takes_rows
-                return _join(rows), self._by_rows(found, parameters) if by_rows else found
+                return _join_coordinates(rows), self._by_rows(found, parameters) if by_rows else found
 
         return value, pullback
 
@@ -109,20 +109,18 @@ class PairPotential(Potential):
         """Whether formulas are elementwise in each scalar parameter too, so that it may differ from row to row."""
         return False
 
-    def _by_rows(self, put_off: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient with respect to parameters, each scalar of them given to every row of pairs as its own.
 
         The sums over a row then go into the loop over pairs that the rest of a compiled step has, where a sum over all pairs
         would need another loop. A parameter that has several names gets the sum of what they get.
         """
-        rows = (*put_off.x.shape[:-1], 1)
+        rows = (*deferred.x.shape[:-1], 1)
         registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        mine = {name: p for name, p in registered if any(p is q for q in parameters)}
-        stand_ins = {
-            name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in mine.items()
-        }
+        own = {name: p for name, p in registered if any(p is q for q in parameters)}
+        stand_ins = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
         with torch.enable_grad(), _reparametrize_module(self, stand_ins):
-            total = (put_off.weight * put_off.function(put_off.x)).sum()
+            total = (deferred.weight * deferred.function(deferred.x)).sum()
         refuse_unknown(total, self, list(stand_ins.values()), f"the force of {type(self).__name__}")
         if not total.requires_grad:
             return [None] * len(parameters)
@@ -130,26 +128,26 @@ class PairPotential(Potential):
         sums: list[Tensor | None] = []
         for q in parameters:
             parts = [
-                g.sum() if p.ndim == 0 else g for p, g in zip(mine.values(), grads, strict=True) if p is q and g is not None
+                g.sum() if p.ndim == 0 else g for p, g in zip(own.values(), grads, strict=True) if p is q and g is not None
             ]
             sums.append(sum(parts[1:], parts[0]) if parts else None)
         return sums
 
-    def _counted(self, x: Tensor, counts: Tensor) -> Tensor:
+    def _masked(self, x: Tensor, included: Tensor) -> Tensor:
         """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero of what it is times."""
-        return x if self.cutoff is None else torch.where(counts, x, 0.0)
+        return x if self.cutoff is None else torch.where(included, x, 0.0)
 
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
         """Differences in planes, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
-        parts = planes(differences(position))
+        parts = split_coordinates(differences(position))
         if self.box is not None:
             parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
-        s, counts = sum_planes([x * x for x in parts]), distinct(position)
+        s, included = sum_coordinates([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
             # One comparison of numbers in place of two masks, which compiled loops would widen.
-            s = torch.where(counts, s, torch.finfo(s.dtype).max)
-            counts = s < self.cutoff**2
-        return parts, torch.where(counts, s, self.harmless(s)), counts
+            s = torch.where(included, s, torch.finfo(s.dtype).max)
+            included = s < self.cutoff**2
+        return parts, torch.where(included, s, self.safe_distance(s)), included
 
 
 class LennardJones(PairPotential):
@@ -213,7 +211,7 @@ class LennardJones(PairPotential):
         epsilon, x, inverse = self._sixth(s)
         return 24 * epsilon * x * (7 * x - 2) * (inverse * inverse)
 
-    def harmless(self, s: Tensor) -> Tensor:
+    def safe_distance(self, s: Tensor) -> Tensor:
         return self.pair_parameters(s.detach())[1].detach() ** 2
 
     def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +226,7 @@ def distinct(position: Tensor) -> Tensor:
     """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in one place."""
     # Compared in the type of positions, and read from memory, so that a compiled loop over pairs does not convert numbers.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
-    index = stored(index) if is_tracing() else index
+    index = materialise_contiguous(index) if is_tracing() else index
     return index.unsqueeze(-1) != index
 
 
@@ -249,13 +247,13 @@ def _check_symmetric(name: str, value: Tensor) -> None:
         )
 
 
-def planes(d: Tensor) -> list[Tensor]:
+def split_coordinates(d: Tensor) -> list[Tensor]:
     """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to be compiled: sums over
     pairs are then one loop for all coordinates, and what they share is not computed for each."""
     return list(d.split(1, -3)) if is_tracing() else [d]
 
 
-def sum_planes(parts: list[Tensor]) -> Tensor:
+def sum_coordinates(parts: list[Tensor]) -> Tensor:
     """The sum over coordinates, ``(*batch, atoms, atoms)``."""
     if len(parts) == 1:
         return parts[0].sum(-3)
@@ -265,7 +263,7 @@ def sum_planes(parts: list[Tensor]) -> Tensor:
     return total.squeeze(-3)
 
 
-def _join(rows: list[Tensor]) -> Tensor:
+def _join_coordinates(rows: list[Tensor]) -> Tensor:
     """Coordinates ``(*batch, dim, atoms)`` in planes, as ``(*batch, atoms, dim)``."""
     if len(rows) == 1:
         return rows[0].transpose(-1, -2)
@@ -278,4 +276,4 @@ def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:
     parts = [weight.unsqueeze(-3) * x for x in d]
     if grid is not None:
         parts = [grid.round(part) for part in parts]
-    return _join([part.sum(-1) for part in parts])
+    return _join_coordinates([part.sum(-1) for part in parts])

@@ -20,10 +20,10 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import At, Coefficients
+from adjsim.dynamics.sources import Coefficients, MoveContext
 
 # The time at a share of a step: the end of one step and the beginning of the next are the same number.
-Clock = Callable[[float], Any]
+TimeInStep = Callable[[float], Any]
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,27 @@ class Stage:
 class Program:
     """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
 
-    A step draws ``draws`` fields of noise, each of the shape of position, and sees those of ``sees`` steps: its own and the
-    next ones. On a lattice it steps the lattice's states, which have information buffers in addition.
+    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of ``noise_steps`` steps, its own
+    and the next ones. On a lattice it steps the lattice's states, which have information buffers in addition.
     """
 
     stages: Sequence[Stage]
     dt: float
     order: int
     draws: int = 0
-    sees: int = 1
+    noise_steps: int = 1
     lattice: Lattice | None = None
 
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        place = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
-        moves = tuple((stage, place(move)) for stage in self.stages for move in stage.moves)
+        convert = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
+        moves = tuple((stage, convert(move)) for stage in self.stages for move in stage.moves)
         object.__setattr__(self, "moves", moves)
 
     def step(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -72,12 +72,12 @@ class Program:
     ) -> State:
         """The state a step later: a pure function of its tensors. ``forces`` takes the last force from step to step."""
         for stage, move in self.moves:
-            state = move.flow(state, self.at(time, stage, coefficients, noise, forces))
+            state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
         return state
 
-    def trail(
+    def intermediate_states(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -86,12 +86,12 @@ class Program:
         """The states before each move of a step, and the state after the last."""
         states = [state]
         for stage, move in self.moves:
-            states.append(move.flow(states[-1], self.at(time, stage, coefficients, noise, forces)))
+            states.append(move.flow(states[-1], self.context(time, stage, coefficients, noise, forces)))
         return states
 
     def backward(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -109,16 +109,16 @@ class Program:
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
-            at = self.at(time, stage, coefficients, noise, forces)
-            state = move.backward(state, at, cotangents, None if before is None else before[i])
+            context = self.context(time, stage, coefficients, noise, forces)
+            state = move.backward(state, context, cotangents, None if before is None else before[i])
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
         """An evaluator of the potential's forces, rounded as this program wants them."""
-        return ForceEvaluator(potential, grid=self.force_grid, still=self.clock_stands_still, **options)
+        return ForceEvaluator(potential, grid=self.force_grid, one_time_per_position=self.one_time_per_position, **options)
 
     @property
-    def clock_stands_still(self) -> bool:
+    def one_time_per_position(self) -> bool:
         """Whether no time passes while the position stays: then one position has one time, and one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
         moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
@@ -133,20 +133,20 @@ class Program:
         """The same step with these tensors as the spacings of its lattice."""
         return self if self.lattice is None else replace(self, lattice=self.lattice.with_spacings(spacings))
 
-    def at(
+    def context(
         self,
-        time: Clock,
+        time: TimeInStep,
         stage: Stage,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
-    ) -> At:
+    ) -> MoveContext:
         """Where the moves of a stage take place."""
         drawn = None
         if stage.draws:
             assert noise is not None
             drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return At(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
+        return MoveContext(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjsim._params import refuse_captured
 from adjsim._state import State, stack
-from adjsim._trajectory import TimeAverage, grid
+from adjsim._trajectory import TimeAverage, step_numbers
 from adjsim.solvers.base import Problem
 
 
@@ -62,7 +62,7 @@ class ContinuousSolver(ABC):
         """The times to solve for, in steps from the start where the step is fixed, and which of them are save times."""
         times, record = problem.times, problem.record
         if self.dt is not None:
-            times = torch.tensor(grid(times, self.dt), dtype=torch.float64)
+            times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
         saves = list(range(len(times)))
         if isinstance(record, TimeAverage) and record.burn_in > 0:
             begin = float(times[0]) + self._in_units(record.burn_in)
@@ -119,12 +119,12 @@ class VectorField(torch.nn.Module):
 
     def diffusion(self, t: Tensor, state: State) -> State:
         """The amplitudes of the noise."""
-        with self._bound():
+        with self._substituted():
             return self.problem.dynamics.diffusion(self.time(t), state)
 
     def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state, stats = self.state(fields), self.problem.stats
-        with self._bound():
+        with self._substituted():
             rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
             if self.average is not None:
                 rates = (*rates, self.average.function(state).to(fields[-1].dtype))
@@ -138,8 +138,8 @@ class VectorField(torch.nn.Module):
             tracked.register_hook(lambda _: _count(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
-    def _bound(self) -> AbstractContextManager[None]:
-        return self.problem.tensors.bound(self._copies[0]) if self._copies else nullcontext()
+    def _substituted(self) -> AbstractContextManager[None]:
+        return self.problem.tensors.substituted(self._copies[0]) if self._copies else nullcontext()
 
 
 def asks_gradient(problem: Problem) -> bool:

@@ -43,7 +43,7 @@ class EulerMaruyama(SteppingSolver):
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
         noise = Shear("position", Combination("weights", draws), "noise")
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
-        return Program((stage,), self.dt, self.order, draws=1, sees=len(draws))
+        return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
         assert isinstance(dynamics, OverdampedLangevin)

@@ -400,7 +400,7 @@ def test_observables_of_any_kind():
         masses = [1.0, 2.0, 3.0, 4.0]
         assert torch.equal(adjsim.kinetic_temperature(make(p), masses), adjsim.kinetic_temperature(p, torch.tensor(masses)))
         assert adjsim.mean_with_error(make(q[:, :, 0])) == adjsim.mean_with_error(q[:, :, 0])
-        assert torch.equal(adjsim.canonical_weights(make(q)), adjsim.canonical_weights(q))
+        assert torch.equal(adjsim.dynamics.canonical_weights(make(q)), adjsim.dynamics.canonical_weights(q))
         rate, times = q[:, :, 0].abs(), torch.arange(5.0)
         assert torch.equal(adjsim.first_passage_time(make(rate), make(times)), adjsim.first_passage_time(rate, times))
     cube = torch.rand(2, 8, 3)

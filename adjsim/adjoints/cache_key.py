@@ -55,11 +55,11 @@ _PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
-class UnseenError(ValueError):
+class UninspectableError(ValueError):
     """Something that compiled code would depend on cannot be looked at."""
 
 
-class Same:
+class Identity:
     """An object as itself: equal to itself alone, and to nothing once it is gone. It does not keep the object alive."""
 
     __slots__ = ("_id", "_ref")
@@ -71,11 +71,11 @@ class Same:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and (x := self._ref()) is not None and x is other._ref()
+        return isinstance(other, Identity) and (x := self._ref()) is not None and x is other._ref()
 
 
 @dataclass
-class _Look:
+class _KeyBuilder:
     """One look at things that refer to each other.
 
     Args:
@@ -86,7 +86,7 @@ class _Look:
     known: set[int]
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
-    def at(self, x: Any, where: str) -> Any:
+    def key(self, x: Any, where: str) -> Any:
         if isinstance(x, float):
             return float, x.hex()  # which equals itself also where it is no number, and tells the two zeros apart
         if isinstance(x, _PLAIN):
@@ -96,21 +96,21 @@ class _Look:
         if isinstance(x, Tensor):
             return _tensor(x)
         if isinstance(x, np.ndarray):
-            return x.shape, x.dtype.str, self.at(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+            return x.shape, x.dtype.str, self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
         if isinstance(x, ModuleType):
             return x.__name__
         if id(x) in self.seen:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
         if isinstance(x, (tuple, list)):
-            return type(x), self._own(x, where), *(self.at(y, f"{where}[{i}]") for i, y in enumerate(x))
+            return type(x), self._attributes(x, where), *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x))
         if isinstance(x, (set, frozenset)):
-            return type(x), frozenset(self.at(y, where) for y in x)
+            return type(x), frozenset(self.key(y, where) for y in x)
         if isinstance(x, Mapping):
-            items = ((self.at(k, where), self.at(y, f"{where}[{k!r}]")) for k, y in x.items())
-            return type(x), self._own(x, where), *items
+            items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
+            return type(x), self._attributes(x, where), *items
         if isinstance(x, nn.Module):
-            return Same(x) if id(x) in self.known else self._stranger(x, where)
+            return Identity(x) if id(x) in self.known else self._foreign_module(x, where)
         if isinstance(x, type):
             return self._class(x, where)
         if (callable(x) and not hasattr(x, "__dict__")) or isinstance(
@@ -122,19 +122,19 @@ class _Look:
     def module(self, x: nn.Module) -> Any:
         """The settings of one module of the dynamics."""
         name = type(x).__name__
-        own = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
-        parts = tuple((path, Same(part)) for path, part in x._modules.items() if part is not None)
+        attributes = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
+        parts = tuple((path, Identity(part)) for path, part in x._modules.items() if part is not None)
         return (
-            Same(x),
+            Identity(x),
             self._class(type(x), name),
             parts,
-            *((key, self.at(value, f"{name}.{key}")) for key, value in own.items()),
+            *((key, self.key(value, f"{name}.{key}")) for key, value in attributes.items()),
         )
 
-    def _stranger(self, x: nn.Module, where: str) -> Any:
+    def _foreign_module(self, x: nn.Module, where: str) -> Any:
         """A module that is not part of the dynamics: its tensors are constants too."""
         tensors = [*x.parameters(), *x.buffers()]
-        return tuple(self.module(part) for part in x.modules()), *(self.at(y, where) for y in tensors)
+        return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
 
     def _class(self, x: type, where: str) -> Any:
         kinds = [kind for kind in x.__mro__ if _package(kind) not in _FIXED]
@@ -144,15 +144,15 @@ class _Look:
                 for inside in ("__func__", "__wrapped__", "func", "fget"):
                     value = getattr(value, inside, value)
                 if isinstance(value, FunctionType) or not (name.startswith("__") or isinstance(value, _SLOTS)):
-                    found.append((name, self.at(value, f"{where}.{name}")))
-        kind = () if _package(type(x)) in _FIXED else self.at(type(x), where)
-        return Same(x), kind, *found
+                    found.append((name, self.key(value, f"{where}.{name}")))
+        kind = () if _package(type(x)) in _FIXED else self.key(type(x), where)
+        return Identity(x), kind, *found
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
-            return self.at(x.__func__, where), self.at(x.__self__, where)
+            return self.key(x.__func__, where), self.key(x.__self__, where)
         if isinstance(x, partial):
-            return self.at(x.func, where), self.at(x.args, where), self.at(x.keywords, where)
+            return self.key(x.func, where), self.key(x.args, where), self.key(x.keywords, where)
         if not isinstance(x, FunctionType) or _package(x) in _FIXED:
             return x
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
@@ -162,51 +162,62 @@ class _Look:
         for name, value in list(found):
             if isinstance(value, ModuleType) and _package_of(value) not in _FIXED:
                 found += [(f"{name}.{inner}", vars(value)[inner]) for inner in sorted(mentioned & set(vars(value)))]
-        seen = ((name, self.at(value, f"{where} ({name})")) for name, value in found)
-        return x.__code__, cells, self._own(x, where), *seen, self.at(x.__defaults__, where), self.at(x.__kwdefaults__, where)
+        seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
+        return (
+            x.__code__,
+            cells,
+            self._attributes(x, where),
+            *seen,
+            self.key(x.__defaults__, where),
+            self.key(x.__kwdefaults__, where),
+        )
 
-    def _own(self, x: Any, where: str) -> Any:
+    def _attributes(self, x: Any, where: str) -> Any:
         """What is set on a list, a dictionary or a function as on any object."""
-        own = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
-        return tuple((name, self.at(value, f"{where}.{name}")) for name, value in own.items())
+        attributes = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
+        return tuple((name, self.key(value, f"{where}.{name}")) for name, value in attributes.items())
 
     def _cell(self, cell: Any, where: str) -> Any:
         try:
-            return self.at(cell.cell_contents, where)
+            return self.key(cell.cell_contents, where)
         except ValueError as empty:
-            if isinstance(empty, UnseenError):
+            if isinstance(empty, UninspectableError):
                 raise
             return "empty"
 
     def _object(self, x: Any, where: str) -> Any:
         slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
         if not hasattr(x, "__dict__") and not slots:
-            raise UnseenError(
+            raise UninspectableError(
                 f"{where} is {type(x).__name__}, which cannot be looked at, so that a change of it would go unnoticed in "
                 "compiled "
                 "code. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
             )
         inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
-        return self._class(type(x), where), *((name, self.at(value, f"{where}.{name}")) for name, value in inner.items())
+        return self._class(type(x), where), *((name, self.key(value, f"{where}.{name}")) for name, value in inner.items())
 
 
-def settings(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
+def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
     """What a module, its submodules and a function read that is not a registered tensor, as a key.
 
     Raises:
         UnseenError: something that cannot be looked at.
     """
     modules = list(module.modules())
-    look = _Look({id(part) for part in modules})
+    builder = _KeyBuilder({id(part) for part in modules})
     default = torch.get_default_dtype()
-    return default, tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
+    return (
+        default,
+        tuple(builder.module(part) for part in modules),
+        None if function is None else builder.key(function, "the record"),
+    )
 
 
 def _tensor(x: Tensor) -> Any:
     """A tensor by its contents, which are what is baked in, and not by its count of writes, which ``.data`` evades."""
     kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
     if x.layout != torch.strided:
-        return *kind, Same(x), x._version
+        return *kind, Identity(x), x._version
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
