@@ -1,4 +1,4 @@
-"""Going back along an exact run: by the inverses, bit for bit, with the proof that it was so."""
+"""Reversal of an exact run: the inverses, bit for bit, with a proof."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Fingerprints(History):
-    """What proves that a run on a lattice was retraced.
+    """The proof that a run on a lattice was reversed exactly.
 
-    It keeps the final state with its information buffers, what they spilled, and 128 bits of fingerprint of state and buffers
-    at the start, at every save time, and every so many steps if that is asked for. The start has empty buffers, so its
-    fingerprint proves them empty again.
+    It stores the final state with its information buffers, the spills of the buffers, and
+    fingerprints of state and buffers (128 bits) at the start, at every save time, and every so many
+    steps if asked for. The start has empty buffers, so its fingerprint proves that they are empty
+    again.
     """
 
     def __init__(self, stepper: Stepper, every: int | None) -> None:
@@ -56,8 +57,8 @@ class ExactInversion(Rewind):
     def restore(self, step: int, state: State) -> State:
         if step in self.history.fingerprints and fingerprint(state) != self.history.fingerprints[step]:
             raise ReconstructionError(
-                f"retracing an exact run did not give back the state of step {step}, so the gradient would be wrong. The force "
-                "at a position had other bits on the way back: it is random, depends on something that changed meanwhile (a "
+                f"reversing an exact run did not recover the state of step {step}, so the gradient would be wrong. The force "
+                "at a position had other bits backward than forward: it is random, depends on a value that has changed (a "
                 "plain attribute, a mode, the number of threads), or comes from kernels that are not deterministic. Make it "
                 "reproducible (see torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
             )

@@ -319,7 +319,7 @@ def test_a_number_changed_between_forward_and_backward_is_caught():
         dynamics, dynamics.init(*square()), [0.0, 1.0], solver=Splitting("BAB", 0.01, exact=True), adjoint=ReversibleAdjoint()
     )
     dynamics.potential.k += 1e-13
-    with pytest.raises(ReconstructionError, match="did not give back"):
+    with pytest.raises(ReconstructionError, match="did not recover"):
         moment(run.final).backward()
 
 
