@@ -1,4 +1,4 @@
-"""adjsim: gradients through physical simulation. One physics, every gradient."""
+"""adjsim: gradients through physical simulation."""
 
 from adjsim._state import PhaseState
 from adjsim._trajectory import Final, TimeAverage, Trajectory

@@ -137,9 +137,7 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
         raise TypeError(f"adjoint must be an adjoint such as ReversibleAdjoint(); got {adjoint!r}.")
     if not isinstance(solver, adjoint.accepts):
         fitting = sorted(kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts))
-        raise TypeError(
-            f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: {', '.join(fitting)}."
-        )
+        raise TypeError(f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: {', '.join(fitting)}.")
 
 
 def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:

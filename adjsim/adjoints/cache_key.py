@@ -1,8 +1,9 @@
-"""What compiled code depends on apart from its inputs, as keys by which it is looked up.
+"""Keys of compiled code, made of everything that it depends on apart from its inputs.
 
-Tensors registered on modules are inputs of compiled code. Everything else that a potential or a record reads is baked into it:
-numbers, texts, arrays, activation functions, data classes, attributes of classes, what a function closes over, and globals. So
-all of that is part of the key. A value that cannot be looked at is refused, since a change of it would go unnoticed.
+Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
+record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
+attributes of classes, closures and globals. So all of these are part of the key. A value that
+cannot be inspected is refused, since a change of it would go unnoticed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# What torch keeps in a module: registered tensors are inputs, submodules are looked at by themselves.
+# Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected separately.
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
@@ -51,16 +52,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 
 
-# What classes have for instances' slots.
+# Descriptors that a class has for the slots of its instances.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
 class UninspectableError(ValueError):
-    """Something that compiled code would depend on cannot be looked at."""
+    """Raised for a value that compiled code depends on and that cannot be inspected."""
 
 
 class Identity:
-    """An object as itself: equal to itself alone, and to nothing once it is gone. It does not keep the object alive."""
+    """An object by identity, held weakly: equal to itself alone, and to nothing once it is gone."""
 
     __slots__ = ("_id", "_ref")
 
@@ -76,11 +77,12 @@ class Identity:
 
 @dataclass
 class _KeyBuilder:
-    """One look at things that refer to each other.
+    """Builds one key from objects that may refer to each other.
 
     Args:
-        known: modules that are looked at anyway.
-        seen: those met so far, with their numbers, by identity; they are kept so that no other gets the identity of one.
+        known: identities of modules that are inspected separately.
+        seen: the objects inspected so far, with their numbers, by identity. Keeping the objects
+            prevents another object from getting the identity of one of them.
     """
 
     known: set[int]
@@ -88,7 +90,7 @@ class _KeyBuilder:
 
     def key(self, x: Any, where: str) -> Any:
         if isinstance(x, float):
-            return float, x.hex()  # which equals itself also where it is no number, and tells the two zeros apart
+            return float, x.hex()  # equal to itself also for NaN, and different for the two zeros
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, np.generic):
@@ -120,7 +122,7 @@ class _KeyBuilder:
         return self._object(x, where)
 
     def module(self, x: nn.Module) -> Any:
-        """The settings of one module of the dynamics."""
+        """Build the key of one module of the dynamics."""
         name = type(x).__name__
         attributes = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
         parts = tuple((path, Identity(part)) for path, part in x._modules.items() if part is not None)
@@ -132,7 +134,7 @@ class _KeyBuilder:
         )
 
     def _foreign_module(self, x: nn.Module, where: str) -> Any:
-        """A module that is not part of the dynamics: its tensors are constants too."""
+        """Build the key of a module that is not part of the dynamics: its tensors are constants too."""
         tensors = [*x.parameters(), *x.buffers()]
         return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
 
@@ -173,7 +175,7 @@ class _KeyBuilder:
         )
 
     def _attributes(self, x: Any, where: str) -> Any:
-        """What is set on a list, a dictionary or a function as on any object."""
+        """Build the key of the attributes that were set on a list, a dictionary or a function."""
         attributes = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
         return tuple((name, self.key(value, f"{where}.{name}")) for name, value in attributes.items())
 
@@ -189,19 +191,18 @@ class _KeyBuilder:
         slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
         if not hasattr(x, "__dict__") and not slots:
             raise UninspectableError(
-                f"{where} is {type(x).__name__}, which cannot be looked at, so that a change of it would go unnoticed in "
-                "compiled "
-                "code. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
+                f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would not notice a change of "
+                "it. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
             )
         inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
         return self._class(type(x), where), *((name, self.key(value, f"{where}.{name}")) for name, value in inner.items())
 
 
 def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
-    """What a module, its submodules and a function read that is not a registered tensor, as a key.
+    """Build a key from everything that a module, its submodules and a function read, except registered tensors.
 
     Raises:
-        UnseenError: something that cannot be looked at.
+        UninspectableError: a value that cannot be inspected.
     """
     modules = list(module.modules())
     builder = _KeyBuilder({id(part) for part in modules})
@@ -214,7 +215,7 @@ def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> 
 
 
 def _tensor(x: Tensor) -> Any:
-    """A tensor by its contents, which are what is baked in, and not by its count of writes, which ``.data`` evades."""
+    """Build the key of a tensor from its contents, since ``.data`` evades the version counter."""
     kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
     if x.layout != torch.strided:
         return *kind, Identity(x), x._version
@@ -231,6 +232,6 @@ def _package(x: Any) -> str:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names and attributes that a function's code mentions, those of functions inside of it too."""
+    """Collect the global names and attributes in a function's code, and in functions inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))

@@ -1,4 +1,4 @@
-"""Steps carried out one by one."""
+"""The eager driver, which runs steps one by one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class EagerDriver:
-    """Carries out steps as they are written.
+    """Runs steps one by one, in Python.
 
     Args:
         stepper: the steps.
-        inputs: what they read.
-        forces: where forces are evaluated.
+        inputs: their inputs.
+        forces: evaluates the forces.
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
@@ -34,7 +34,7 @@ class EagerDriver:
         return state
 
     def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
-        """Take the cotangents from the last state back to the start, which is returned."""
+        """Take the cotangents from the last state back to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
         for step in with_progress(range(last, 0, -1), "backward", last, progress):

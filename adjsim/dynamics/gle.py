@@ -61,7 +61,8 @@ class Bath(Term):
         if not bool((pivots.detach() > 0).all()):
             raise ValueError(
                 f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
-                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
+                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of times G occurs in "
+                "the scheme), or SDESolver."
             )
         # Memory first: its draws are then, to leading order in h, the increments of the Brownian motion of the SDE.
         scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
