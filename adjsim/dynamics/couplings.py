@@ -1,17 +1,17 @@
-"""Coupling steps: the two moves that every reversible flow here is made of, and what follows from them.
+"""Coupling steps: the two moves of nearly every reversible flow, with their inverses and products.
 
-A :class:`Shear` adds to a field y something that does not depend on y; a :class:`Scale` multiplies it by a positive
-factor that does not depend on y. With x everything else, c the coefficients (functions of the parameters, computed once
-a run) and lambda the cotangent of the result::
+A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`Scale` multiplies y by a positive factor that does
+not depend on y. With x the rest of the state, c the coefficients (functions of the parameters, computed once a run) and lambda
+the cotangent of the result::
 
     Shear   y' = y + c g(x)      y = y' - c g(x)     lambda_x += c (dg/dx)^T lambda_y    lambda_c += lambda_y . g(x)
     Scale   y' = f(x) y          y = y' / f(x)       lambda_x += (df/dx)^T (lambda_y . y)    lambda_y <- f lambda_y
 
-The inverse and the product both need g(x) (or f(x)) at the same x, which the move leaves unchanged, so going backward evaluates
-it once. A :class:`Map` is a flow of another kind, with a function and its inverse (None if it destroys information); its
-product is taken by automatic differentiation of the function.
+The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a backward move evaluates it
+once. A :class:`Map` is a flow of another kind, with a function and its inverse (None if it destroys information). Automatic
+differentiation of the function gives its product.
 
-Moves are pure: (state, coefficients, noise, time) in, state out. What g is, a source says (:mod:`adjsim.dynamics.sources`).
+Moves are pure: (state, coefficients, noise, time) in, state out. A source (:mod:`adjsim.dynamics.sources`) defines g or f.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Shear:
         return True
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """The state after the move."""
+        """Return the state after the move."""
         return self._add(state, self.source.value(state, context), context, 1)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
         value, accumulate = self.source.vjp(after, context, cotangents)
         cotangent = select_link(cotangents[self.field], self.link)
         if self.coefficient is None:
@@ -89,11 +89,11 @@ class Scale:
         return True
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """The state after the move."""
+        """Return the state after the move."""
         return self._multiply(state, self.source.value(state, context), context)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
         factor, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
             before = self._divide(after, factor, context)
@@ -113,8 +113,11 @@ class Scale:
 
 @dataclass(frozen=True)
 class Map:
-    """A flow that is not a coupling: ``function(coefficients, *fields) -> fields``, or ``(coefficients, force, *fields) ->
-    fields`` where ``force`` is set. Without an inverse it destroys information and can only be recomputed."""
+    """A flow that is not a coupling, given by a function and its inverse.
+
+    The function is ``function(coefficients, *fields) -> fields``, or ``(coefficients, force, *fields) -> fields`` where
+    ``force`` is set. Without an inverse it destroys information and can only be recomputed.
+    """
 
     fields: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]
@@ -130,13 +133,13 @@ class Map:
         return self.inverse is not None
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """The state after the move."""
+        """Return the state after the move."""
         force = (context.forces.force(state.position, context.t),) if self.force else ()
         return self._replace(state, self.function(context.coefficients, *force, *self._fields(state)))
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """The state before the move (by its inverse if it is not given), with the cotangents taken through the move."""
-        # Where the flow moves the position, its force was that of the position before, which has then been kept.
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
+        # Where the flow moves the position, its force was that at ``before``, which is then given.
         where = after if before is None else before
         linear = context.forces.linear(where.position, context.t) if self.force else None
         force = () if linear is None else (linear.value,)
@@ -176,7 +179,7 @@ Move = Shear | Scale | Map
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:
-    """The state with one field, or one link of it, replaced."""
-    # Half the cost of _replace, which is a tenth of a step of a small system.
+    """Return the state with one field, or one link of it, replaced."""
+    # Half the cost of _replace, which takes a tenth of a step of a small system.
     i = state._fields.index(name)
     return type(state)(*state[:i], replace_link(state[i], link, part), *state[i + 1 :])

@@ -1,4 +1,4 @@
-"""Constant temperature without noise: the Nose-Hoover chain."""
+"""The Nose-Hoover chain: constant temperature without noise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ChainState(NamedTuple):
 
 
 class Chain(Term):
-    """N: a chain of thermostats, the first driven by the kinetic energy, each next one by the one before.
+    """The Nose-Hoover chain, N: each thermostat drives the one before it, the first the particles.
 
     ::
 
@@ -40,9 +40,10 @@ class Chain(Term):
         db_1/dt  = sum p^2/m - dof kT  - b_1 v_2
         db_j/dt  = b_{j-1}^2/Q_{j-1} - kT - b_j v_{j+1}        (the last link has no v_{j+1})
 
-    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996):
-    the links from the last to the first over h/2; the particles scaled by exp(-h v_1) and the x_j moved by h v_j; the links
-    again, from the first to the last. A link, pushed by G_j between two halves of its drag, is one scale and one shear::
+    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996). The links
+    advance over h/2, from the last to the first. Then the momenta are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the
+    links advance over h/2, from the first to the last. A link, driven by G_j between two halves of its damping, is one scale and
+    one shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j) = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
@@ -77,20 +78,20 @@ class Chain(Term):
 
 
 def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
-    """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
+    """Compute the force on link j: twice the kinetic energy that it controls, less the equilibrium value."""
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
 def _scaling(state: State, c: Coefficients, j: int, h: float) -> Tensor:
-    """By how much link j slows down what is before it over a time h."""
+    """Compute the factor by which link j scales the momentum that it controls over a time h."""
     return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
 
 @dataclass(frozen=True)
 class ChainScaling:
-    """``exp(-h b_j/Q_j)``, by which link j scales what is before it."""
+    """``exp(-h b_j/Q_j)``, the factor by which link j scales the momentum that it controls."""
 
     link: int
     h: float
@@ -105,7 +106,7 @@ class ChainScaling:
 
 @dataclass(frozen=True)
 class ChainForce:
-    """``h G_j``, what link j is driven by over a time h; times ``exp(-h b_k/2Q_k)`` where a later link k drags it."""
+    """``h G_j``, the force on link j over a time h, times ``exp(-h b_k/2Q_k)`` if link k damps it."""
 
     link: int
     h: float
@@ -129,7 +130,7 @@ class ChainForce:
         return value, accumulate
 
     def _chain_force_vjp(self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
-        """The cotangent of G_j taken to what it depends on."""
+        """Take the cotangent of G_j to the fields and coefficients in it."""
         c, j = context.coefficients, self.link
         _add_to_link(context, cotangents, "target", j, -cotangent)
         if j == 0:
@@ -144,7 +145,7 @@ class ChainForce:
 
 
 def _scaling_vjp(j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
-    """The cotangent of the exponent's exponential, times its value, taken to b_j and 1/Q_j."""
+    """Take the cotangent of the scaling factor, times the factor, to b_j and 1/Q_j."""
     _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
     _add_to_link(context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h)
 
@@ -175,8 +176,8 @@ class NoseHooverChain(MassiveDynamics):
     Q_j       kT tau^2, j > 1                                      energy time^2
     ========= ==================================================== ================
 
-    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other palindromes. One chain for each
-    system of a batch. The invariant is the extended energy
+    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other palindromes. Each system of a batch
+    has its own chain. The invariant is the extended energy
     ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is ergodic even for one
     harmonic oscillator; length 1 is not. It is deterministic and, in practice, chaotic.
 
@@ -184,7 +185,7 @@ class NoseHooverChain(MassiveDynamics):
         potential: energy module.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
         kT: temperature, energy.
-        tau: relaxation time; a few times the period of the slowest vibration to be thermalised well.
+        tau: relaxation time; a few times the period of the slowest vibration that should be thermalised well.
         length: links of the chain.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms x dim - dim when the total
             momentum is zero and stays so.
@@ -215,7 +216,7 @@ class NoseHooverChain(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain's masses Q and the equilibrium values it drives towards, each ``(length, 1, 1)``."""
+        """Compute the chain's masses Q and the equilibrium values of its kinetic energies, ``(length, 1, 1)``."""
         dof = self.mobile_dof(position) if self.dof is None else self.dof
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
         count[0] = dof
@@ -223,7 +224,7 @@ class NoseHooverChain(MassiveDynamics):
         return count * (kT * tau**2), count * kT
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
-        """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
+        """Make a start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
         context, p = as_start(position, momentum)
         if p is None:
             p = self.thermal_momentum(context, self.kT, generator)
@@ -241,7 +242,7 @@ class NoseHooverChain(MassiveDynamics):
 
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
-        # The first link's position is weighed by dof in the energy, and so smaller; one is the scale of the others.
+        # The energy weights the first link's position by dof, so it is smaller; one is the scale of the others.
         return {
             **super().characteristic_scales(state, time),
             "bath_momentum": torch.sqrt(Q * target),
@@ -249,13 +250,13 @@ class NoseHooverChain(MassiveDynamics):
         }
 
     def reduced_energy(self, state: State) -> Energies:
-        """H/kT and ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""
+        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""
         Q, _ = self.bath(state.position)
         chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
         return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))
 
     def invariant(self, state: State) -> Energies:
-        """The extended energy."""
+        """Compute the extended energy."""
         Q, target = self.bath(state.position)
         bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))
         return self.kinetic_energy(state) + self.potential(state.position) + bath

@@ -1,4 +1,4 @@
-"""What a move adds or multiplies by.
+"""Sources: the values that shears add and scales multiply by.
 
 A *source* is a value that depends on the state, the coefficients and the step's noise, together with its vector-Jacobian
 product: another field (:class:`Field`), the force (:class:`Force`), a coefficient (:class:`Coefficient`), the noise
@@ -19,13 +19,13 @@ from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
-# Takes the cotangent of a value on to what the value depends on; None where there is nothing to differentiate.
+# Adds the products of a value's cotangent to the cotangents of its inputs; None if there is nothing to differentiate.
 Accumulate = Callable[[Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MoveContext:
-    """Where a move takes place: the time, its term's letter and coefficients, the noise of its stage, the forces.
+    """The context of a move: time, letter and coefficients of its term, noise of its stage, forces.
 
     The noise is a tensor of the shape of position for each draw, or None where the term draws none.
     """
@@ -39,10 +39,10 @@ class MoveContext:
 
 @runtime_checkable
 class Source(Protocol):
-    """What a move adds or multiplies by.
+    """The interface of a source.
 
-    ``value`` gives it; ``vjp`` gives it with a function that takes a cotangent of the value on to the cotangents of the fields
-    and coefficients that it depends on.
+    ``value`` returns the value. ``vjp`` returns the value and a function that takes the value's cotangent and adds to the
+    cotangents of the fields and coefficients that the value depends on.
     """
 
     def value(self, state: State, context: MoveContext) -> Tensor: ...
@@ -51,7 +51,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """Another field as it is, or one link of it (an entry of its third-to-last axis)."""
+    """The value of another field, or of one link of it (an entry of its third-to-last axis)."""
 
     name: str
     link: int | None = None
@@ -65,7 +65,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Random:
-    """A draw of the stage's noise, standard normal, of the shape of position. Nothing is differentiated through it."""
+    """A draw of the stage's noise: standard normal numbers of the shape of position, not differentiated."""
 
     draw: int = 0
 
@@ -79,7 +79,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A coefficient, as it is."""
+    """The value of a coefficient."""
 
     name: str
 
@@ -95,7 +95,7 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class Combination:
-    """``sum_k c_k source_k``, c a coefficient with one entry for each source."""
+    """A weighted sum ``sum_k c_k source_k``, with one entry of the coefficient c for each source."""
 
     coefficient: str
     sources: tuple[Source, ...]
@@ -139,7 +139,7 @@ class Force:
 
 @dataclass(frozen=True)
 class Function:
-    """``function(coefficients, *fields)`` of the fields it names; its product is taken by automatic differentiation."""
+    """``function(coefficients, *fields)`` of the fields it names, differentiated automatically."""
 
     function: Callable[..., Tensor]
     reads: tuple[str, ...]
@@ -155,7 +155,7 @@ class Function:
         if not value.requires_grad:
             return value, None
         known = [*fields, *coefficients.values()]
-        context.forces.refuse_unknown(value, known, f"what term {context.letter!r} adds or multiplies by")
+        context.forces.refuse_unknown(value, known, f"the function of term {context.letter!r}")
 
         def accumulate(cotangent: Tensor) -> None:
             inputs = [*fields, *(coefficients[k] for k in wanted)]
@@ -171,11 +171,11 @@ class Function:
 
 
 def as_leaves(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:
-    """Coefficients cut from their graph, and the names of those whose cotangent is wanted."""
+    """Detach coefficients into leaves, and list the names of those whose cotangent is wanted."""
     leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
     return leaves, [name for name, c in leaves.items() if c.requires_grad]
 
 
 def unbroadcast(cotangent: Tensor, like: Tensor) -> Tensor:
-    """The cotangent of a value that was broadcast: summed over the axes it was broadcast along."""
+    """Sum the cotangent of a broadcast value over the axes of the broadcast."""
     return cotangent if cotangent.shape == like.shape else cotangent.sum_to_size(like.shape)
