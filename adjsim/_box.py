@@ -1,12 +1,15 @@
-"""Periodic cells: ``(dim,)`` edge lengths of an orthogonal cell, or ``(dim, dim)`` rows of a tilted one.
+"""Periodic cells: ``(dim,)`` edge lengths of an orthogonal cell, or ``(dim, dim)`` rows of a tilted
+one.
 
-Many cells describe one lattice, and the distances between images belong to the lattice. Rounding fractional coordinates to
-whole numbers finds the nearest image if the image is closer than w/2. Here w is the smallest distance between opposite faces
-of the cell: each fractional coordinate of such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For
-skewed rows w may be arbitrarily small. So tilted cells are reduced first, to the rows of the lattice with the largest possible
-w. These rows are dual to a Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and
-in up to three dimensions the longest vector of a Minkowski-reduced basis is as short as possible (Nguyen and Stehle, ACM
-Trans. Algorithms 5, 46 (2009)).
+Many cells describe one lattice, and the distances between images belong to the lattice. Rounding
+fractional coordinates to whole numbers finds the nearest image if the image is closer than w/2.
+Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of
+such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For skewed rows w
+may be arbitrarily small. So tilted cells are reduced first, to the rows of the lattice with the
+largest possible w. These rows are dual to a Minkowski-reduced basis of the reciprocal lattice:
+1/w_i is the length of a reciprocal vector, and in up to three dimensions the longest vector of a
+Minkowski-reduced basis is as short as possible (Nguyen and Stehle, ACM Trans. Algorithms 5, 46
+(2009)).
 """
 
 from __future__ import annotations
@@ -39,9 +42,10 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     The rows of a tilted cell may change; its lattice does not.
 
     Raises:
-        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest perpendicular width of the reduced
-            cell. Below this cutoff rounding finds the nearest image of every pair within the cutoff, and no atom meets two
-            images of another, since no vector of the lattice is shorter than the width.
+        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
+            perpendicular width of the reduced cell. Below this cutoff rounding finds the nearest
+            image of every pair within the cutoff, and no atom meets two images of another, since no
+            vector of the lattice is shorter than the width.
     """
     cell = as_tensor("box", box).to(torch.float64)
     if cell.requires_grad:
@@ -58,8 +62,9 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(
-            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, {width / 2:g}: an atom would meet "
-            "two images of another. Use a smaller cutoff or a larger box."
+            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, "
+            f"{width / 2:g}: an atom would meet two images of another. Use a smaller cutoff or a "
+            "larger box."
         )
     return cell
 
@@ -68,7 +73,8 @@ def _reduced(cell: Tensor) -> Tensor:
     """Find the rows of the same lattice with the largest smallest perpendicular width."""
     rows = cell.cpu().numpy()
     shortest = _minkowski(np.linalg.inv(rows).T)
-    # The integer matrix from the given to the reduced reciprocal vectors gives, inverted and transposed, the dual rows.
+    # The integer matrix from the given to the reduced reciprocal vectors gives, inverted and
+    # transposed, the dual rows.
     whole = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
     if bool((np.abs(whole).sum(1) == 1).all()):
         return cell
@@ -84,7 +90,8 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
         rows = rows[np.argsort((rows * rows).sum(1), kind="stable")]
         for k in range(1, len(rows)):
             row, shorter = rows[k], rows[:k]
-            # First multiples of one row, of which very tilted cells need many; then every sum of shorter rows.
+            # First multiples of one row, of which very tilted cells need many; then every sum of
+            # shorter rows.
             candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
             candidates += [row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)]
             best = min(candidates, key=lambda x: float(x @ x))
@@ -98,10 +105,11 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
 def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -> list[Tensor]:
     """Move differences to the nearest image.
 
-    The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end, or one tensor
-    ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`. In a tilted cell rounding finds the nearest
-    image only within half the smallest width, which a cutoff guarantees. ``exact`` also searches the neighbouring images, which
-    are enough in a reduced cell.
+    The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
+    or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
+    In a tilted cell rounding finds the nearest image only within half the smallest width, which a
+    cutoff guarantees. ``exact`` also searches the neighbouring images, which are enough in a
+    reduced cell.
     """
     dim = sum(part.shape[-3] for part in parts)
     if box.shape[0] != dim:
@@ -117,7 +125,8 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
 def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
 
-    They are written in single numbers of the cell, so that a compiled loop over pairs can contain them.
+    They are written in single numbers of the cell, so that a compiled loop over pairs can contain
+    them.
     """
     rows = [row.unbind(0) for row in box.unbind(0)]
     whole = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]

@@ -1,8 +1,9 @@
 """Conversion of numbers, arrays, lists and tensors, with errors before any work is done.
 
-A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field becomes a tensor. Tensors keep
-their dtype, device and graph. NumPy's float32 and float64 keep their dtype and are copied. Python numbers, lists and integers of
-any kind become float64. A string, None or a bool in place of a number is a TypeError.
+A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field
+becomes a tensor. Tensors keep their dtype, device and graph. NumPy's float32 and float64 keep their
+dtype and are copied. Python numbers, lists and integers of any kind become float64. A string, None
+or a bool in place of a number is a TypeError.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def as_tensor(name: str, value: Any) -> Tensor:
 
 
 def as_indices(name: str, value: Any) -> Tensor:
-    """Convert whole numbers to an int64 tensor; raises as :func:`as_tensor`, and ValueError for fractions."""
+    """Convert whole numbers to an int64 tensor; raises as :func:`as_tensor`, and ValueError for
+    fractions.
+    """
     found = as_tensor(name, value).detach()
     if not bool((found == found.round()).all()):
         raise ValueError(f"{name} must be whole numbers; got {found.tolist()}.")
@@ -103,8 +106,8 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if value.requires_grad:
         raise ValueError(
-            f"{name} is a list that holds a tensor that requires grad, and the list would lose its gradient: "
-            "make one nn.Parameter of all entries, or torch.stack them."
+            f"{name} is a list that holds a tensor that requires grad, and the list would lose its "
+            "gradient: make one nn.Parameter of all entries, or torch.stack them."
         )
     return value.tolist()
 
@@ -116,7 +119,9 @@ def _holds_bool(value: Any) -> bool:
 
 
 def describe_type(value: Any) -> str:
-    """Describe a wrong argument for an error message: a short value by its repr, others by their type."""
+    """Describe a wrong argument for an error message: a short value by its repr, others by their
+    type.
+    """
     text = repr(value)
     kind = type(value).__name__
     return kind if value is None or isinstance(value, type) else f"{kind} {text}" if len(text) <= 40 else kind
@@ -151,7 +156,9 @@ def _call(function: Any) -> str:
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Replace ``torch.inference_mode`` by ``torch.no_grad``: forces are derivatives, which inference mode forbids."""
+    """Replace ``torch.inference_mode`` by ``torch.no_grad``: forces are derivatives, which
+    inference mode forbids.
+    """
     if not torch.is_inference_mode_enabled():
         yield
         return

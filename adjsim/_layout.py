@@ -1,7 +1,8 @@
 """The memory layout of fields inside compiled steps.
 
-Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once along the last axis in memory.
-So inside compiled steps coordinates come first, and atoms come last, or replicas where there are enough of them.
+Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once
+along the last axis in memory. So inside compiled steps coordinates come first, and atoms come last,
+or replicas where there are enough of them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
 def materialise(x: Tensor) -> Tensor:
     """Make the compiler compute positions or forces ``(*batch, atoms, dim)`` once.
 
-    While a step is traced, the compiler is made to write them to memory, instead of computing them again for every pair that
-    reads them.
+    While a step is traced, the compiler is made to write them to memory, instead of computing them
+    again for every pair that reads them.
     """
     return unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
 

@@ -1,8 +1,9 @@
 """The tensors of a module, and runs of the module with other tensors in their place.
 
-A run reads the parameters and buffers of its dynamics when it starts. From then on, forward, recomputed and backward, it runs
-the dynamics with copies of them. So a later change of the module (an optimiser's step, the end of a ``functional_call``, another
-thread) does not change the run. Since a module holds its tensors, one thread at a time may run it.
+A run reads the parameters and buffers of its dynamics when it starts. From then on, forward,
+recomputed and backward, it runs the dynamics with copies of them. So a later change of the module
+(an optimiser's step, the end of a ``functional_call``, another thread) does not change the run.
+Since a module holds its tensors, one thread at a time may run it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-# One lock for each module that has run. The table has a lock of its own; an entry is removed with its module.
+# One lock for each module that has run. The table has a lock of its own; an entry is removed with
+# its module.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _locks_lock = Lock()
 
@@ -101,9 +103,10 @@ class ModuleTensors:
             for (holder, key, x), version in zip(slots, versions, strict=True):
                 if holder[key] is not x or _version(x) != version:
                     raise ValueError(
-                        f"{type(self.module).__name__} or a part of it writes to its own parameter or buffer {key!r} while it "
-                        "runs, so a run that is repeated or reversed differs from the first. Put it into eval mode, keep "
-                        "such numbers out of the potential, or use DirectAdjoint()."
+                        f"{type(self.module).__name__} or a part of it writes to its own parameter "
+                        f"or buffer {key!r} while it runs, so a run that is repeated or reversed "
+                        "differs from the first. Put it into eval mode, keep such numbers out of "
+                        "the potential, or use DirectAdjoint()."
                     )
 
 
@@ -112,7 +115,8 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
     if isinstance(module, nn.RNNBase):
-        # It reads its parameters from a list of its own, where functional_call does not replace them.
+        # It reads its parameters from a list of its own, where functional_call does not replace
+        # them.
         known, flat = module._parameters, module._flat_weights
         names = enumerate(module._flat_weights_names)
         yield from ((flat, i, x) for i, name in names if i < len(flat) and (x := known.get(name)) is not None)

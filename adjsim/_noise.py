@@ -1,11 +1,13 @@
 """Noise as a function of (seed, step, replica), so that a path can be run again without storing it.
 
-Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own counter-based Philox generator
-keyed by (seed, tile). The number for replica r, degree of freedom d and step k is element ``r * dof + d`` of step ``k``. It does
-not depend on the number of replicas, on save times, on segments, on the adjoint or on the direction of the run. Keys have 128
-bits, so no two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile after some ten
-thousand.) Steps, drawn momenta and drawn memory have separate streams, so one seed serves the start and the run without
-correlating the two. Numbers are drawn in float64 on the CPU and then cast and moved, so a float32 or GPU run gets the same noise.
+Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own
+counter-based Philox generator keyed by (seed, tile). The number for replica r, degree of freedom d
+and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
+on save times, on segments, on the adjoint or on the direction of the run. Keys have 128 bits, so no
+two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
+after some ten thousand.) Steps, drawn momenta and drawn memory have separate streams, so one seed
+serves the start and the run without correlating the two. Numbers are drawn in float64 on the CPU
+and then cast and moved, so a float32 or GPU run gets the same noise.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from adjsim._inputs import describe_type
 from adjsim._typing import Seed
 
 ELEMENTS, STEPS = 256, 32
-# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of steps has zeros there.
+# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of
+# steps has zeros there.
 SEED_BITS = 62
 
 
@@ -54,8 +57,8 @@ def as_generator(seed: Seed) -> torch.Generator | None:
 def seed_from(generator: Seed) -> int:
     """Draw one integer, the seed of a run, from a generator (None: torch's default one).
 
-    The generator advances by one draw. A seed gives the result of a new generator with that seed, every time. The generator may
-    be on another device than the state.
+    The generator advances by one draw. A seed gives the result of a new generator with that seed,
+    every time. The generator may be on another device than the state.
     """
     generator = as_generator(generator)
     device = generator.device if generator is not None else None
@@ -90,7 +93,9 @@ class Noise:
         return torch.cat(blocks)[first % STEPS :][:count]
 
     def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
-        """Return a block of steps; the last two blocks are cached, for steps that use their neighbours' noise."""
+        """Return a block of steps; the last two blocks are cached, for steps that use their
+        neighbours' noise.
+        """
         key = (block, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:
             if len(self._blocks) > 1:

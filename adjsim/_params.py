@@ -1,10 +1,11 @@
 """Parameters: how physical numbers are stored, and how they enter autograd.
 
-A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to the state's dtype where it is
-used. An ``nn.Parameter`` stays a parameter. A tensor that requires grad (a network's output, a field of moduli) becomes a buffer
-that keeps its graph. So everything that a simulation can be differentiated with respect to is registered, and :func:`trainable`
-finds it. A constant-memory adjoint would give no gradient to a tensor that requires grad, is read by the force and is not
-registered. So :func:`refuse_captured` raises an error that names such a tensor.
+A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
+the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
+grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything
+that a simulation can be differentiated with respect to is registered, and :func:`trainable` finds
+it. A constant-memory adjoint would give no gradient to a tensor that requires grad, is read by the
+force and is not registered. So :func:`refuse_captured` raises an error that names such a tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def register(module: nn.Module, name: str, value: Number, *, positive: bool = Fa
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
-        ValueError: NaN, no entries, a number that should be positive and is not, a list that holds a tensor that requires
-            grad, a parameter made under ``torch.inference_mode``.
+        ValueError: NaN, no entries, a number that should be positive and is not, a list that holds
+            a tensor that requires grad, a parameter made under ``torch.inference_mode``.
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
@@ -64,7 +65,8 @@ def refuse_untrainable(module: nn.Module) -> None:
     """Raise if a gradient is asked for and nothing requires grad."""
     if not trainable(module):
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad, so there is no gradient to estimate: give the "
+            f"{type(module).__name__} has no parameter that requires grad, so there is no "
+            "gradient to estimate: give the "
             "number of interest as nn.Parameter(torch.tensor(...))."
         )
 
@@ -92,21 +94,26 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 
 
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor registered on ``module``."""
+    """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor
+    registered on ``module``.
+    """
     refuse_unknown(output, module, list(inputs), what)
 
 
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither known nor registered on ``module``."""
+    """Raise if ``output`` depends on a tensor that requires grad and is neither known nor
+    registered on ``module``.
+    """
     if _unknown(output, known) is None:
         return
     # Collecting the tensors of a module takes a walk over it, so it is done only in doubt.
     leaf = _unknown(output, [*known, *trainable(module).values()])
     if leaf is not None:
         raise ValueError(
-            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, or is read "
-            "past its module as a variable, so an adjoint would lose its gradient. Make it an nn.Parameter (or a buffer) of "
-            "the potential or the dynamics and read it as an attribute of its module, or detach() it."
+            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not "
+            "registered, or is read past its module as a variable, so an adjoint would lose its "
+            "gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics and "
+            "read it as an attribute of its module, or detach() it."
         )
 
 

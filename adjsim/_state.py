@@ -1,7 +1,8 @@
 """States: immutable named tuples of tensors, one field a physical quantity.
 
-Every dynamics has its own state, and every state begins with ``position`` of shape ``(*batch, atoms, dim)``. A step returns
-a new state and never writes into an old one, so states may be stored, shared and compared without copying.
+Every dynamics has its own state, and every state begins with ``position`` of shape ``(*batch,
+atoms, dim)``. A step returns a new state and never writes into an old one, so states may be stored,
+shared and compared without copying.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ def stack(states: list[S]) -> S:
 
 
 def in_transform() -> bool:
-    """Return whether a torch.func transform (grad, vmap, jvp) is active; torch has no public function for it."""
+    """Return whether a torch.func transform (grad, vmap, jvp) is active; torch has no public
+    function for it.
+    """
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_finite(state: State) -> bool:
-    """Return whether every number of the state is finite, by one sum, which is finite only if its terms are."""
+    """Return whether every number of the state is finite, by one sum, which is finite only if its
+    terms are.
+    """
     total = sum(x.detach().sum(dtype=torch.float64) for x in state)
     return bool(torch.isfinite(torch.as_tensor(total)))
 
@@ -60,8 +65,8 @@ def magnitudes(state: State) -> list[Tensor]:
 def as_state(state: S) -> S:
     """Convert the fields of a state from arrays or lists to tensors.
 
-    Lists take dtype and device of the first field. Anything that is not a named tuple is returned unchanged, for
-    :func:`check_state` to refuse.
+    Lists take dtype and device of the first field. Anything that is not a named tuple is returned
+    unchanged, for :func:`check_state` to refuse.
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state
@@ -83,7 +88,9 @@ def check_position(position: Tensor) -> None:
 
 
 def check_state(state: State, kind: type) -> None:
-    """Refuse a start of the wrong kind, shape, dtype or device, or with numbers that are not finite."""
+    """Refuse a start of the wrong kind, shape, dtype or device, or with numbers that are not
+    finite.
+    """
     if not isinstance(state, kind):
         raise TypeError(
             f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: "
@@ -96,7 +103,8 @@ def check_state(state: State, kind: type) -> None:
     for name, value in zip(state._fields, state, strict=True):
         if value.dtype != position.dtype or value.device != position.device:
             raise ValueError(
-                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on {position.device}: "
+                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on "
+                f"{position.device}: "
                 "give all fields one dtype and device."
             )
         if not in_transform() and not bool(torch.isfinite(value.detach()).all()):

@@ -137,7 +137,8 @@ class Trajectory:
         graph = "" if any(x.requires_grad for x in saved) else ", no gradient"
         return (
             f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
-            f"t = {self.times[0]:g} to {self.times[-1]:g}, position {tuple(self.final.position.shape)}{graph})"
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, position "
+            f"{tuple(self.final.position.shape)}{graph})"
         )
 
 
@@ -153,7 +154,8 @@ def check_times(ts: Any) -> Tensor:
     """
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
-            "ts requires grad, and simulate has no gradient with respect to times: pass ts.detach(), or use solve_ivp, which "
+            "ts requires grad, and simulate has no gradient with respect to times: pass "
+            "ts.detach(), or use solve_ivp, which "
             "has one."
         )
     times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
@@ -176,7 +178,8 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
     if float((exact - steps)[worst].abs()) > 1e-3:
         low = float(times[0]) + math.floor(float(exact[worst])) * dt
         raise ValueError(
-            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = {dt:g} after ts[0]; "
+            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = "
+            f"{dt:g} after ts[0]; "
             f"the nearest are {low:.12g} and {low + dt:.12g}."
         )
     if bool((steps[1:] <= steps[:-1]).any()):

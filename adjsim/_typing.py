@@ -1,7 +1,8 @@
 """The array types in public signatures.
 
-Shapes are written with jaxtyping: ``*batch`` is any number of replica axes, ``atoms`` and ``dim`` belong to one system.
-The annotations cost nothing at run time; the tests switch beartype on and check every call against them.
+Shapes are written with jaxtyping: ``*batch`` is any number of replica axes, ``atoms`` and ``dim``
+belong to one system. The annotations cost nothing at run time; the tests switch beartype on and
+check every call against them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ MARKERS = "osD^v<>P"
 
 @dataclass
 class Panel:
-    """A number of each estimate: its title, itself, its error, how its axis is scaled, and its known values."""
+    """A number of each estimate: its title, itself, its error, how its axis is scaled, and its
+    known values.
+    """
 
     title: str
     number: Callable[[GradientEstimate], float | None]
@@ -35,7 +37,8 @@ def plot_sweep(
 
     Args:
         comparisons: by what they differ in, such as the horizon or the number of replicas.
-        axis: the name of that, and its unit if it has one. "replicas" are drawn on a logarithmic axis.
+        axis: the name of that, and its unit if it has one. "replicas" are drawn on a logarithmic
+            axis.
         exact: known gradients, by the same and by parameter, drawn as a line.
     """
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]

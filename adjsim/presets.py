@@ -1,4 +1,6 @@
-"""Small problems with exact answers on which estimators are set beside each other from the command line."""
+"""Small problems with exact answers on which estimators are set beside each other from the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Preset:
-    """A problem, and what may be asked of it by the names of ``--observable``, the usual question first."""
+    """A problem, and what may be asked of it by the names of ``--observable``, the usual question
+    first.
+    """
 
     title: str
     horizon: float
@@ -125,7 +129,9 @@ def _square(position: Tensor) -> Tensor:
 def _at_equilibrium(
     dynamics: OverdampedLangevin, grid: Tensor, dt: float, observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
 ) -> dict[str, Question]:
-    """Time averages from starts drawn from the distribution on a fine grid, so that there is nothing to equilibrate."""
+    """Time averages from starts drawn from the distribution on a fine grid, so that there is
+    nothing to equilibrate.
+    """
 
     def weights() -> Tensor:
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
@@ -198,12 +204,14 @@ def _line(points: int, half: float) -> Tensor:
 def _densities(
     dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The density of a walker's steps on the nodes of a line, times their spacing, after 0, 1, ... steps.
+    """The density of a walker's steps on the nodes of a line, times their spacing, after 0, 1, ...
+    steps.
 
     ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density p to
-    ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame; on nodes
-    s/5 apart the trapezoidal rule leaves 1e-16 of it, since all of it is as smooth as a Gaussian of width s. The start, a
-    point, has no density of its own and appears as its mass.
+    ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that
+    survives a frame; on nodes s/5 apart the trapezoidal rule leaves 1e-16 of it, since all of it is
+    as smooth as a Gaussian of width s. The start, a point, has no density of its own and appears as
+    its mass.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

@@ -65,14 +65,17 @@ def report_adjoints(
             solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
         _print(
             console,
-            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
+            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
+            "difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
         )
     if PLAIN in adjoints:
         _print(
             console,
-            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that is another path of the same "
-            "system before long, with another gradient; and where its reconstruction error is not small, the gradient of none.",
+            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that "
+            "is another path of the same "
+            "system before long, with another gradient; and where its reconstruction error is not "
+            "small, the gradient of none.",
         )
     return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
 

@@ -104,8 +104,9 @@ def run(
     check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(
-            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, jvp): use DirectAdjoint() there. "
-            "For many replicas, give the state a leading batch axis instead of vmap."
+            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, "
+            "jvp): use DirectAdjoint() there. For many replicas, give the state a leading batch "
+            "axis instead of vmap."
         )
     times, state = check_times(ts), as_state(state)
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
@@ -148,8 +149,9 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
     asked = torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
     if asked and not isinstance(adjoint, ReversibleAdjoint):
         raise TypeError(
-            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where a gradient is asked for. "
-            "Use it, run under torch.no_grad(), or leave compile=True out."
+            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where "
+            "a gradient is asked for. Use it, run under torch.no_grad(), or leave compile=True "
+            "out."
         )
 
 

@@ -1,4 +1,6 @@
-"""Systems for the command line: the cluster that ships with the package, and structures read from files."""
+"""Systems for the command line: the cluster that ships with the package, and structures read from
+files.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from adjsim.potentials.pair import LennardJones
 
 @dataclass(frozen=True)
 class System:
-    """A Lennard-Jones system: where its atoms are, what they weigh, and the units people speak of it in.
+    """A Lennard-Jones system: where its atoms are, what they weigh, and the units people speak of
+    it in.
 
-    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the system's own units
-    (kT for the temperature).
+    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the
+    system's own units (kT for the temperature).
     """
 
     name: str
@@ -53,10 +56,11 @@ def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: fl
 
 
 def structure(path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
-    """A structure file, in ASE's units: eV, angstrom, amu. Times are spoken of in femtoseconds, temperatures in kelvin.
+    """A structure file, in ASE's units: eV, angstrom, amu. Times are spoken of in femtoseconds,
+    temperatures in kelvin.
 
-    The cell is the periodic box where the file has one. In a box the cutoff is 3 sigma, or half the smallest width of the box
-    if that is less.
+    The cell is the periodic box where the file has one. In a box the cutoff is 3 sigma, or half the
+    smallest width of the box if that is less.
     """
     _check_pair(epsilon, sigma)
     atoms = _read(path)
@@ -102,7 +106,8 @@ def _potential(path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float
         unknown = [symbol for symbol in species if symbol not in NOBLE_GASES]
         if unknown:
             raise ValueError(
-                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: {', '.join(NOBLE_GASES)}); "
+                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: "
+                f"{', '.join(NOBLE_GASES)}); "
                 "give --epsilon in eV and --sigma in angstrom."
             )
         epsilons: Sequence[float] = [NOBLE_GASES[symbol].kelvin * units.kB for symbol in species]

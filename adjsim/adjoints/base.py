@@ -23,8 +23,9 @@ def refuse_graph() -> None:
     """Refuse a backward pass with create_graph, where the gradient has no graph of its own."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "this gradient was swept backward in constant memory and has no graph of its own, so it cannot be "
-            "differentiated again (create_graph=True, double backward, torch.func). Use DirectAdjoint() for that."
+            "this gradient was swept backward in constant memory and has no graph of its own, so "
+            "it cannot be differentiated again (create_graph=True, double backward, torch.func). "
+            "Use DirectAdjoint() for that."
         )
 
 

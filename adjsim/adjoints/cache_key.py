@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected separately.
+# Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
+# separately.
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
@@ -134,7 +135,9 @@ class _KeyBuilder:
         )
 
     def _foreign_module(self, x: nn.Module, where: str) -> Any:
-        """Build the key of a module that is not part of the dynamics: its tensors are constants too."""
+        """Build the key of a module that is not part of the dynamics: its tensors are constants
+        too.
+        """
         tensors = [*x.parameters(), *x.buffers()]
         return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
 
@@ -191,15 +194,17 @@ class _KeyBuilder:
         slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
         if not hasattr(x, "__dict__") and not slots:
             raise UninspectableError(
-                f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would not notice a change of "
-                "it. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
+                f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would "
+                "not notice a change of it. Use numbers, tensors, arrays, functions, data classes "
+                "or modules there, or leave compile=True out."
             )
         inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
         return self._class(type(x), where), *((name, self.key(value, f"{where}.{name}")) for name, value in inner.items())
 
 
 def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
-    """Build a key from everything that a module, its submodules and a function read, except registered tensors.
+    """Build a key from everything that a module, its submodules and a function read, except
+    registered tensors.
 
     Raises:
         UninspectableError: a value that cannot be inspected.

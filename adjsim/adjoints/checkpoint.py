@@ -113,6 +113,6 @@ class Recompute(Rewind):
                 raise ReconstructionError(
                     f"running steps {start} to {stop} again did not recover their end ({name} is "
                     f"{float((x - y).abs().amax()):.1e} off), so the gradient would be wrong. The "
-                    "force is random (dropout?), or reads a value that has changed since the run (a "
-                    "plain attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+                    "force is random (dropout?), or reads a value that has changed since the run "
+                    "(a plain attribute, a mode). Make it reproducible, or use DirectAdjoint()."
                 )

@@ -57,10 +57,12 @@ class ExactInversion(Rewind):
     def restore(self, step: int, state: State) -> State:
         if step in self.history.fingerprints and fingerprint(state) != self.history.fingerprints[step]:
             raise ReconstructionError(
-                f"reversing an exact run did not recover the state of step {step}, so the gradient would be wrong. The force "
-                "at a position had other bits backward than forward: it is random, depends on a value that has changed (a "
-                "plain attribute, a mode, the number of threads), or comes from kernels that are not deterministic. Make it "
-                "reproducible (see torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
+                f"reversing an exact run did not recover the state of step {step}, so the gradient "
+                "would be wrong. The force at a position had other bits backward than forward: it "
+                "is random, depends on a value that has changed (a plain attribute, a mode, the "
+                "number of threads), or comes from kernels that are not deterministic. Make it "
+                "reproducible (see torch.use_deterministic_algorithms), or use "
+                "CheckpointAdjoint() with exact=False."
             )
         return self._before_spill(step, state)
 

@@ -18,7 +18,8 @@ class Rewind(ABC):
 
     Attributes:
         tolerance: allowed relative difference between values computed again and those of the run.
-        error: the largest relative error of a recovered state; None if states are not reconstructed.
+        error: the largest relative error of a recovered state; None if states are not
+            reconstructed.
     """
 
     tolerance: float
@@ -29,7 +30,9 @@ class Rewind(ABC):
         """The last state, from which the sweep starts."""
 
     def before(self, step: int) -> Sequence[State] | None:
-        """Return the states before each move of the step that ends at ``step``; None: invert the moves."""
+        """Return the states before each move of the step that ends at ``step``; None: invert the
+        moves.
+        """
         return None
 
     @abstractmethod
@@ -64,5 +67,7 @@ class History(ABC):
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Return the allowed relative difference between two computations of one number by other kernels."""
+    """Return the allowed relative difference between two computations of one number by other
+    kernels.
+    """
     return 100 * torch.finfo(dtype).eps ** 0.5

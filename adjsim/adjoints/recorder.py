@@ -17,7 +17,8 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Recorder:
-    """What a run saves of its states: the states, a function of them, or its time average. Immutable.
+    """What a run saves of its states: the states, a function of them, or its time average.
+    Immutable.
 
     Args:
         record: the argument ``record=`` of the run.
@@ -57,7 +58,8 @@ class Recording:
         self.recorder, self.stepper = recorder, stepper
         self.states: list[State] = []
         self.values: list[Tensor] = []
-        # For a time average: the sum so far in double precision, the dtype of its terms, the last step in it.
+        # For a time average: the sum so far in double precision, the dtype of its terms, the last
+        # step in it.
         self.total: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.last_step = 0
@@ -136,7 +138,9 @@ class RecordSweep:
             self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
     def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
-        """Add the product of a cotangent with the function's derivative, and return the function's value."""
+        """Add the product of a cotangent with the function's derivative, and return the function's
+        value.
+        """
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
             value = self.recorder.value(leaves)
@@ -155,16 +159,20 @@ class RecordSweep:
         known = torch.isfinite(saved) & torch.isfinite(found)
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
-        # A value that cancels, such as a conserved total momentum, is compared with the terms of its sum.
+        # A value that cancels, such as a conserved total momentum, is compared with the terms of
+        # its sum.
         if float(error) > self.tolerance * float(size) and float(error) > self.tolerance * self._terms(state):
             raise ReconstructionError(
-                f"{what} was {float(error):.1e} off when the backward sweep computed it again, so its gradient would be "
-                "wrong. The recorded function is random, or reads a value that has changed since the run (a plain "
-                "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+                f"{what} was {float(error):.1e} off when the backward sweep computed it again, so "
+                "its gradient would be wrong. The recorded function is random, or reads a value "
+                "that has changed since the run (a plain attribute, a mode). Make it "
+                "reproducible, or use DirectAdjoint()."
             )
 
     def _terms(self, state: State | None) -> float:
-        """Return the size of the terms in the function's value at a state: its derivative times the state."""
+        """Return the size of the terms in the function's value at a state: its derivative times the
+        state.
+        """
         if state is None:
             return 0.0
         with torch.enable_grad():

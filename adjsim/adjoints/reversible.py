@@ -62,8 +62,8 @@ class ReversibleAdjoint(Adjoint):
         for stage, move in program.moves:
             if not move.invertible:
                 raise TypeError(
-                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, so its steps cannot be "
-                    "undone: use CheckpointAdjoint() or DirectAdjoint()."
+                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, "
+                    "so its steps cannot be undone: use CheckpointAdjoint() or DirectAdjoint()."
                 )
 
     def run(self, problem: Problem) -> Result:
@@ -159,9 +159,10 @@ class FloatInversion(Rewind):
         if not error <= self.history.tol:
             single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
-                f"reversing the steps lost the trajectory: at step {step} the recovered state is {error:.1e} off the "
-                f"state of the run (tol = {self.history.tol:g}), so the gradient would be wrong. Use Splitting(..., "
-                f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the "
-                "force is random, or reads a value that has changed since the run, make it reproducible."
+                f"reversing the steps lost the trajectory: at step {step} the recovered state is "
+                f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "
+                "gradient would be wrong. Use Splitting(..., exact=True), pass checkpoint_every= "
+                f"to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the force is "
+                "random, or reads a value that has changed since the run, make it reproducible."
             )
         return true

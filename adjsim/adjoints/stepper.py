@@ -88,7 +88,9 @@ class StepNoise:
         return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> Tensor:
-        """Return the draws of ``count`` steps from ``step``: ``(count, draws, *batch, atoms, dim)``."""
+        """Return the draws of ``count`` steps from ``step``: ``(count, draws, *batch, atoms,
+        dim)``.
+        """
         *batch, atoms, dim = self.like.shape
         rows = self.noise.span(step, count, self._shape, self.like)
         return rows.reshape(count, *batch, self.draws, atoms, dim).movedim(-3, 1)
@@ -114,7 +116,9 @@ class Observer(Protocol):
         ...
 
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
-        """Observe the state (on the lattice, if there is one) after ``step`` steps, and the spills there."""
+        """Observe the state (on the lattice, if there is one) after ``step`` steps, and the spills
+        there.
+        """
         ...
 
 
@@ -147,7 +151,9 @@ class Stepper:
     growth: BufferGrowth | None = None
 
     def to_lattice(self, state: State) -> State:
-        """Convert a state to the nearest lattice state of an exact run, with buffers; else return it."""
+        """Convert a state to the nearest lattice state of an exact run, with buffers; else return
+        it.
+        """
         return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
 
     def from_lattice(self, state: State) -> State:
@@ -173,7 +179,8 @@ class Stepper:
 
         Raises:
             FloatingPointError: a number is no longer finite; the message names the step.
-            OverflowError: a number has left the lattice of an exact run; the message names the step.
+            OverflowError: a number has left the lattice of an exact run; the message names the
+                step.
         """
         last, lattice = self.clock.last, self.program.lattice
         stops = driver.stops({last, *(step for observer in observers for step in observer.stops(self) if 0 < step <= last)})

@@ -1,8 +1,9 @@
 """Physics as a sum of terms.
 
-A :class:`Term` is one summand of the equations of motion, named by a letter. It has a drift, and, if it can be solved alone, the
-moves of its flow over a time h. Continuous solvers sum the drifts, and splittings compose the flows. Both come from the same
-term. A :class:`Dynamics` is a module that owns the physical numbers and lists its terms.
+A :class:`Term` is one summand of the equations of motion, named by a letter. It has a drift, and,
+if it can be solved alone, the moves of its flow over a time h. Continuous solvers sum the drifts,
+and splittings compose the flows. Both come from the same term. A :class:`Dynamics` is a module that
+owns the physical numbers and lists its terms.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _checked_shapes: ModuleCache[bool] = ModuleCache(64)
 class Term:
     """One summand of the equations of motion.
 
-    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of positions. ``draws`` is the number
-    of fields of standard normal numbers, each of the shape of position, that its flow takes.
+    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
+    positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
+    position, that its flow takes.
     """
 
     advances_time = False
@@ -42,7 +44,9 @@ class Term:
         raise TypeError(f"{type(self).__name__} has no drift.")
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        """Compute the amplitude of its white noise, by field, independent of the state; empty without noise."""
+        """Compute the amplitude of its white noise, by field, independent of the state; empty
+        without noise.
+        """
         return {}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
@@ -59,7 +63,8 @@ class Dynamics(nn.Module):
 
     state_type: type = PhaseState
     damping_name = "friction"
-    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and momentum.
+    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
+    # momentum.
     bath_fields: tuple[str, ...] = ()
     potential: nn.Module
     terms: dict[str, Term]
@@ -69,23 +74,27 @@ class Dynamics(nn.Module):
         refuse_uncalled("potential", potential)
         if not isinstance(potential, nn.Module):
             raise TypeError(
-                f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. "
+                "potential must be an nn.Module mapping position to energy; got "
+                f"{type(potential).__name__}. "
                 "Wrap a function in one."
             )
         self.potential = potential
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A named tuple of tensors is safe to load; torch.load then accepts it with weights_only=True.
+        # A named tuple of tensors is safe to load; torch.load then accepts it with
+        # weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> State:
         """Make a start at a position, drawing whatever is not given from the generator.
 
         Args:
-            position: ``(*batch, atoms, dim)``, a tensor or an array or list of numbers; integers become float64.
+            position: ``(*batch, atoms, dim)``, a tensor or an array or list of numbers; integers
+                become float64.
             momentum: of the same shape; cast to the dtype and device of position.
-            generator: a generator, or a seed. One seed serves the start and the run, which have separate streams.
+            generator: a generator, or a seed. One seed serves the start and the run, which have
+                separate streams.
         """
         raise TypeError(f"{type(self).__name__} does not define its start: write init(position, momentum, generator).")
 
@@ -99,7 +108,9 @@ class Dynamics(nn.Module):
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
-        """Compute the amplitude of the white noise in each field, zero without noise: dy = drift dt + diffusion dW."""
+        """Compute the amplitude of the white noise in each field, zero without noise: dy = drift dt
+        + diffusion dW.
+        """
         amplitude = {name: torch.zeros_like(value) for name, value in state._asdict().items()}
         for term in self.terms.values():
             for name, value in term.diffusion(t, state).items():
@@ -112,7 +123,9 @@ class Dynamics(nn.Module):
         return any(term.draws > 0 for term in self.terms.values())
 
     def damping(self, state: State) -> float:
-        """Return the fastest rate (1/time) at which momenta decay, at which reversed steps lose them."""
+        """Return the fastest rate (1/time) at which momenta decay, at which reversed steps lose
+        them.
+        """
         return 0.0
 
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
@@ -129,16 +142,19 @@ class Dynamics(nn.Module):
     def reduced_energy(self, state: State) -> Energies:
         """Compute minus the logarithm of the sampled density, up to a constant, ``(*batch,)``.
 
-        It is H/kT where the density is canonical, plus the terms of a bath's variables. It is differentiable in the parameters
-        of the density: those of the potential, masses, kT, and tau for the momenta of a Nose-Hoover chain.
+        It is H/kT where the density is canonical, plus the terms of a bath's variables. It is
+        differentiable in the parameters of the density: those of the potential, masses, kT, and tau
+        for the momenta of a Nose-Hoover chain.
         """
         if isinstance(self.potential, ForceField):
             raise TypeError(
-                f"{type(self).__name__} has no known stationary density: {type(self.potential).__name__} is a force "
+                f"{type(self).__name__} has no known stationary density: "
+                f"{type(self.potential).__name__} is a force "
                 "that need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
             )
         raise TypeError(
-            f"{type(self).__name__} has no stationary density that is known up to a constant; use dynamics with a temperature, "
+            f"{type(self).__name__} has no stationary density that is known up to a constant; use "
+            "dynamics with a temperature, "
             "such as Langevin."
         )
 
@@ -174,7 +190,8 @@ class MassiveDynamics(Dynamics):
 
     Args:
         potential: energy module, or a :class:`~adjsim.potentials.ForceField`.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite mass pins its atom: it never moves.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite mass pins its atom: it never
+            moves.
     """
 
     mass: Tensor
@@ -185,7 +202,9 @@ class MassiveDynamics(Dynamics):
         check_per_atom("mass", self.mass)
 
     def masses(self, like: Tensor) -> Tensor:
-        """Return the masses in the dtype of a field, as a scalar or ``(atoms, 1)``, also where atoms equals dim."""
+        """Return the masses in the dtype of a field, as a scalar or ``(atoms, 1)``, also where
+        atoms equals dim.
+        """
         return per_atom(self.mass, like)
 
     def mobile(self, like: Tensor) -> Tensor:
@@ -211,15 +230,16 @@ class MassiveDynamics(Dynamics):
         check_entries("mass", self.mass, state)
         if state.momentum.shape != state.position.shape:
             raise ValueError(
-                f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; "
+                f"momentum has shape {tuple(state.momentum.shape)} and position "
+                f"{tuple(state.position.shape)}; "
                 "they must be equal."
             )
 
     def thermal_momentum(self, position: PositionsLike, kT: Number, generator: Seed = None) -> Positions:
         """Draw momenta sqrt(m kT) xi, zero on pinned atoms.
 
-        They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size. A seed for the generator may
-        serve the run too.
+        They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size. A
+        seed for the generator may serve the run too.
         """
         at, _ = as_start(position)
         return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
@@ -232,7 +252,9 @@ class MassiveDynamics(Dynamics):
         return {"momentum": momentum, "position": time * momentum / self.masses(state.momentum)}
 
     def thermal_scale(self, like: Tensor, kT: Tensor) -> Tensor:
-        """Compute the thermal momentum sqrt(m kT): a scalar or ``(atoms, 1)``, zero on pinned atoms."""
+        """Compute the thermal momentum sqrt(m kT): a scalar or ``(atoms, 1)``, zero on pinned
+        atoms.
+        """
         mass = self.masses(like)
         mobile = torch.isfinite(mass.detach())
         thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
@@ -258,7 +280,9 @@ def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> 
 def standard_normal(
     position: Tensor, generator: Seed, stream: NoiseStream = NoiseStream.MOMENTA, links: tuple[int, ...] = ()
 ) -> Tensor:
-    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``; replica i gets the same in any batch."""
+    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``; replica i gets the same in any
+    batch.
+    """
     *batch, atoms, dim = position.shape
     drawn = Noise(seed_from(generator), stream=stream)(0, (math.prod(batch), math.prod((*links, atoms, dim))), position)
     return drawn.reshape((*batch, *links, atoms, dim))

@@ -1,4 +1,6 @@
-"""Information buffers, which store the bits that a scale on the lattice (:mod:`adjsim.dynamics.lattice`) would lose."""
+"""Information buffers, which store the bits that a scale on the lattice
+(:mod:`adjsim.dynamics.lattice`) would lose.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,18 @@ from adjsim._state import State, detached
 
 # The largest denominator of a fraction that stands for a factor.
 LARGEST_DENOMINATOR = 2**26
-# A buffer of 33 bits is spilled. A scale multiplies it by the denominator, and the product must stay below 2^62.
+# A buffer of 33 bits is spilled. A scale multiplies it by the denominator, and the product must
+# stay below 2^62.
 WORD, FULL, LONGEST = 32, 33, 62
 
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field's buffers, for the systems of the batch in which a buffer was full.
+    """The low 32 bits of a field's buffers, for the systems of the batch in which a buffer was
+    full.
 
-    ``systems`` lists these systems as one bit for each system of the batch, or as their numbers (``numbered``), whichever is
-    shorter.
+    ``systems`` lists these systems as one bit for each system of the batch, or as their numbers
+    (``numbered``), whichever is shorter.
     """
 
     field: str
@@ -114,6 +118,6 @@ def _fraction(what: str, factor: float) -> tuple[int, int]:
             return n, d
         limit *= 2
     raise ValueError(
-        f"exact=True: {what} is {factor:.17g} a step, too close to {'0' if factor < 0.5 else '1'} for a fraction. "
-        f"Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
+        f"exact=True: {what} is {factor:.17g} a step, too close to {'0' if factor < 0.5 else '1'} "
+        f"for a fraction. Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
     )

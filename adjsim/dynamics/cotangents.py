@@ -12,15 +12,17 @@ from adjsim._layout import is_tracing, materialise
 from adjsim.dynamics.forces import LinearForce
 from adjsim.potentials.base import DeferredVJP
 
-# Entries of small systems that are collected and differentiated together: an eighth of a megabyte of float64.
+# Entries of small systems that are collected and differentiated together: an eighth of a megabyte
+# of float64.
 STACK = 16_384
 
 
 class Cotangents:
-    """The cotangents of one sweep: of the state, and the sums of those of coefficients and parameters.
+    """The cotangents of one sweep: of the state, and the sums of those of coefficients and
+    parameters.
 
-    The cotangent of the position is complete only with the products of the forces that have received cotangents. These products
-    are taken when the cotangent of the position is read.
+    The cotangent of the position is complete only with the products of the forces that have
+    received cotangents. These products are taken when the cotangent of the position is read.
 
     Args:
         state: by field.
@@ -80,7 +82,9 @@ class Cotangents:
         self.parameter_sums[name] = value if old is None else old + value
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
-        """Add the product of a cotangent with a function's derivative, for the state's leaves and the parameters."""
+        """Add the product of a cotangent with a function's derivative, for the state's leaves and
+        the parameters.
+        """
         if not value.requires_grad:
             return
         found = torch.autograd.grad(value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True)
@@ -135,5 +139,6 @@ def select_link(value: Tensor, link: int | None) -> Tensor:
 
 def replace_link(value: Tensor, link: int | None, part: Tensor) -> Tensor:
     """Return the field with one link, or all of it, replaced."""
-    # Links read links: without storage the compiler would compute a field again for every reader, and again for theirs.
+    # Links read links: without storage the compiler would compute a field again for every reader,
+    # and again for theirs.
     return part if link is None else materialise(torch.select_scatter(value, part, -3, link))

@@ -1,17 +1,19 @@
 """Coupling steps: the two moves of nearly every reversible flow, with their inverses and products.
 
-A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`Scale` multiplies y by a positive factor that does
-not depend on y. With x the rest of the state, c the coefficients (functions of the parameters, computed once a run) and lambda
-the cotangent of the result::
+A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`Scale` multiplies y
+by a positive factor that does not depend on y. With x the rest of the state, c the coefficients
+(functions of the parameters, computed once a run) and lambda the cotangent of the result::
 
     Shear   y' = y + c g(x)      y = y' - c g(x)     lambda_x += c (dg/dx)^T lambda_y    lambda_c += lambda_y . g(x)
     Scale   y' = f(x) y          y = y' / f(x)       lambda_x += (df/dx)^T (lambda_y . y)    lambda_y <- f lambda_y
 
-The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a backward move evaluates it
-once. A :class:`Map` is a flow of another kind, with a function and its inverse (None if it destroys information). Automatic
-differentiation of the function gives its product.
+The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
+backward move evaluates it once. A :class:`Map` is a flow of another kind, with a function and its
+inverse (None if it destroys information). Automatic differentiation of the function gives its
+product.
 
-Moves are pure: (state, coefficients, noise, time) in, state out. A source (:mod:`adjsim.dynamics.sources`) defines g or f.
+Moves are pure: (state, coefficients, noise, time) in, state out. A source
+(:mod:`adjsim.dynamics.sources`) defines g or f.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Shear:
         return self._add(state, self.source.value(state, context), context, 1)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is
+        given.
+        """
         value, accumulate = self.source.vjp(after, context, cotangents)
         cotangent = select_link(cotangents[self.field], self.link)
         if self.coefficient is None:
@@ -93,7 +97,9 @@ class Scale:
         return self._multiply(state, self.source.value(state, context), context)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is
+        given.
+        """
         factor, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
             before = self._divide(after, factor, context)
@@ -115,8 +121,9 @@ class Scale:
 class Map:
     """A flow that is not a coupling, given by a function and its inverse.
 
-    The function is ``function(coefficients, *fields) -> fields``, or ``(coefficients, force, *fields) -> fields`` where
-    ``force`` is set. Without an inverse it destroys information and can only be recomputed.
+    The function is ``function(coefficients, *fields) -> fields``, or ``(coefficients, force,
+    *fields) -> fields`` where ``force`` is set. Without an inverse it destroys information and can
+    only be recomputed.
     """
 
     fields: tuple[str, ...]
@@ -138,7 +145,9 @@ class Map:
         return self._replace(state, self.function(context.coefficients, *force, *self._fields(state)))
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is given."""
+        """Take state and cotangents back through the move, by its inverse unless ``before`` is
+        given.
+        """
         # Where the flow moves the position, its force was that at ``before``, which is then given.
         where = after if before is None else before
         linear = context.forces.linear(where.position, context.t) if self.force else None

@@ -1,4 +1,6 @@
-"""Energy-sampling Hamiltonian dynamics: deterministic sampling at kT = 1 with a non-Newtonian momentum."""
+"""Energy-sampling Hamiltonian dynamics: deterministic sampling at kT = 1 with a non-Newtonian
+momentum.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Glide(Term):
 
 
 class Turn(Term):
-    """The turn, E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x dim.
+    """The turn, E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x
+    dim.
 
     Its exact flow, with ``e = F/|F|`` and ``delta = h |F|/d``, is::
 
@@ -53,8 +56,9 @@ class Turn(Term):
         u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
         r' = r + log Z
 
-    and its inverse is the flow over -h. A direction exactly along the force is an equilibrium of this flow and stays. The
-    direction is normalised again after each turn, which removes rounding only. Keep ``h |F|/d`` below about 1.
+    and its inverse is the flow over -h. A direction exactly along the force is an equilibrium of
+    this flow and stays. The direction is normalised again after each turn, which removes rounding
+    only. Keep ``h |F|/d`` below about 1.
     """
 
     def __init__(self, dynamics: ESH) -> None:
@@ -78,7 +82,9 @@ class Turn(Term):
 
 
 def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the flow of :class:`Turn`, written in even functions of delta, so that it is smooth at zero force."""
+    """Apply the flow of :class:`Turn`, written in even functions of delta, so that it is smooth at
+    zero force.
+    """
     a = force * (h / (force.shape[-1] * force.shape[-2]))
     square = (a * a).sum((-1, -2), keepdim=True)
     small = square < 1e-4
@@ -94,15 +100,17 @@ def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
 
 
 class ESH(Dynamics):
-    """Hamiltonian dynamics with kinetic energy ``d log |v|``: Ver Steeg and Galstyan, arXiv:2111.02434.
+    """Hamiltonian dynamics with kinetic energy ``d log |v|``: Ver Steeg and Galstyan,
+    arXiv:2111.02434.
 
     In scaled time s, with unit direction u, log-speed r and d = atoms x dim::
 
         dq/ds = u        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
 
-    Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted by the speed are
-    canonical at kT = 1: see :func:`canonical_weights`. ESH needs at least two dimensions (in one, the direction never turns) and
-    a potential for which it is ergodic. Scale the potential by 1/kT for another temperature.
+    Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted
+    by the speed are canonical at kT = 1: see :func:`canonical_weights`. ESH needs at least two
+    dimensions (in one, the direction never turns) and a potential for which it is ergodic. Scale
+    the potential by 1/kT for another temperature.
 
     Args:
         potential: energy module, in units of kT.
@@ -119,7 +127,8 @@ class ESH(Dynamics):
         at, p = as_start(position, momentum)
         if at.shape[-1] * at.shape[-2] < 2:
             raise ValueError(
-                "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. "
+                "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
+                "never turns. "
                 "Use a Nose-Hoover chain there."
             )
         if p is None:
@@ -146,9 +155,11 @@ class ESH(Dynamics):
 
 
 def canonical_weights(log_speed: Float[Tensor, "time *batch"] | Array) -> Float[Tensor, "time *batch"]:
-    """Compute weights that turn averages over equally spaced ESH frames into canonical averages at kT = 1.
+    """Compute weights that turn averages over equally spaced ESH frames into canonical averages at
+    kT = 1.
 
-    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one over time::
+    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one
+    over time::
 
         w = canonical_weights(trajectory.log_speed)
         mean = (w * observable(trajectory.position)).sum(0)

@@ -15,8 +15,8 @@ from adjsim.potentials.base import DeferredVJP, ForceField, force, force_vjp
 class LinearForce:
     """A force at one position, and the cotangent that it has received so far.
 
-    The product with the Jacobian is linear in the cotangent, so it is taken once for the sum of all cotangents that the moves at
-    this position add.
+    The product with the Jacobian is linear in the cotangent, so it is taken once for the sum of all
+    cotangents that the moves at this position add.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
@@ -49,16 +49,18 @@ class LinearForce:
 class ForceEvaluator:
     """The force of one potential for one run or sweep, evaluated once at each position.
 
-    States are immutable, so the identity of a position tensor is its version. A force is cached for the position object at which
-    it was evaluated, until another position is asked for.
+    States are immutable, so the identity of a position tensor is its version. A force is cached for
+    the position object at which it was evaluated, until another position is asked for.
 
     Args:
         potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
         grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
-        one_time_per_position: whether no time passes while the position stays, so that a time-dependent force can be cached too.
+        one_time_per_position: whether no time passes while the position stays, so that a
+            time-dependent force can be cached too.
         parameters: the potential's tensors that a gradient is wanted for, as leaves, by name.
         known: a position and the force there, if it was evaluated before.
-        stats: its ``energy_evaluations`` counts the passes over the energy: one for a force, one for a product.
+        stats: its ``energy_evaluations`` counts the passes over the energy: one for a force, one
+            for a product.
     """
 
     def __init__(
@@ -107,5 +109,7 @@ class ForceEvaluator:
         self.stats["energy_evaluations"] += 1
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
-        """Refuse a value that depends on a tensor that requires grad and is neither known nor a parameter of the run."""
+        """Refuse a value that depends on a tensor that requires grad and is neither known nor a
+        parameter of the run.
+        """
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)

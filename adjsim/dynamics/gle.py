@@ -21,7 +21,9 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class MemoryState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; memory ``(*batch, rates, atoms, dim)``, in units of momentum."""
+    """Position and momentum ``(*batch, atoms, dim)``; memory ``(*batch, rates, atoms, dim)``, in
+    units of momentum.
+    """
 
     position: Positions
     momentum: Positions
@@ -34,12 +36,14 @@ class Bath(Term):
         dp   = -sum c_i z_i dt
         dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i         c_i = sqrt(strength_i), r_i = rate_i
 
-    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in distribution::
+    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in
+    distribution::
 
         y' = E y + sqrt(m kT) L xi,    E = exp(-M h),    L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
-    E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and scales. So the flow is made of
-    coupling steps. The pivots start at one and must stay positive, which bounds h.
+    E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
+    scales. So the flow is made of coupling steps. The pivots start at one and must stay positive,
+    which bounds h.
     """
 
     def __init__(self, dynamics: GeneralizedLangevin) -> None:
@@ -61,10 +65,12 @@ class Bath(Term):
         if not bool((pivots.detach() > 0).all()):
             raise ValueError(
                 f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
-                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of times G occurs in "
+                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of "
+                "times G occurs in "
                 "the scheme), or SDESolver."
             )
-        # Memory first, so that its draws are, to leading order in h, the Brownian increments of the SDE.
+        # Memory first, so that its draws are, to leading order in h, the Brownian increments of the
+        # SDE.
         scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
         like = state.momentum
         found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
@@ -107,7 +113,9 @@ class Bath(Term):
 
 
 def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor into unit lower, diagonal and unit upper matrices, by elimination without exchange of rows."""
+    """Factor into unit lower, diagonal and unit upper matrices, by elimination without exchange of
+    rows.
+    """
     size = len(matrix)
     lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     for j in range(size - 1):
@@ -124,10 +132,11 @@ class GeneralizedLangevin(MassiveDynamics):
         dq = p/m dt
         dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise,     K(t) = sum_i strengths_i exp(-rates_i t)
 
-    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the memoryless limit. One extra variable
-    carries each exponential (:class:`Bath`); see Ceriotti, Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A
-    (stream), B (kick), G (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any other
-    word.
+    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
+    memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
+    Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
+    (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any
+    other word.
 
     Args:
         potential: energy module, or a force field.
@@ -176,8 +185,8 @@ class GeneralizedLangevin(MassiveDynamics):
     def bath_flow(self, h: float) -> tuple[Tensor, Tensor]:
         """Compute E = exp(-M h) and 1 - E E^T, float64.
 
-        The covariance comes from Van Loan's block exponential. The difference would leave none of the digits of its smallest
-        entry, of order h^3.
+        The covariance comes from Van Loan's block exponential. The difference would leave none of
+        the digits of its smallest entry, of order h^3.
         """
         M, r = self.bath_matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
@@ -189,7 +198,9 @@ class GeneralizedLangevin(MassiveDynamics):
         return propagator, 0.5 * (covariance + covariance.T)
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> MemoryState:
-        """Make a start with the memory drawn at equilibrium; momenta not given are drawn as sqrt(m kT) xi."""
+        """Make a start with the memory drawn at equilibrium; momenta not given are drawn as sqrt(m
+        kT) xi.
+        """
         at, p = as_start(position, momentum)
         if p is None:
             p = self.thermal_momentum(at, self.kT, generator)
@@ -206,7 +217,9 @@ class GeneralizedLangevin(MassiveDynamics):
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
 
     def reduced_energy(self, state: State) -> Energies:
-        """Compute H/kT plus ``sum z_i^2/(2 m kT)``: each memory variable has the distribution of a momentum."""
+        """Compute H/kT plus ``sum z_i^2/(2 m kT)``: each memory variable has the distribution of a
+        momentum.
+        """
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 

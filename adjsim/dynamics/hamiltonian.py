@@ -13,8 +13,9 @@ from adjsim.dynamics.terms import Kick, Stream
 class Hamiltonian(MassiveDynamics):
     """Microcanonical dynamics (NVE): ``dq/dt = p/m``, ``dp/dt = F(q)``.
 
-    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The invariant is the energy
-    ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a temperature use a thermostat.
+    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
+    invariant is the energy ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a
+    temperature use a thermostat.
 
     Args:
         potential: energy module, or a force field (without an invariant).

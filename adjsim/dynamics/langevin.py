@@ -54,9 +54,9 @@ class Langevin(MassiveDynamics):
         dp = (F(q) - friction p) dt + sqrt(2 friction m kT) dW
 
     It samples the canonical distribution exp(-(U + sum p^2/2m)/kT). Terms: A (stream), B (kick), O
-    (:class:`OrnsteinUhlenbeck`). Schemes: "BAOAB" (positions exact for harmonic forces, the first choice; Leimkuhler and
-    Matthews, Appl. Math. Res. Express 2013, 34), "OBABO" (momenta exact for harmonic forces), "ABOBA", and any other word. As
-    an SDE: :class:`~adjsim.SDESolver`.
+    (:class:`OrnsteinUhlenbeck`). Schemes: "BAOAB" (positions exact for harmonic forces, the first
+    choice; Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34), "OBABO" (momenta exact for
+    harmonic forces), "ABOBA", and any other word. As an SDE: :class:`~adjsim.SDESolver`.
 
     Reversing a step divides momenta by exp(-friction dt), which loses digits as exp(friction t). So
     :class:`~adjsim.ReversibleAdjoint` stores checkpoints here, unless the steps are exact

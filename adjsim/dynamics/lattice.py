@@ -1,12 +1,14 @@
 """Exact reversal: coupling steps as bijections of a fixed-point lattice.
 
-Every field y holds integer multiples of its spacing ``2^-k``, all smaller than ``2^(53-k)``. Sums and differences of such numbers
-are exact in float64, so the state stays an ordinary tensor. On the lattice
+Every field y holds integer multiples of its spacing ``2^-k``, all smaller than ``2^(53-k)``. Sums
+and differences of such numbers are exact in float64, so the state stays an ordinary tensor. On the
+lattice
 
-* a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the same bits from the same x
-  and subtracts them;
-* a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each entry, the information buffer,
-  keeps the bits that distinguish them (Maclaurin, Duvenaud and Adams, arXiv:1502.03492). With y = X spacing::
+* a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
+  same bits from the same x and subtracts them;
+* a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
+  entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and
+  Adams, arXiv:1502.03492). With y = X spacing::
 
       q, r = X div d, X mod d        B <- B d + r
       u    = B mod n                 B <- B div n        X' = q n + u
@@ -15,7 +17,8 @@ are exact in float64, so the state stays an ordinary tensor. On the lattice
   is less than n units from X n/d, and B grows by the log2(d/n) bits that X loses. When a buffer is full, 32 bits of it go to a
   stack (:mod:`adjsim.dynamics.buffer`).
 
-Gradients are those of the unrounded flow at the lattice states: rounding has the derivative of the identity.
+Gradients are those of the unrounded flow at the lattice states: rounding has the derivative of the
+identity.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
-# A field may grow this far beyond its scale. Scaled fields get a finer lattice, since a scale has an error of d units.
+# A field may grow this far beyond its scale. Scaled fields get a finer lattice, since a scale has
+# an error of d units.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
 # Steps over which the rate at the start gives a scale to a field that starts at zero.
 AHEAD = 256
@@ -54,9 +58,9 @@ DENOMINATOR = 2**22
 class Lattice:
     """The lattice of one run.
 
-    Spacings are powers of two, one for each system of a batch (and each link of a field), so a system does not depend on its
-    batch. They follow from the largest entry of the start, the thermal momentum, and the change over 256 steps at the rate of the
-    start.
+    Spacings are powers of two, one for each system of a batch (and each link of a field), so a
+    system does not depend on its batch. They follow from the largest entry of the start, the
+    thermal momentum, and the change over 256 steps at the rate of the start.
 
     Args:
         dynamics: the dynamics of the run.
@@ -75,7 +79,8 @@ class Lattice:
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
         self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
         kicked = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, Force)]
-        # For contributions to forces, which have one more axis; at least as fine as the spacing of their increments.
+        # For contributions to forces, which have one more axis; at least as fine as the spacing of
+        # their increments.
         self.force_grid = Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
         if kicked:
             _check_force(dynamics.potential)
@@ -90,7 +95,9 @@ class Lattice:
         return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
-        """Return the same lattice with these spacings, which are inputs of compiled code instead of constants."""
+        """Return the same lattice with these spacings, which are inputs of compiled code instead of
+        constants.
+        """
         other = copy(self)
         other.grids = {name: Grid(spacings[name]) for name in self.grids}
         other.force_grid = None if self.force_grid is None else Grid(spacings["force"])
@@ -121,16 +128,19 @@ class Lattice:
                 n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
                 bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
                 largest = max(largest, int(d.max()), int(n.max()))
-        # A factor that depends on the state is assumed to be above a half; the check of the buffers finds one that is not.
+        # A factor that depends on the state is assumed to be above a half; the check of the buffers
+        # finds one that is not.
         fastest = max([1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())])
         spare = LONGEST - FULL - math.log2(largest)
         if fastest > spare:
             raise ValueError(
-                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta, and an information buffer can take "
+                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta, and an "
+                "information buffer can take "
                 f"{spare:.3g}. Use a smaller dt, or exact=False."
             )
         wait = max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9))))
-        # Half a bit more than planned for, so that a buffer that grew by the plan has not overflowed.
+        # Half a bit more than planned for, so that a buffer that grew by the plan has not
+        # overflowed.
         return BufferGrowth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
 
     def to_lattice(self, state: State) -> State:
@@ -260,13 +270,14 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
     for letter, group in moves.items():
         if not all(isinstance(move, Shear | Scale) for move in group):
             raise TypeError(
-                f"exact=True needs flows made of shears and scales, and term {letter!r} of {type(dynamics).__name__} is "
-                "neither. Use exact=False with ReversibleAdjoint() or CheckpointAdjoint()."
+                f"exact=True needs flows made of shears and scales, and term {letter!r} of "
+                f"{type(dynamics).__name__} is neither. Use exact=False with ReversibleAdjoint() "
+                "or CheckpointAdjoint()."
             )
     if state.position.dtype != torch.float64:
         raise ValueError(
-            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice uses the 53 bits of a float64, and "
-            "the 24 of a float32 would leave it coarser than the steps."
+            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice uses the "
+            "53 bits of a float64, and the 24 of a float32 would leave it coarser than the steps."
         )
     if in_transform():
         raise RuntimeError("exact=True does not go through torch.func transforms (grad, vmap, jvp): use exact=False there.")
@@ -275,8 +286,9 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
 def _check_force(potential: nn.Module) -> None:
     if isinstance(potential, Potential) and "grid" not in signature(potential.force).parameters:
         raise TypeError(
-            f"exact=True: {type(potential).__name__}.force(position) must also take grid=None, and round the contributions that "
-            "it sums to a given grid (see adjsim.potentials.Potential.force); so must its force_vjp."
+            f"exact=True: {type(potential).__name__}.force(position) must also take grid=None, and "
+            "round the contributions that it sums to a given grid (see "
+            "adjsim.potentials.Potential.force); so must its force_vjp."
         )
 
 

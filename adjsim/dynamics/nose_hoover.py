@@ -22,7 +22,9 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class ChainState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch, length, 1, 1)``."""
+    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch,
+    length, 1, 1)``.
+    """
 
     position: Positions
     momentum: Positions
@@ -40,10 +42,11 @@ class Chain(Term):
         db_1/dt  = sum p^2/m - dof kT  - b_1 v_2
         db_j/dt  = b_{j-1}^2/Q_{j-1} - kT - b_j v_{j+1}        (the last link has no v_{j+1})
 
-    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996). The links
-    advance over h/2, from the last to the first. Then the momenta are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the
-    links advance over h/2, from the first to the last. A link, driven by G_j between two halves of its damping, is one scale and
-    one shear::
+    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol.
+    Phys. 87, 1117 (1996). The links advance over h/2, from the last to the first. Then the momenta
+    are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the links advance over h/2, from the
+    first to the last. A link, driven by G_j between two halves of its damping, is one scale and one
+    shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j) = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
@@ -78,7 +81,9 @@ class Chain(Term):
 
 
 def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
-    """Compute the force on link j: twice the kinetic energy that it controls, less the equilibrium value."""
+    """Compute the force on link j: twice the kinetic energy that it controls, less the equilibrium
+    value.
+    """
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
@@ -164,7 +169,8 @@ def _add_to_link(context: MoveContext, cotangents: Cotangents, name: str, j: int
 
 
 class NoseHooverChain(MassiveDynamics):
-    """Canonical dynamics by a chain of thermostats: Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
+    """Canonical dynamics by a chain of thermostats: Martyna, Klein and Tuckerman, J. Chem. Phys.
+    97, 2635 (1992).
 
     ========= ==================================================== ================
     symbol    meaning                                              units
@@ -176,19 +182,21 @@ class NoseHooverChain(MassiveDynamics):
     Q_j       kT tau^2, j > 1                                      energy time^2
     ========= ==================================================== ================
 
-    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other palindromes. Each system of a batch
-    has its own chain. The invariant is the extended energy
-    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is ergodic even for one
-    harmonic oscillator; length 1 is not. It is deterministic and, in practice, chaotic.
+    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other
+    palindromes. Each system of a batch has its own chain. The invariant is the extended energy
+    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is
+    ergodic even for one harmonic oscillator; length 1 is not. It is deterministic and, in practice,
+    chaotic.
 
     Args:
         potential: energy module.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
         kT: temperature, energy.
-        tau: relaxation time; a few times the period of the slowest vibration that should be thermalised well.
+        tau: relaxation time; a few times the period of the slowest vibration that should be
+            thermalised well.
         length: links of the chain.
-        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms x dim - dim when the total
-            momentum is zero and stays so.
+        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
+            x dim - dim when the total momentum is zero and stays so.
     """
 
     state_type = ChainState
@@ -216,7 +224,9 @@ class NoseHooverChain(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chain's masses Q and the equilibrium values of its kinetic energies, ``(length, 1, 1)``."""
+        """Compute the chain's masses Q and the equilibrium values of its kinetic energies,
+        ``(length, 1, 1)``.
+        """
         dof = self.mobile_dof(position) if self.dof is None else self.dof
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
         count[0] = dof
@@ -242,7 +252,8 @@ class NoseHooverChain(MassiveDynamics):
 
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
-        # The energy weights the first link's position by dof, so it is smaller; one is the scale of the others.
+        # The energy weights the first link's position by dof, so it is smaller; one is the scale of
+        # the others.
         return {
             **super().characteristic_scales(state, time),
             "bath_momentum": torch.sqrt(Q * target),
@@ -250,7 +261,9 @@ class NoseHooverChain(MassiveDynamics):
         }
 
     def reduced_energy(self, state: State) -> Energies:
-        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""
+        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary
+        density.
+        """
         Q, _ = self.bath(state.position)
         chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
         return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))

@@ -24,7 +24,9 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term):
-    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``. It has no flow in closed form."""
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``. It has no flow in closed
+    form.
+    """
 
     draws = 1
     advances_time = True
@@ -47,14 +49,16 @@ class OverdampedLangevin(Dynamics):
 
         dq = F(q)/friction dt + sqrt(2 kT/friction) dW
 
-    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass times the rate of
-    :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`, :class:`~adjsim.LeimkuhlerMatthews` (with averages of
-    second order), :class:`~adjsim.SDESolver`. For rates, velocities and other dynamical quantities use Langevin.
+    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass
+    times the rate of :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`,
+    :class:`~adjsim.LeimkuhlerMatthews` (with averages of second order), :class:`~adjsim.SDESolver`.
+    For rates, velocities and other dynamical quantities use Langevin.
 
     Args:
         potential: energy module, or a force field.
         kT: temperature, energy.
-        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction pins its atom.
+        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
+            pins its atom.
     """
 
     state_type = PositionState
@@ -93,8 +97,8 @@ class OverdampedLangevin(Dynamics):
     def damping(self, state: State) -> float:
         """Estimate the largest curvature of the potential at the state, divided by the friction.
 
-        This is the rate at which two paths on the same noise meet, found by power iteration on the Hessian. It holds near the
-        state only.
+        This is the rate at which two paths on the same noise meet, found by power iteration on the
+        Hessian. It holds near the state only.
         """
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(state.position)

@@ -1,8 +1,9 @@
 """Sources: the values that shears add and scales multiply by.
 
-A *source* is a value that depends on the state, the coefficients and the step's noise, together with its vector-Jacobian
-product: another field (:class:`Field`), the force (:class:`Force`), a coefficient (:class:`Coefficient`), the noise
-(:class:`Random`), a sum of these (:class:`Combination`), or any function of fields (:class:`Function`).
+A *source* is a value that depends on the state, the coefficients and the step's noise, together
+with its vector-Jacobian product: another field (:class:`Field`), the force (:class:`Force`), a
+coefficient (:class:`Coefficient`), the noise (:class:`Random`), a sum of these
+(:class:`Combination`), or any function of fields (:class:`Function`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
-# Adds the products of a value's cotangent to the cotangents of its inputs; None if there is nothing to differentiate.
+# Adds the products of a value's cotangent to the cotangents of its inputs; None if there is nothing
+# to differentiate.
 Accumulate = Callable[[Tensor], None] | None
 
 
@@ -41,8 +43,8 @@ class MoveContext:
 class Source(Protocol):
     """The interface of a source.
 
-    ``value`` returns the value. ``vjp`` returns the value and a function that takes the value's cotangent and adds to the
-    cotangents of the fields and coefficients that the value depends on.
+    ``value`` returns the value. ``vjp`` returns the value and a function that takes the value's
+    cotangent and adds to the cotangents of the fields and coefficients that the value depends on.
     """
 
     def value(self, state: State, context: MoveContext) -> Tensor: ...
@@ -65,7 +67,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Random:
-    """A draw of the stage's noise: standard normal numbers of the shape of position, not differentiated."""
+    """A draw of the stage's noise: standard normal numbers of the shape of position, not
+    differentiated.
+    """
 
     draw: int = 0
 

@@ -34,7 +34,9 @@ class Stream(Term):
 
 
 class Kick(Term):
-    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms. Its flow is ``p' = p + h F(q)`` at fixed position."""
+    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms. Its flow is ``p' = p + h F(q)`` at fixed
+    position.
+    """
 
     def __init__(self, dynamics: MassiveDynamics) -> None:
         self.dynamics = dynamics

@@ -1,15 +1,16 @@
 """What an estimator is given and what it returns.
 
-An estimator answers: how does the mean of this observable, over replicas of this simulation, change with the parameters of
-its dynamics? Two different questions go by that name, and every estimate carries the label of the one it answers:
+An estimator answers: how does the mean of this observable, over replicas of this simulation, change
+with the parameters of its dynamics? Two different questions go by that name, and every estimate
+carries the label of the one it answers:
 
 ``"path"``
     how the mean over runs from the given starts, after the given time, changes;
 ``"stationary"``
     how the equilibrium mean changes, to which no start belongs.
 
-Replicas are run in chunks. Standard errors come from the spread of independent chunks, so that intervals are Student's t with
-one degree of freedom less than there are chunks.
+Replicas are run in chunks. Standard errors come from the spread of independent chunks, so that
+intervals are Student's t with one degree of freedom less than there are chunks.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ class Simulation:
 
     Args:
         dynamics: the physics; gradients are with respect to its named parameters.
-        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is called without
-            gradients: every estimator holds the starts fixed.
+        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is
+            called without gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
-        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a fixed step. Pathwise then takes
-            :class:`~adjsim.ReversibleAdjoint`. Girsanov and ForwardSensitivity, which follow every step themselves, run as
-            without. Chunks of one size compile once.
+        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a
+            fixed step. Pathwise then takes :class:`~adjsim.ReversibleAdjoint`. Girsanov and
+            ForwardSensitivity, which follow every step themselves, run as without. Chunks of one
+            size compile once.
     """
 
     dynamics: Dynamics
@@ -81,8 +83,9 @@ class Simulation:
         self.dynamics.check(state)
         if state.position.ndim < 3 or state.position.shape[0] != replicas:
             raise ValueError(
-                f"initial({replicas}, generator) returned positions of shape {tuple(state.position.shape)}; "
-                f"the leading axis must be the {replicas} replicas: ({replicas}, atoms, dim)."
+                f"initial({replicas}, generator) returned positions of shape "
+                f"{tuple(state.position.shape)}; the leading axis must be the {replicas} replicas: "
+                f"({replicas}, atoms, dim)."
             )
         return state
 
@@ -97,12 +100,14 @@ class GradientEstimate:
     """A mean, its gradient, their standard errors, and what they cost.
 
     Attributes:
-        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with one chunk).
+        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
+            one chunk).
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
-        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``compiled`` (whether runs went in compiled loops), ``ess`` (the number of independent
-            samples it is worth), ``chunks``, ``replicas``, and what else the estimator says of itself.
+        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
+            ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
+            runs went in compiled loops), ``ess`` (the number of independent samples it is worth),
+            ``chunks``, ``replicas``, and what else the estimator says of itself.
     """
 
     value: Tensor
@@ -113,13 +118,16 @@ class GradientEstimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The confidence interval of the gradient by a parameter, or of the value: Student's t over the chunks."""
+        """The confidence interval of the gradient by a parameter, or of the value: Student's t over
+        the chunks.
+        """
         middle, error = (self.value, self.value_stderr) if name is None else (self.grad[name], self.grad_stderr[name])
         half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
-        """A number equal to the value, whose gradient by the module's parameters is the estimate: for use in a larger loss.
+        """A number equal to the value, whose gradient by the module's parameters is the estimate:
+        for use in a larger loss.
 
         Args:
             module: the dynamics that was estimated.
@@ -195,7 +203,9 @@ class GradientEstimate:
 
 @dataclass
 class Chunk:
-    """What a group of replicas gave: its mean and gradient, and anything that all chunks are needed to make sense of."""
+    """What a group of replicas gave: its mean and gradient, and anything that all chunks are needed
+    to make sense of.
+    """
 
     value: Tensor
     grad: dict[str, Tensor]
@@ -222,12 +232,13 @@ class Estimator(ABC):
 
         Args:
             simulation: what is run.
-            observable: ``TimeAverage(fn)`` or ``Final(fn)``, fn of the state to ``(replicas, ...)``; or a function of the
-                :class:`Trajectory` to the same.
+            observable: ``TimeAverage(fn)`` or ``Final(fn)``, fn of the state to ``(replicas,
+                ...)``; or a function of the :class:`Trajectory` to the same.
             replicas: number of independent runs.
-            chunks: the replicas are run in so many groups, as even as possible, whose spread gives the standard errors. The
-                noise of a replica does not depend on it.
-            generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
+            chunks: the replicas are run in so many groups, as even as possible, whose spread gives
+                the standard errors. The noise of a replica does not depend on it.
+            generator: seeds starts and noise, as a generator or a whole number; None: torch's
+                default generator.
         """
 
     def can_compile(self, simulation: Simulation) -> bool:
@@ -368,7 +379,9 @@ def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The mean over replicas of chunk means, and its standard error from their spread (NaN for one chunk)."""
+    """The mean over replicas of chunk means, and its standard error from their spread (NaN for one
+    chunk).
+    """
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))

@@ -1,11 +1,13 @@
 """The Hessian of an energy at a minimum, and its pseudo-inverse.
 
-At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat* (zero to rounding), *stiff*
-(above the square root of machine epsilon), or neither. A linear system is solved in the stiff directions alone. A direction
-that is neither costs the solution more than half of its digits, and is an error.
+At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat*
+(zero to rounding), *stiff* (above the square root of machine epsilon), or neither. A linear system
+is solved in the stiff directions alone. A direction that is neither costs the solution more than
+half of its digits, and is an error.
 
-The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES applied to a right-hand side
-with a component along a flat direction diverges. So flat directions are found first and projected out.
+The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
+applied to a right-hand side with a component along a flat direction diverges. So flat directions
+are found first and projected out.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ DENSE = 600
 ROUNDING = 4096
 # Residual of a linear system relative to its right-hand side.
 RESIDUAL = 1e-8
-# Flat directions besides translations and rotations that are searched for where the Hessian is not written out.
+# Flat directions besides translations and rotations that are searched for where the Hessian is not
+# written out.
 SEARCHED = 32
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
@@ -77,11 +80,15 @@ class PseudoInverse(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse what is no minimum, or one whose Hessian is ill-conditioned. May find more flat directions."""
+        """Refuse what is no minimum, or one whose Hessian is ill-conditioned. May find more flat
+        directions.
+        """
 
     @abstractmethod
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        """The solution of least length of ``H x = b``, as good as it comes; b's part along flat directions is left out."""
+        """The solution of least length of ``H x = b``, as good as it comes; b's part along flat
+        directions is left out.
+        """
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """That solution, or an error where what it leaves of b is not small."""
@@ -91,13 +98,16 @@ class PseudoInverse(ABC):
         # A loss that reads flat directions alone leaves the rounding of its projection.
         if not residual <= max(RESIDUAL, ROUNDING * self.epsilon) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
             raise RuntimeError(
-                f"the linear system of the minimum was not solved: {residual / size:.1e} of its right-hand side is left. The "
-                "minimum is ill-conditioned; hold the soft coordinate, or measure it in units in which it is stiffer."
+                f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
+                "right-hand side is left. The minimum is ill-conditioned; hold the soft "
+                "coordinate, or measure it in units in which it is stiffer."
             )
         return x
 
     def project(self, b: np.ndarray) -> np.ndarray:
-        """b without its part along flat directions; twice, since once leaves the rounding of that part."""
+        """b without its part along flat directions; twice, since once leaves the rounding of that
+        part.
+        """
         for _ in range(2):
             b = b - self.flat @ (self.flat.T @ b)
         return b
@@ -106,15 +116,17 @@ class PseudoInverse(ABC):
         """Refuse a curvature, the lowest of those that are not flat, that is negative or soft."""
         if lowest < -self.rounding:
             raise RuntimeError(
-                f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left (the largest is "
+                f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left "
+                "(the largest is "
                 f"{self.largest_curvature:.3g}). Start elsewhere."
             )
         if lowest < self.soft_limit:
             largest = self.largest_curvature
             raise RuntimeError(
-                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and {largest:.2g}, a condition "
-                f"number of {largest / lowest:.1e}. At most {largest / self.soft_limit:.1e} leaves digits of the derivative. "
-                "Hold the soft coordinate, or measure it in units in which it is stiffer."
+                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and "
+                f"{largest:.2g}, a condition number of {largest / lowest:.1e}. At most "
+                f"{largest / self.soft_limit:.1e} leaves digits of the derivative. Hold the soft "
+                "coordinate, or measure it in units in which it is stiffer."
             )
 
 
@@ -141,7 +153,9 @@ class DenseInverse(PseudoInverse):
 
 
 class IterativeInverse(PseudoInverse):
-    """By products alone. Translations and rotations are tested for being flat; other flat directions are searched for."""
+    """By products alone. Translations and rotations are tested for being flat; other flat
+    directions are searched for.
+    """
 
     def _largest(self) -> float:
         # An estimate will do: it is the scale that other curvatures are measured against.
@@ -157,7 +171,8 @@ class IterativeInverse(PseudoInverse):
 
     def check(self) -> None:
         for _ in range(SEARCHED + 1):
-            # The lowest curvature by the largest of a shifted operator, relative to whose size Lanczos steps converge.
+            # The lowest curvature by the largest of a shifted operator, relative to whose size
+            # Lanczos steps converge.
             shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
             _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
             direction = self.project(direction)
@@ -169,7 +184,8 @@ class IterativeInverse(PseudoInverse):
                 return
             self.flat = np.concatenate([self.flat, direction[:, None]], 1)
         raise RuntimeError(
-            f"the minimum has more than {SEARCHED} directions without curvature besides translations and rotations; hold atoms "
+            f"the minimum has more than {SEARCHED} directions without curvature besides "
+            "translations and rotations; hold atoms "
             "that nothing holds."
         )
 
@@ -189,15 +205,17 @@ class IterativeInverse(PseudoInverse):
             values, vectors = eigsh(operator, k=1, which=which, **options)
         except ArpackNoConvergence as failure:
             raise RuntimeError(
-                "the softest curvature of the minimum could not be told from the others, since it is a small share of the "
-                "largest: the minimum is ill-conditioned. Hold the soft coordinate, or measure it in units in which it is "
-                "stiffer."
+                "the softest curvature of the minimum could not be told from the others, since it "
+                "is a small share of the largest: the minimum is ill-conditioned. Hold the soft "
+                "coordinate, or measure it in units in which it is stiffer."
             ) from failure
         return float(values[0]), vectors[:, 0]
 
 
 class _Deflated(LinearOperator):
-    """``sign (H + stiff P) + shift``, P being the projector on flat directions: a Hessian that is not singular."""
+    """``sign (H + stiff P) + shift``, P being the projector on flat directions: a Hessian that is
+    not singular.
+    """
 
     def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
         super().__init__(np.dtype(np.float64), inverse.hessian.shape)
@@ -216,8 +234,9 @@ def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:
-    """Orthonormal displacements of positions ``(atoms, dim)`` that translate and rotate, ``(atoms x dim, count)``: fewer
-    rotations where atoms lie on a line."""
+    """Orthonormal displacements of positions ``(atoms, dim)`` that translate and rotate, ``(atoms x
+    dim, count)``: fewer rotations where atoms lie on a line.
+    """
     atoms, dim = q.shape
     motions = [np.tile(axis, (atoms, 1)) for axis in np.eye(dim)]
     x = q - q.mean(0)

@@ -16,15 +16,18 @@ from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulati
 
 
 class FiniteDifference(ChunkedEstimator):
-    """``(O(theta + step) - O(theta - step)) / 2 step``, every run from the same starts on the same noise.
+    """``(O(theta + step) - O(theta - step)) / 2 step``, every run from the same starts on the same
+    noise.
 
-    It answers the path question, asks nothing of the observable or of the force but to be evaluated, and costs two runs for
-    every entry of every parameter. Where single paths depend smoothly on the parameter it has the variance of the pathwise
-    gradient and an error of step^2. Where they part (chaos, discontinuous observables) its variance grows as the step
-    shrinks, so larger steps are then the better choice.
+    It answers the path question, asks nothing of the observable or of the force but to be
+    evaluated, and costs two runs for every entry of every parameter. Where single paths depend
+    smoothly on the parameter it has the variance of the pathwise gradient and an error of step^2.
+    Where they part (chaos, discontinuous observables) its variance grows as the step shrinks, so
+    larger steps are then the better choice.
 
-    Other values are written into the parameter itself, and the former ones back, while no other thread runs the dynamics: so
-    they reach a force or an observable however it reads the parameter, also behind ``float()`` or ``detach()``.
+    Other values are written into the parameter itself, and the former ones back, while no other
+    thread runs the dynamics: so they reach a force or an observable however it reads the parameter,
+    also behind ``float()`` or ``detach()``.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).

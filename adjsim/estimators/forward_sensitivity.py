@@ -16,15 +16,17 @@ from adjsim.estimators.functional import captured_parameter, refuse_captured_for
 
 
 class ForwardSensitivity(ChunkedEstimator):
-    """The pathwise gradient by forward differentiation: the tangent of the state, by one entry of one parameter, is carried
-    along with the run.
+    """The pathwise gradient by forward differentiation: the tangent of the state, by one entry of
+    one parameter, is carried along with the run.
 
-    It equals :class:`Pathwise` to rounding. A run is made for every entry of every parameter, in the memory of a run without
-    a gradient, and observables along the way cost nothing more: for few parameters and many observables, such as a whole curve
-    in time. For many parameters use :class:`Pathwise`.
+    It equals :class:`Pathwise` to rounding. A run is made for every entry of every parameter, in
+    the memory of a run without a gradient, and observables along the way cost nothing more: for few
+    parameters and many observables, such as a whole curve in time. For many parameters use
+    :class:`Pathwise`.
 
     Raises:
-        ValueError: an observable that reads a parameter as a tensor of its own, and not from the module: no tangent reaches it.
+        ValueError: an observable that reads a parameter as a tensor of its own, and not from the
+            module: no tangent reaches it.
         TypeError: exact steps, which have no forward derivative.
     """
 
@@ -41,8 +43,9 @@ class ForwardSensitivity(ChunkedEstimator):
         name = captured_parameter(simulation, observable)
         if name is not None:
             raise ValueError(
-                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its own, where no tangent "
-                f"reaches; read it from the module, as dynamics.{name}, or use Pathwise."
+                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its "
+                f"own, where no tangent reaches; read it from the module, as dynamics.{name}, or "
+                "use Pathwise."
             )
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:

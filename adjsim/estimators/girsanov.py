@@ -1,4 +1,6 @@
-"""The score of the path: how likely the increments that were seen are under other parameters of the drift."""
+"""The score of the path: how likely the increments that were seen are under other parameters of the
+drift.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,22 @@ from adjsim.solvers.splitting import Splitting
 
 # The effective sample size is that of weights for a parameter moved by this share of itself.
 RELATIVE_SHIFT = 0.1
-# Starts at which an observable is looked at before any work, and states of a time average at which it is on the way.
+# Starts at which an observable is looked at before any work, and states of a time average at which
+# it is on the way.
 PROBED, PROBED_STEPS = 8, 8
 STACKED_STEPS = 32
 
 
 class Girsanov(ChunkedEstimator):
-    """The gradient from the likelihood of the path: ``d<O>/dtheta = <dO/dtheta> + <(O - b) S>``, ``S = d log P(path)/dtheta``.
+    """The gradient from the likelihood of the path: ``d<O>/dtheta = <dO/dtheta> + <(O - b) S>``,
+    ``S = d log P(path)/dtheta``.
 
-    It answers the path question, asks nothing of the observable but its value, so that discontinuous ones are welcome, and
-    propagates nothing, so that chaos does no harm; the variance of S grows in proportion to the time instead. For parameters of
-    the drift alone. P is the density of the positions (and momenta) that the scheme really samples, all of them held fixed
-    while theta moves. With F' = dF/dtheta at the positions that were visited and xi the noise that was drawn:
+    It answers the path question, asks nothing of the observable but its value, so that
+    discontinuous ones are welcome, and propagates nothing, so that chaos does no harm; the variance
+    of S grows in proportion to the time instead. For parameters of the drift alone. P is the
+    density of the positions (and momenta) that the scheme really samples, all of them held fixed
+    while theta moves. With F' = dF/dtheta at the positions that were visited and xi the noise that
+    was drawn:
 
     ================================== =========================================================================
     EulerMaruyama                      ``S = sum_k (dt/friction)/s  xi_k . F'_k``,  s = sqrt(2 kT dt/friction)
@@ -50,20 +56,22 @@ class Girsanov(ChunkedEstimator):
     Splitting("BAOAB"), positions      ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,  w_0 = 1/2, else 1
     ================================== =========================================================================
 
-    with c, sigma those of the Ornstein-Uhlenbeck flow and, for BAOAB, whose momenta follow from its positions,
-    ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density, so the observable must not look at its
-    momenta; OBABO has one of both.) The control variate b is the mean of the observable over the other chunks, which leaves the
-    mean as it is.
+    with c, sigma those of the Ornstein-Uhlenbeck flow and, for BAOAB, whose momenta follow from its
+    positions, ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density, so
+    the observable must not look at its momenta; OBABO has one of both.) The control variate b is
+    the mean of the observable over the other chunks, which leaves the mean as it is.
 
-    ``diagnostics["ess"]`` is the number of paths that would be left of them if a parameter were moved by a tenth of itself and
-    the paths reweighted; it falls exponentially with the time. ``diagnostics["contributing"]`` is the number of replicas that
-    make up the variance, ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``: a third of the replicas for Gaussian
-    y, the count for an event that few replicas saw, and zero where the observable was the same in all. An error bar is itself
-    known to a share of about one over twice its root.
+    ``diagnostics["ess"]`` is the number of paths that would be left of them if a parameter were
+    moved by a tenth of itself and the paths reweighted; it falls exponentially with the time.
+    ``diagnostics["contributing"]`` is the number of replicas that make up the variance, ``(sum
+    y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``: a third of the replicas for Gaussian
+    y, the count for an event that few replicas saw, and zero where the observable was the same in
+    all. An error bar is itself known to a share of about one over twice its root.
 
     Raises:
-        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: two such path densities have nothing
-            in common as dt goes to zero, and the score diverges. An observable that looks at momenta under BAOAB.
+        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: two such
+            path densities have nothing in common as dt goes to zero, and the score diverges. An
+            observable that looks at momenta under BAOAB.
         TypeError: another dynamics or solver.
     """
 
@@ -81,14 +89,16 @@ class Girsanov(ChunkedEstimator):
         )
         if not fits:
             raise TypeError(
-                "Girsanov knows the path density of EulerMaruyama(dt) on OverdampedLangevin and of Splitting('BAOAB', dt) and "
-                f"Splitting('OBABO', dt) on Langevin, not of {solver!r} on {type(dynamics).__name__}."
+                "Girsanov knows the path density of EulerMaruyama(dt) on OverdampedLangevin and "
+                "of Splitting('BAOAB', dt) and Splitting('OBABO', dt) on Langevin, not of "
+                f"{solver!r} on {type(dynamics).__name__}."
             )
         refuse_captured_force("Girsanov", simulation)
         scaling = [name for name in dynamics.trainable() if not name.startswith("potential.")]
         if scaling:
             raise ValueError(
-                f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt goes to zero. Give it as a "
+                f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt "
+                "goes to zero. Give it as a "
                 "number, and use Pathwise for its gradient."
             )
         if word == "BAOAB":
@@ -150,13 +160,15 @@ class Girsanov(ChunkedEstimator):
 
     @staticmethod
     def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
-        """How many replicas make up the variance, ``(sum y^2)^2 / sum y^4`` of their contributions y = (O - b) S.
+        """How many replicas make up the variance, ``(sum y^2)^2 / sum y^4`` of their contributions
+        y = (O - b) S.
 
         The least over parameters and over entries of the observable.
         """
         seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
         squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
-        # An entry that is a constant has no event to miss where others vary; nor has a parameter that no force depends on.
+        # An entry that is a constant has no event to miss where others vary; nor has a parameter
+        # that no force depends on.
         squares = squares[:, squares.sum(0) > 0]
         if squares.shape[1] == 0:
             return 0.0
@@ -172,8 +184,9 @@ class Girsanov(ChunkedEstimator):
 
 
 class _PathObserver:
-    """Shows every step to the score, every state that counts to a time average's own dependence on the parameters, and some of
-    these to what looks for momenta in it."""
+    """Shows every step to the score, every state that counts to a time average's own dependence on
+    the parameters, and some of these to what looks for momenta in it.
+    """
 
     def __init__(
         self,
@@ -209,8 +222,9 @@ class _PathObserver:
 class _MomentumCheck:
     """Whether an observable looks at momenta, which have no path density under BAOAB.
 
-    Found by moving them and comparing values, since automatic differentiation does not see what is read behind ``detach()`` or
-    through a comparison; and by differentiation, which sees what makes no difference at the states that are tried.
+    Found by moving them and comparing values, since automatic differentiation does not see what is
+    read behind ``detach()`` or through a comparison; and by differentiation, which sees what makes
+    no difference at the states that are tried.
     """
 
     def __init__(self, observable: Observable, times: Tensor) -> None:
@@ -233,8 +247,9 @@ class _MomentumCheck:
             self._refuse()
 
     def _seen(self, state: State, final: State, frames: State | None) -> Tensor:
-        """The observable with the momenta of a state at the end, and those of frames moved by as much, each in a measure of its
-        own: differences between frames change too."""
+        """The observable with the momenta of a state at the end, and those of frames moved by as
+        much, each in a measure of its own: differences between frames change too.
+        """
         if isinstance(self.observable, TimeAverage | Final):
             return self.observable.function(state)
         assert frames is not None
@@ -245,7 +260,8 @@ class _MomentumCheck:
     @staticmethod
     def _refuse() -> NoReturn:
         raise ValueError(
-            "Girsanov: under BAOAB only positions have a path density, and the observable looks at momenta; use "
+            "Girsanov: under BAOAB only positions have a path density, and the observable looks "
+            "at momenta; use "
             "Splitting('OBABO', dt)."
         )
 
@@ -297,7 +313,8 @@ class _Score(ABC):
         self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
         replicas = inputs.state.position.shape[0]
         self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.parameter_vjp.parameters.items()}
-        # A force in time is taken at its time; others wait, since one call for many steps spares its overhead.
+        # A force in time is taken at its time; others wait, since one call for many steps spares
+        # its overhead.
         self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
         self.pending: list[tuple[Tensor, Tensor]] = []
 
@@ -351,7 +368,8 @@ class _BAOAB(_Score):
     def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
         super().__init__(dynamics, stepper, inputs)
         group = inputs.coefficients["O"]
-        # Half a kick, "h" being half of dt, is what the first step sees; the others follow on another half.
+        # Half a kick, "h" being half of dt, is what the first step sees; the others follow on
+        # another half.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
         self.alternating_sum = torch.zeros_like(inputs.state.position)
         for step in range(stepper.clock.last - 1, -1, -1):

@@ -27,24 +27,29 @@ class ImplicitDifferentiation:
 
         F(q*(theta); theta) = 0        dq*/dtheta = H^+ dF/dtheta,     H = -dF/dq at q*
 
-    The path of the minimiser is neither stored nor differentiated. The way back solves one linear system with H for each
-    system of a batch, in any dimension: by diagonalising H up to 600 coordinates, else by products with H alone (MINRES).
+    The path of the minimiser is neither stored nor differentiated. The way back solves one linear
+    system with H for each system of a batch, in any dimension: by diagonalising H up to 600
+    coordinates, else by products with H alone (MINRES).
 
-    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated at no cost, so its minima are a family, and the
-    theorem leaves ``dq* = H^+ dF/dtheta dtheta + n`` with any n along the flat directions. The solution of least length has
-    n = 0. It is the derivative of a minimiser that follows forces: where the energy is flat whatever theta, forces have no
-    component along flat directions, so that the centre stays and nothing turns. A loss that reads where the cluster is or how
-    it is turned has the derivative that this minimiser would give it. A parameter that pushes along a flat direction
-    (``dF/dtheta`` has a component there) leaves no minimum behind, and is an error.
+    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated at no cost, so its
+    minima are a family, and the theorem leaves ``dq* = H^+ dF/dtheta dtheta + n`` with any n along
+    the flat directions. The solution of least length has n = 0. It is the derivative of a minimiser
+    that follows forces: where the energy is flat whatever theta, forces have no component along
+    flat directions, so that the centre stays and nothing turns. A loss that reads where the cluster
+    is or how it is turned has the derivative that this minimiser would give it. A parameter that
+    pushes along a flat direction (``dF/dtheta`` has a component there) leaves no minimum behind,
+    and is an error.
 
     Args:
-        tol: the largest force component left, relative to the largest curvature times the size of start and minimum.
+        tol: the largest force component left, relative to the largest curvature times the size of
+            start and minimum.
         max_iterations: of the minimiser.
 
     Raises:
-        RuntimeError: the minimiser did not get there; it arrived at a saddle (a direction of negative curvature is left); the
-            minimum is ill-conditioned (a curvature that is not zero is below the square root of machine epsilon, 1.5e-8 in
-            float64, as a share of the largest), so that no digits of the derivative are left; a parameter pushes along a flat
+        RuntimeError: the minimiser did not get there; it arrived at a saddle (a direction of
+            negative curvature is left); the minimum is ill-conditioned (a curvature that is not
+            zero is below the square root of machine epsilon, 1.5e-8 in float64, as a share of the
+            largest), so that no digits of the derivative are left; a parameter pushes along a flat
             direction.
     """
 
@@ -55,7 +60,9 @@ class ImplicitDifferentiation:
 
     @outside_inference_mode()
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
-        """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the potential's parameters."""
+        """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the
+        potential's parameters.
+        """
         parameters = list(trainable(potential).values())
         return _Minimum.apply(self, potential, position.detach(), *parameters)
 
@@ -72,7 +79,8 @@ class ImplicitDifferentiation:
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
         found = minimize(energy, x, jac=True, method="L-BFGS-B", options=options)
         q = torch.from_numpy(found.x).to(start).reshape(shape)
-        # The quasi-Newton steps stop at the rounding of the energy; a few of Newton's reach that of the force.
+        # The quasi-Newton steps stop at the rounding of the energy; a few of Newton's reach that of
+        # the force.
         left, allowed, inverse = math.inf, 0.0, pseudo_inverse(potential, q)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(q.abs().max()))
@@ -83,7 +91,8 @@ class ImplicitDifferentiation:
                 return inverse.q
             inverse = nearer
         raise RuntimeError(
-            f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is allowed): start nearer to a minimum, "
+            f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
+            "allowed): start nearer to a minimum, "
             "or raise max_iterations or tol."
         )
 
@@ -129,8 +138,10 @@ def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, paramete
 
 
 def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
-    """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes along one that is not, and,
-    over a change as large as itself, by more than the rounding of forces."""
+    """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes
+    along one that is not, and, over a change as large as itself, by more than the rounding of
+    forces.
+    """
     if not inverse.flat.shape[1]:
         return
     other = inverse.project(np.random.default_rng(0).standard_normal(inverse.q.numel()))
@@ -143,6 +154,7 @@ def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, paramet
             size = float(p.detach().norm()) or 1.0
             if float(g.norm()) > FLAT_SHARE * float(scale.norm()) + rounding / size:
                 raise RuntimeError(
-                    f"parameter {name!r} pushes along a direction in which the energy has no curvature, so that there is no "
-                    "minimum at another value of it, and no derivative. Hold that direction: a weak spring on the centre does."
+                    f"parameter {name!r} pushes along a direction in which the energy has no "
+                    "curvature, so that there is no minimum at another value of it, and no "
+                    "derivative. Hold that direction: a weak spring on the centre does."
                 )

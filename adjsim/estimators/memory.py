@@ -1,8 +1,9 @@
 """How much memory a piece of work takes at its peak.
 
-On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see tensors; so the resident
-set of the process is sampled every millisecond, from a baseline taken after freed memory has been given back. It is good
-to about a megabyte; for figures to rely on, measure in a fresh process.
+On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see
+tensors; so the resident set of the process is sampled every millisecond, from a baseline taken
+after freed memory has been given back. It is good to about a megabyte; for figures to rely on,
+measure in a fresh process.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 
 
 def release() -> None:
-    """Collect what nobody holds, and give freed memory back to the system: what a method finds to reuse would not be counted as
-    its own. It takes about a tenth of a second."""
+    """Collect what nobody holds, and give freed memory back to the system: what a method finds to
+    reuse would not be counted as its own. It takes about a tenth of a second.
+    """
     gc.collect()
     _trim()
 
@@ -37,7 +39,8 @@ class PeakMemory:
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        # Young garbage only: to release() all of it would take a tenth of a second from every estimate.
+        # Young garbage only: to release() all of it would take a tenth of a second from every
+        # estimate.
         gc.collect(1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

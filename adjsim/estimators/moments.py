@@ -1,4 +1,6 @@
-"""What a covariance at equal times is made of, as a function of the state that is averaged over steps."""
+"""What a covariance at equal times is made of, as a function of the state that is averaged over
+steps.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,18 @@ from adjsim.estimators.probes import reduced_energy
 
 
 class Moments:
-    """A pure function of the state: the observable O of every replica, and the means over replicas of O^2, of ``du/dtheta``,
-    of ``O du/dtheta`` and of ``dO/dtheta``, as one vector in float64.
+    """A pure function of the state: the observable O of every replica, and the means over replicas
+    of O^2, of ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``, as one vector in float64.
 
-    Nothing is stored between calls, so that it may be averaged in a compiled loop. A loop is looked up by the function that
-    it averages: one object serves all chunks.
+    Nothing is stored between calls, so that it may be averaged in a compiled loop. A loop is looked
+    up by the function that it averages: one object serves all chunks.
 
     Args:
         dynamics: whose reduced energy u is, and whose parameters theta are.
         function: the observable, of the state to ``(replicas, ...)``.
         bath: whether u has the terms of the bath.
-        start: a state; products are taken of what the observable differs from its mean there, and keep their digits.
+        start: a state; products are taken of what the observable differs from its mean there, and
+            keep their digits.
     """
 
     def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State) -> None:
@@ -37,7 +40,9 @@ class Moments:
         self.names = list(dynamics.trainable())
 
     def matches(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
-        """Whether it is that of these dynamics, with the parameters they have now, and of this observable."""
+        """Whether it is that of these dynamics, with the parameters they have now, and of this
+        observable.
+        """
         return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
 
     def __call__(self, state: State) -> Tensor:
@@ -47,7 +52,8 @@ class Moments:
             if all(p.requires_grad for p in parameters.values()):
                 seen, u = self._evaluate(state)
             else:
-                # In a loop that is compiled inputs stand for the parameters, which no gradient is asked by.
+                # In a loop that is compiled inputs stand for the parameters, which no gradient is
+                # asked by.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
                 seen, u = with_values(self.dynamics, parameters, lambda: self._evaluate(state))
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
@@ -74,8 +80,9 @@ class Moments:
         return torch.cat(flat) if flat else output.new_zeros(0)
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
-        """The averages by name, with the shapes of an observable ``(replicas, ...)`` like ``values`` and of the parameters; in
-        float64, for differences of theirs."""
+        """The averages by name, with the shapes of an observable ``(replicas, ...)`` like
+        ``values`` and of the parameters; in float64, for differences of theirs.
+        """
         shape, count = values.shape[1:], values[0].numel()
         trainable = self.dynamics.trainable()
         sizes = [p.numel() for p in trainable.values()]

@@ -29,22 +29,26 @@ from adjsim.solvers.base import SteppingSolver
 
 
 class Pathwise(ChunkedEstimator):
-    """``d<O>/dtheta = <dO/dtheta>`` along each path, its noise and its start held fixed, by any adjoint.
+    """``d<O>/dtheta = <dO/dtheta>`` along each path, its noise and its start held fixed, by any
+    adjoint.
 
-    It answers the path question, with little variance at short times. In a chaotic system the gradient of a single path
-    grows as exp(lambda T) while that of the mean does not: beyond a few Lyapunov times its variance makes it useless, however
-    exact each path's gradient is. ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the
-    start over that by the end, root mean square over replicas (positive where some paths part); ``diagnostics["lost_at"]`` is
-    the time at which the standard error reaches the gradient if it grows so. Where only a rare path parts, as at a barrier,
-    that path carries the gradient, and no number of a batch without it can tell that it is missing; :class:`Girsanov` does
-    not depend on it.
+    It answers the path question, with little variance at short times. In a chaotic system the
+    gradient of a single path grows as exp(lambda T) while that of the mean does not: beyond a few
+    Lyapunov times its variance makes it useless, however exact each path's gradient is.
+    ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the start
+    over that by the end, root mean square over replicas (positive where some paths part);
+    ``diagnostics["lost_at"]`` is the time at which the standard error reaches the gradient if it
+    grows so. Where only a rare path parts, as at a barrier, that path carries the gradient, and no
+    number of a batch without it can tell that it is missing; :class:`Girsanov` does not depend on
+    it.
 
     Args:
         adjoint: how each path is differentiated.
-        truncate: a time, a multiple of dt. The way back is cut after so long: with a :class:`Final`, parameters act through the
-            last part of the run only; with a :class:`TimeAverage` the run is cut into parts of that length, and parameters act
-            within each. It bounds the growth and answers another question: what acts later is left out, and no error bar
-            knows of it. The estimate says so.
+        truncate: a time, a multiple of dt. The way back is cut after so long: with a
+            :class:`Final`, parameters act through the last part of the run only; with a
+            :class:`TimeAverage` the run is cut into parts of that length, and parameters act within
+            each. It bounds the growth and answers another question: what acts later is left out,
+            and no error bar knows of it. The estimate says so.
     """
 
     estimand: ClassVar[str] = "path"
@@ -81,7 +85,8 @@ class Pathwise(ChunkedEstimator):
             mean = values.mean(0)
         found = jacobian(mean, {**parameters, "": begin.position})
         growth, reaches = self._growth(observable, found.pop(""), detached(final))
-        # An observable that parameters alone enter is smooth; a step times a parameter has lost a part of its derivative.
+        # An observable that parameters alone enter is smooth; a step times a parameter has lost a
+        # part of its derivative.
         alone = mean.requires_grad and bool((values == values[:1]).all())
         smooth = alone or (mean.requires_grad if reaches is None else reaches)
         errors = [e for stats in runs if (e := stats.get("reconstruction_error")) is not None]
@@ -109,8 +114,10 @@ class Pathwise(ChunkedEstimator):
 
     @staticmethod
     def _growth(observable: Observable, at_start: Tensor, final: State) -> tuple[float | None, bool | None]:
-        """How much larger the derivative by the start is than that by the end, squared, the mean over replicas: the few that
-        part make up the variance. And whether the observable has a derivative by the state; None where that is not known."""
+        """How much larger the derivative by the start is than that by the end, squared, the mean
+        over replicas: the few that part make up the variance. And whether the observable has a
+        derivative by the state; None where that is not known.
+        """
         if not isinstance(observable, TimeAverage | Final):
             return None, None
         with torch.enable_grad():
@@ -131,8 +138,9 @@ class Pathwise(ChunkedEstimator):
     def _truncated_run(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
-        """The observable with its graph cut (at the last part's start, or at that of every part), the end, and the parts'
-        stats."""
+        """The observable with its graph cut (at the last part's start, or at that of every part),
+        the end, and the parts' stats.
+        """
         assert isinstance(simulation.solver, SteppingSolver)
         assert self.truncate is not None
         times, dt = check_times(simulation.ts), simulation.solver.dt

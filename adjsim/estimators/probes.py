@@ -1,7 +1,7 @@
 """What an observable reads, found from its values.
 
-Automatic differentiation does not see a field that is read behind ``detach()`` or through a comparison, so fields are moved,
-by sizes over several decades, and the values compared.
+Automatic differentiation does not see a field that is read behind ``detach()`` or through a
+comparison, so fields are moved, by sizes over several decades, and the values compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SIZES = (1e-3, 1.0, 10.0, 1e3)
 
 
 def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
-    """Whether a function of the state reads a field, at a state with replicas along its leading axis."""
+    """Whether a function of the state reads a field, at a state with replicas along its leading
+    axis.
+    """
     x = getattr(state, name).detach()
     generator = torch.Generator().manual_seed(0)
     shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (float(x.square().mean().sqrt()) or 1.0)
@@ -33,14 +35,16 @@ def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state
     """Whether an observable reads variables of the bath at these states.
 
     Raises:
-        ValueError: it reads a field that has no stationary density, such as the position of a Nose-Hoover chain.
+        ValueError: it reads a field that has no stationary density, such as the position of a
+            Nose-Hoover chain.
     """
     others = [name for name in state._fields if name not in ("position", "momentum") and depends_on(function, state, name)]
     for name in others:
         if not depends_on(dynamics.reduced_energy, state, name):
             raise ValueError(
-                f"the observable reads {name}, which has no stationary density under {type(dynamics).__name__}, so that its "
-                "mean has no equilibrium value. Use Pathwise or FiniteDifference for its mean along a path."
+                f"the observable reads {name}, which has no stationary density under "
+                f"{type(dynamics).__name__}, so that its mean has no equilibrium value. Use "
+                "Pathwise or FiniteDifference for its mean along a path."
             )
     return any(name in dynamics.bath_fields for name in others)
 
@@ -48,8 +52,9 @@ def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state
 def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
     """The reduced energy, with the terms of the bath or without.
 
-    An observable that does not read the bath is independent of it: these terms would add nothing to a covariance on average,
-    and only to its variance. They are Gaussian about zero, where neither their value nor their derivative is left.
+    An observable that does not read the bath is independent of it: these terms would add nothing to
+    a covariance on average, and only to its variance. They are Gaussian about zero, where neither
+    their value nor their derivative is left.
     """
     if not bath:
         state = state._replace(**{name: torch.zeros_like(getattr(state, name)) for name in dynamics.bath_fields})

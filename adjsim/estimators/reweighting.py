@@ -40,17 +40,20 @@ class Reweighting(Estimator):
 
         <O>_theta = sum_i w_i O_i / sum_i w_i,     w_i = exp(-(u_i(theta) - u_i(theta_0))),     u = H/kT
 
-    It answers the stationary question. Frames of a run at theta_0 are kept and used again as long as the weights leave enough
-    of them: a fit costs a simulation only now and then. The first call samples, and so does one at parameters at which the
-    effective share of the samples, ``(sum w)^2 / sum w^2 / n``, has fallen below ``threshold``. One object serves one
-    simulation; with another, or another number of replicas, it samples anew.
+    It answers the stationary question. Frames of a run at theta_0 are kept and used again as long
+    as the weights leave enough of them: a fit costs a simulation only now and then. The first call
+    samples, and so does one at parameters at which the effective share of the samples, ``(sum w)^2
+    / sum w^2 / n``, has fallen below ``threshold``. One object serves one simulation; with another,
+    or another number of replicas, it samples anew.
 
-    ``diagnostics["weights_ess"]`` is that share, ``["sampled"]`` whether this call sampled, ``["ess"]`` the number of
-    independent samples left. :meth:`surrogate` gives the weighted mean itself, differentiable.
+    ``diagnostics["weights_ess"]`` is that share, ``["sampled"]`` whether this call sampled,
+    ``["ess"]`` the number of independent samples left. :meth:`surrogate` gives the weighted mean
+    itself, differentiable.
 
     Args:
         every: time between frames that are kept; None: ten steps.
-        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
+        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two
+            must agree.
         threshold: the share of effective samples below which it samples again.
     """
 
@@ -103,8 +106,9 @@ class Reweighting(Estimator):
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
-        """The weighted mean over the samples that are kept, at the parameters as they are: its value and its gradient are both
-        right, also where the observable depends on the parameters."""
+        """The weighted mean over the samples that are kept, at the parameters as they are: its
+        value and its gradient are both right, also where the observable depends on the parameters.
+        """
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
         with torch.enable_grad():
@@ -115,7 +119,9 @@ class Reweighting(Estimator):
 
     @staticmethod
     def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and its spread the error."""
+        """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and
+        its spread the error.
+        """
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B
         for part in parts:
@@ -183,8 +189,8 @@ class Reweighting(Estimator):
     def _reweight(self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
         """One chunk's means of w O and of w, and their derivatives.
 
-        Weights are taken relative to the largest of all chunks, which changes neither the ratio of the means nor its gradient:
-        a constant that is added to the energy does not overflow.
+        Weights are taken relative to the largest of all chunks, which changes neither the ratio of
+        the means nor its gradient: a constant that is added to the energy does not overflow.
         """
         parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():
@@ -209,8 +215,9 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples:
-    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they were sampled, with the terms
-    of the bath and without."""
+    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they
+    were sampled, with the terms of the bath and without.
+    """
 
     simulation: Simulation
     sizes: list[int]

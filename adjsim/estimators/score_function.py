@@ -27,22 +27,26 @@ class ScoreFunction(ChunkedEstimator):
 
         d<O>/dtheta = <dO/dtheta> - <(O - <O>) (du/dtheta - <du/dtheta>)>,     u = H(q, p; theta)/kT
 
-    It answers the stationary question, whatever the dynamics that sampled, for parameters of the density: the potential's,
-    masses and kT. Nothing is propagated in time, so chaos does no harm and memory does not grow with the number of samples.
-    Its variance is that of a product, ``var(O) var(du/dtheta)`` and more over the number of independent samples: for large
-    systems, where du/dtheta is large, pathwise or reweighted gradients are better.
+    It answers the stationary question, whatever the dynamics that sampled, for parameters of the
+    density: the potential's, masses and kT. Nothing is propagated in time, so chaos does no harm
+    and memory does not grow with the number of samples. Its variance is that of a product, ``var(O)
+    var(du/dtheta)`` and more over the number of independent samples: for large systems, where
+    du/dtheta is large, pathwise or reweighted gradients are better.
 
-    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a Nose-Hoover chain) have a density
-    too. Its terms count where the observable is found to read them, at the starts or at the ends, by moving them. Parameters
-    that the density does not know have gradient zero, exactly: friction, rates, strengths, and tau where no chain momentum is
+    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
+    Nose-Hoover chain) have a density too. Its terms count where the observable is found to read
+    them, at the starts or at the ends, by moving them. Parameters that the density does not know
+    have gradient zero, exactly: friction, rates, strengths, and tau where no chain momentum is
     read.
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is no ``TimeAverage``.
-        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary density.
+        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary
+            density.
 
     Args:
-        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
+        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two
+            must agree.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -73,9 +77,11 @@ class ScoreFunction(ChunkedEstimator):
     def _sample(
         self, simulation: Simulation, observable: TimeAverage, start: State, noise: Noise | None, bath: bool
     ) -> tuple[State, int, dict[str, Any]]:
-        """The end of a run, passes over the energy, and the moments, with the terms of the bath or without.
+        """The end of a run, passes over the energy, and the moments, with the terms of the bath or
+        without.
 
-        The run is made in two parts, whose averages are compared to see whether it had come to equilibrium.
+        The run is made in two parts, whose averages are compared to see whether it had come to
+        equilibrium.
         """
         assert isinstance(simulation.solver, SteppingSolver)
         dynamics, function = simulation.dynamics, observable.function
@@ -112,9 +118,12 @@ class ScoreFunction(ChunkedEstimator):
         return state, evaluations, found
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Every chunk's covariance about the means of all: their mean is the covariance of all, and their spread its error."""
+        """Every chunk's covariance about the means of all: their mean is the covariance of all, and
+        their spread its error.
+        """
         ess = ess_of([part.extra for part in parts], sizes)
-        # The covariance about the sample's own mean is short by one part in the number of independent samples.
+        # The covariance about the sample's own mean is short by one part in the number of
+        # independent samples.
         whole = ess / max(ess - 1, 1)
         mean, dtype = weighted_mean([part.value for part in parts], sizes), parts[0].extra["dtype"]
         parameters = simulation.dynamics.trainable()
@@ -145,8 +154,9 @@ def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """How many independent samples the time averages of the observable are worth: its variance over that of the mean, from
-    the spread of the replicas' own averages; the least over its entries."""
+    """How many independent samples the time averages of the observable are worth: its variance over
+    that of the mean, from the spread of the replicas' own averages; the least over its entries.
+    """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:
         return 1.0
@@ -158,7 +168,9 @@ def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
 
 
 def equilibration(halves: Tensor) -> float | None:
-    """By how many standard errors the second half's mean differs from the first's, over chunks; the largest of its entries."""
+    """By how many standard errors the second half's mean differs from the first's, over chunks; the
+    largest of its entries.
+    """
     if len(halves) < 3:
         return None
     score = (halves.mean(0) / (halves.std(0) / len(halves) ** 0.5)).abs()
@@ -167,12 +179,15 @@ def equilibration(halves: Tensor) -> float | None:
 
 
 def check_stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
-    """The observable as a time average of dynamics that have a stationary density, or an error that says why not."""
+    """The observable as a time average of dynamics that have a stationary density, or an error that
+    says why not.
+    """
     name = type(estimator).__name__
     if not isinstance(observable, TimeAverage):
         raise TypeError(
-            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). What happens at a given time, "
-            "such as a first passage or a final state, is a path question: use Pathwise, Girsanov or FiniteDifference."
+            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). What "
+            "happens at a given time, such as a first passage or a final state, is a path "
+            "question: use Pathwise, Girsanov or FiniteDifference."
         )
     if not isinstance(simulation.solver, SteppingSolver):
         raise TypeError(f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}.")

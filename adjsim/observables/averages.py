@@ -19,9 +19,11 @@ class Mean(NamedTuple):
 
 
 def autocorrelation_time(series: Array, window: float = 5.0) -> float:
-    """The integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series ``(time,)``, in samples.
+    """The integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series ``(time,)``, in
+    samples.
 
-    The sum is cut at the first lag that is ``window`` times the sum so far (Sokal 1997), where noise takes over.
+    The sum is cut at the first lag that is ``window`` times the sum so far (Sokal 1997), where
+    noise takes over.
     """
     x = as_tensor("series", series).detach().double().flatten()
     x = x - x.mean()
@@ -36,9 +38,11 @@ def autocorrelation_time(series: Array, window: float = 5.0) -> float:
 
 
 def mean_with_error(series: Array) -> Mean:
-    """The mean of a correlated series ``(time,)`` or of independent ones ``(time, replicas)``, and its standard error.
+    """The mean of a correlated series ``(time,)`` or of independent ones ``(time, replicas)``, and
+    its standard error.
 
-    With several replicas the error comes from the spread of their own means; with one, from its autocorrelation time.
+    With several replicas the error comes from the spread of their own means; with one, from its
+    autocorrelation time.
     """
     x = as_tensor("series", series).detach().double()
     if x.ndim == 2 and x.shape[1] > 1:

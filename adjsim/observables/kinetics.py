@@ -13,13 +13,16 @@ Frames = Float[Tensor, "time *batch atoms dim"]
 
 
 def mean_squared_displacement(position: Frames | Array) -> Float[Tensor, "time *batch"]:
-    """``|q(t) - q(0)|^2`` averaged over atoms, length^2, from positions that were not wrapped into a box."""
+    """``|q(t) - q(0)|^2`` averaged over atoms, length^2, from positions that were not wrapped into
+    a box.
+    """
     q = as_tensor("position", position)
     return ((q - q[0]) ** 2).sum(-1).mean(-1)
 
 
 def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tensor, "lags *batch"]:
-    """``<v(t) . v(0)> / dim`` averaged over atoms and time origins, for lags of 0 to ``lags - 1`` frames.
+    """``<v(t) . v(0)> / dim`` averaged over atoms and time origins, for lags of 0 to ``lags - 1``
+    frames.
 
     It begins at kT/m at equilibrium.
     """
@@ -38,14 +41,16 @@ def first_passage_time(
 
         T = sum_n (t_{n+1} - t_n) exp(-sum_{j<=n} rate_j (t_{j+1} - t_j))
 
-    Its mean over paths is the mean first-passage time once the run is much longer; before, it is the mean of the shorter of the
-    two. Frames have to be so close that nobody slips through between them: save every step.
+    Its mean over paths is the mean first-passage time once the run is much longer; before, it is
+    the mean of the shorter of the two. Frames have to be so close that nobody slips through between
+    them: save every step.
 
     Args:
-        rate: how fast a walker is absorbed where each frame finds it, 1/time. Infinite beyond a boundary and zero before it is
-            the sharp question, piecewise constant along a path, so that :class:`~adjsim.Pathwise` sees no gradient and
-            :class:`~adjsim.Girsanov` does. A smooth rate, such as ``sigmoid(x / width) / lifetime``, is another question,
-            which both can answer.
+        rate: how fast a walker is absorbed where each frame finds it, 1/time. Infinite beyond a
+            boundary and zero before it is the sharp question, piecewise constant along a path, so
+            that :class:`~adjsim.Pathwise` sees no gradient and :class:`~adjsim.Girsanov` does. A
+            smooth rate, such as ``sigmoid(x / width) / lifetime``, is another question, which both
+            can answer.
         times: of the frames.
     """
     k, t = as_tensor("rate", rate), as_tensor("times", times)

@@ -12,7 +12,8 @@ def kinetic_temperature(momentum: PositionsLike, mass: Number = 1.0, dof: float 
     Args:
         momentum: ``(*batch, atoms, dim)``.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
-        dof: degrees of freedom; None: atoms x dim. Take off dim where the total momentum is zero and stays so.
+        dof: degrees of freedom; None: atoms x dim. Take off dim where the total momentum is zero
+            and stays so.
     """
     p, m = as_tensor("momentum", momentum), as_tensor("mass", mass)
     if m.numel() > 1:

@@ -14,7 +14,8 @@ class Harmonic(SeparablePotential):
     """``U = sum k/2 (q - center)^2`` over atoms and dimensions.
 
     Args:
-        k: stiffness, energy / length^2; a scalar or anything that broadcasts against ``(atoms, dim)``.
+        k: stiffness, energy / length^2; a scalar or anything that broadcasts against ``(atoms,
+            dim)``.
         center: rest position, length; likewise.
     """
 
@@ -40,8 +41,8 @@ class AsymmetricDoubleWell(SeparablePotential):
     """``U = sum barrier (q^2 - 1)^2 + asymmetry q`` over atoms and dimensions.
 
     Args:
-        barrier: height between the wells at -1 and 1 when the asymmetry is zero, energy; lengths are in units of the
-            well's distance from the origin.
+        barrier: height between the wells at -1 and 1 when the asymmetry is zero, energy; lengths
+            are in units of the well's distance from the origin.
         asymmetry: tilt, energy / length; positive favours the left well.
     """
 
@@ -64,7 +65,8 @@ class AsymmetricDoubleWell(SeparablePotential):
 
 
 class DoubleWell(SeparablePotential):
-    """``U = sum barrier (q^2 - 1)^2`` over atoms and dimensions: two wells of equal depth at -1 and 1.
+    """``U = sum barrier (q^2 - 1)^2`` over atoms and dimensions: two wells of equal depth at -1 and
+    1.
 
     Args:
         barrier: height of the barrier at the origin, energy.
@@ -87,12 +89,15 @@ class DoubleWell(SeparablePotential):
 
 
 class MullerBrown(Potential):
-    """The four-Gaussian surface of Muller and Brown, Theor. Chim. Acta 53, 75 (1979), in two dimensions.
+    """The four-Gaussian surface of Muller and Brown, Theor. Chim. Acta 53, 75 (1979), in two
+    dimensions.
 
-    ``U = sum over atoms and k of A_k exp(a_k (x - x_k)^2 + b_k (x - x_k)(y - y_k) + c_k (y - y_k)^2)``
+    ``U = sum over atoms and k of A_k exp(a_k (x - x_k)^2 + b_k (x - x_k)(y - y_k) + c_k (y -
+    y_k)^2)``
 
-    It has three minima joined by a curved valley, the standard trial for barrier crossing. Energies run from -147 to
-    far above 100, so temperatures of 10 to 20 are usual. Its constants are part of its definition and do not train.
+    It has three minima joined by a curved valley, the standard trial for barrier crossing. Energies
+    run from -147 to far above 100, so temperatures of 10 to 20 are usual. Its constants are part of
+    its definition and do not train.
     """
 
     amplitude: Tensor

@@ -1,12 +1,14 @@
 """Forces from energies, and their transposed Jacobians.
 
-A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy ``(*batch,)``. Its force is
-``-dU/dq``, by automatic differentiation. Two families know theirs in closed form: :class:`SeparablePotential`, a sum
-over coordinates, and :class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
+A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
+``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation. Two families know theirs in
+closed form: :class:`SeparablePotential`, a sum over coordinates, and
+:class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
 :class:`ForceField` is a force that need not come from an energy, and may depend on time.
 
-The adjoint needs one more thing of a force F(q; theta): its vector-Jacobian product. :func:`force_vjp` gives the force and a
-function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their work.
+The adjoint needs one more thing of a force F(q; theta): its vector-Jacobian product.
+:func:`force_vjp` gives the force and a function that takes v to (v^T dF/dq, v^T dF/dtheta), so that
+the two share their work.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from adjsim._typing import Energies, Positions
 
 @dataclass(frozen=True)
 class DeferredVJP:
-    """The gradient of ``sum of weight . function(x; theta)`` with respect to theta, to be taken later.
+    """The gradient of ``sum of weight . function(x; theta)`` with respect to theta, to be taken
+    later.
 
-    Those of one function may be stacked along a new leading axis and differentiated together, which spares small systems the
-    overhead of doing so in every step.
+    Those of one function may be stacked along a new leading axis and differentiated together, which
+    spares small systems the overhead of doing so in every step.
 
     Args:
         module: whose parameters theta are.
@@ -49,7 +52,8 @@ class DeferredVJP:
         """By each parameter, None for one that the function does not depend on.
 
         Raises:
-            ValueError: the function depends on a tensor that requires grad and is not one of the parameters.
+            ValueError: the function depends on a tensor that requires grad and is not one of the
+                parameters.
         """
         with torch.enable_grad():
             total = (self.weight * self.function(self.x)).sum()
@@ -63,7 +67,9 @@ Pullback = Callable[[Tensor], tuple[Tensor, DeferredVJP | list[Tensor | None]]]
 
 
 class Potential(nn.Module):
-    """An energy function ``U(q; theta)``; subclasses write ``forward``, and may write the closed forms below it."""
+    """An energy function ``U(q; theta)``; subclasses write ``forward``, and may write the closed
+    forms below it.
+    """
 
     def forward(self, position: Positions) -> Energies:
         raise TypeError(f"{type(self).__name__} has no energy: write forward(position) -> (*batch,).")
@@ -71,13 +77,15 @@ class Potential(nn.Module):
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         """``-dU/dq``, differentiable when grad mode is on.
 
-        Where it is a sum of contributions and a grid is given (``(*batch, 1, 1, 1)``, one spacing for each system), they are
-        rounded to it before they are summed: the sum is then exact, and does not depend on the order.
+        Where it is a sum of contributions and a grid is given (``(*batch, 1, 1, 1)``, one spacing
+        for each system), they are rounded to it before they are summed: the sum is then exact, and
+        does not depend on the order.
         """
         return _derived(self, position, grid)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
-        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as gradients.
+        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as
+        gradients.
 
         On a grid, the force has the bits that :meth:`force` gives it.
         """
@@ -85,14 +93,18 @@ class Potential(nn.Module):
 
 
 class ForceField(nn.Module):
-    """A force given directly, ``F(t, q)``: a control, a non-conservative drive. It has no energy and no invariant."""
+    """A force given directly, ``F(t, q)``: a control, a non-conservative drive. It has no energy
+    and no invariant.
+    """
 
     def forward(self, t: Any, position: Positions) -> Positions:
         raise TypeError(f"{type(self).__name__} has no force: write forward(t, position).")
 
 
 class SeparablePotential(Potential):
-    """``U = sum over atoms and dimensions of u(q)``, with ``slope = u'`` and ``curvature = u''`` elementwise."""
+    """``U = sum over atoms and dimensions of u(q)``, with ``slope = u'`` and ``curvature = u''``
+    elementwise.
+    """
 
     def element(self, x: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no element(x).")
@@ -130,7 +142,8 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
         grid: see :meth:`Potential.force`.
 
     Returns:
-        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
+        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode
+        is on.
 
     Raises:
         ValueError: the potential writes into the position that it is given.
@@ -150,7 +163,8 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
 def force_vjp(
     potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0, grid: Grid | None = None
 ) -> tuple[Tensor, Pullback]:
-    """The force, detached, and its vector-Jacobian product with respect to position and ``parameters``.
+    """The force, detached, and its vector-Jacobian product with respect to position and
+    ``parameters``.
 
     The position must not require grad; the product may be asked for once.
     """
@@ -172,19 +186,24 @@ def version_of(x: Tensor) -> int:
 
 
 def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None:
-    """Refuse a potential that has written into its argument, which may be somebody's start, since it had this version."""
+    """Refuse a potential that has written into its argument, which may be somebody's start, since
+    it had this version.
+    """
     if version_of(position) != version:
         raise ValueError(
-            f"{type(potential).__name__} writes into the position that it is given, which would change the state of the run "
-            "(an assignment to a slice, or an operation such as add_). Work on position.clone(), or write it without."
+            f"{type(potential).__name__} writes into the position that it is given, which would "
+            "change the state of the run (an assignment to a slice, or an operation such as "
+            "add_). Work on position.clone(), or write it without."
         )
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off.
+    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it
+    is off.
 
-    The cost does not depend on how x was computed: autograd looks no further back than the node that it differentiates with
-    respect to, and x gets one of its own. (A leaf in its place would make it visit every operation that x has come from.)
+    The cost does not depend on how x was computed: autograd looks no further back than the node
+    that it differentiates with respect to, and x gets one of its own. (A leaf in its place would
+    make it visit every operation that x has come from.)
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)

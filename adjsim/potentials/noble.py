@@ -37,13 +37,15 @@ class LennardJonesMixture(LennardJones):
     ``epsilon_ij = sqrt(epsilon_i epsilon_j)``, ``sigma_ij = (sigma_i + sigma_j) / 2``.
 
     Args:
-        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma; ``range(atoms)`` for numbers atom by atom.
+        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma; ``range(atoms)``
+            for numbers atom by atom.
         epsilon: ``(species,)``, energy.
         sigma: ``(species,)``, length.
         cutoff, box: as for :class:`LennardJones`.
 
     Raises:
-        ValueError: epsilon and sigma of different lengths, a species that they do not have, another number of atoms.
+        ValueError: epsilon and sigma of different lengths, a species that they do not have, another
+            number of atoms.
     """
 
     species: Tensor

@@ -1,18 +1,19 @@
 """Pair potentials, written as a function of the squared distance.
 
-With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, everything the adjoint asks for follows from u' and u''
-elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q, w_ij = v_i - v_j::
+With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, everything the adjoint asks for
+follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q,
+w_ij = v_i - v_j::
 
     F_i           = sum_j -2 u'(s_ij) d_ij
     (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij      (symmetric: its transpose too)
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
-so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom with itself, beyond
-the cutoff) get a harmless distance before any division, and a zero after it: by their difference, which is zero, or by the
-cutoff. So values and gradients stay finite.
+so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom
+with itself, beyond the cutoff) get a harmless distance before any division, and a zero after it: by
+their difference, which is zero, or by the cutoff. So values and gradients stay finite.
 
-All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside, ``(dim, atoms,
-atoms)``: the long axis is then the last one, which vectorises.
+All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside,
+``(dim, atoms, atoms)``: the long axis is then the last one, which vectorises.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 class PairPotential(Potential):
     """A sum over pairs i<j of ``pair_energy(s)``, s the squared distance.
 
-    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow, or are given.
+    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2)
+    follow, or are given.
 
     Args:
-        cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there. None: no cutoff.
-        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the nearest image. Tilted rows
-            are kept as those of the same lattice that are as little skewed as can be.
+        cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there.
+            None: no cutoff.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the
+            nearest image. Tilted rows are kept as those of the same lattice that are as little
+            skewed as can be.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box (after that reduction, which gives the
-            largest that the lattice has): below it no atom meets two images of another.
+        ValueError: a cutoff above half the smallest perpendicular width of the box (after that
+            reduction, which gives the largest that the lattice has): below it no atom meets two
+            images of another.
     """
 
     box: Tensor | None
@@ -106,14 +111,18 @@ class PairPotential(Potential):
 
     @property
     def _takes_rows(self) -> bool:
-        """Whether formulas are elementwise in each scalar parameter too, so that it may differ from row to row."""
+        """Whether formulas are elementwise in each scalar parameter too, so that it may differ from
+        row to row.
+        """
         return False
 
     def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient with respect to parameters, each scalar of them given to every row of pairs as its own.
+        """The gradient with respect to parameters, each scalar of them given to every row of pairs
+        as its own.
 
-        The sums over a row then go into the loop over pairs that the rest of a compiled step has, where a sum over all pairs
-        would need another loop. A parameter that has several names gets the sum of what they get.
+        The sums over a row then go into the loop over pairs that the rest of a compiled step has,
+        where a sum over all pairs would need another loop. A parameter that has several names gets
+        the sum of what they get.
         """
         rows = (*deferred.x.shape[:-1], 1)
         registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
@@ -134,11 +143,15 @@ class PairPotential(Potential):
         return sums
 
     def _masked(self, x: Tensor, included: Tensor) -> Tensor:
-        """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero of what it is times."""
+        """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero
+        of what it is times.
+        """
         return x if self.cutoff is None else torch.where(included, x, 0.0)
 
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Differences in planes, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
+        """Differences in planes, squared distances and which pairs count, ``(*batch, atoms,
+        atoms)``.
+        """
         parts = split_coordinates(differences(position))
         if self.box is not None:
             parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
@@ -156,14 +169,15 @@ class LennardJones(PairPotential):
     Args:
         epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
-        cutoff: pairs beyond it are left out and the energy is shifted to zero there; the force jumps by a little, so use
-            2.5 sigma or more where energy conservation matters. None: all pairs.
-        box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair counts once, at its
-            nearest image.
+        cutoff: pairs beyond it are left out and the energy is shifted to zero there; the force
+            jumps by a little, so use 2.5 sigma or more where energy conservation matters. None: all
+            pairs.
+        box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
+            counts once, at its nearest image.
 
     Raises:
-        ValueError: epsilon or sigma that is not symmetric, or a vector: for a number for each atom or species, and its mixing
-            rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon or sigma that is not symmetric, or a vector: for a number for each atom
+            or species, and its mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -223,8 +237,11 @@ class LennardJones(PairPotential):
 
 
 def distinct(position: Tensor) -> Tensor:
-    """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in one place."""
-    # Compared in the type of positions, and read from memory, so that a compiled loop over pairs does not convert numbers.
+    """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in
+    one place.
+    """
+    # Compared in the type of positions, and read from memory, so that a compiled loop over pairs
+    # does not convert numbers.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
     index = materialise_contiguous(index) if is_tracing() else index
     return index.unsqueeze(-1) != index
@@ -242,14 +259,17 @@ def _check_symmetric(name: str, value: Tensor) -> None:
     if difference > 8 * torch.finfo(value.dtype).eps * scale:
         i, j = divmod(int((value - value.T).abs().argmax()), len(value))
         raise ValueError(
-            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, {i}) are "
-            f"{float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 is symmetric."
+            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, "
+            f"{i}) are {float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 "
+            "is symmetric."
         )
 
 
 def split_coordinates(d: Tensor) -> list[Tensor]:
-    """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to be compiled: sums over
-    pairs are then one loop for all coordinates, and what they share is not computed for each."""
+    """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to
+    be compiled: sums over pairs are then one loop for all coordinates, and what they share is not
+    computed for each.
+    """
     return list(d.split(1, -3)) if is_tracing() else [d]
 
 

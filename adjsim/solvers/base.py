@@ -1,4 +1,6 @@
-"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward and backward."""
+"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward
+and backward.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import Coefficients, MoveContext
 
-# The time at a share of a step: the end of one step and the beginning of the next are the same number.
+# The time at a share of a step: the end of one step and the beginning of the next are the same
+# number.
 TimeInStep = Callable[[float], Any]
 
 
@@ -30,7 +33,8 @@ TimeInStep = Callable[[float], Any]
 class Stage:
     """One letter's turn in a step.
 
-    ``elapsed`` is the share of dt that has passed when it begins; its draws are ``noise[first_draw : first_draw + draws]``.
+    ``elapsed`` is the share of dt that has passed when it begins; its draws are ``noise[first_draw
+    : first_draw + draws]``.
     """
 
     letter: str
@@ -42,10 +46,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
+    """A step of a scheme: stages carried out one after the other, and the scheme's order of
+    accuracy.
 
-    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of ``noise_steps`` steps, its own
-    and the next ones. On a lattice it steps the lattice's states, which have information buffers in addition.
+    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
+    ``noise_steps`` steps, its own and the next ones. On a lattice it steps the lattice's states,
+    which have information buffers in addition.
     """
 
     stages: Sequence[Stage]
@@ -70,7 +76,9 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> State:
-        """The state a step later: a pure function of its tensors. ``forces`` takes the last force from step to step."""
+        """The state a step later: a pure function of its tensors. ``forces`` takes the last force
+        from step to step.
+        """
         for stage, move in self.moves:
             state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
         return state
@@ -119,7 +127,9 @@ class Program:
 
     @property
     def one_time_per_position(self) -> bool:
-        """Whether no time passes while the position stays: then one position has one time, and one force."""
+        """Whether no time passes while the position stays: then one position has one time, and one
+        force.
+        """
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
         moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
         passed = [abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)]

@@ -1,4 +1,6 @@
-"""Solvers of another library, which take the summed drift (and diffusion) and own both ways of differentiating it."""
+"""Solvers of another library, which take the summed drift (and diffusion) and own both ways of
+differentiating it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from adjsim.solvers.base import Problem
 
 
 class ContinuousSolver(ABC):
-    """Solves for the states at given times. ``dt`` is the step, None where the solver chooses its own.
+    """Solves for the states at given times. ``dt`` is the step, None where the solver chooses its
+    own.
 
     A time average is the integral of its function, solved as one more component of the equation.
     """
@@ -31,7 +34,9 @@ class ContinuousSolver(ABC):
     def integrate(
         self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
     ) -> tuple[Tensor, ...]:
-        """The solution at the times, time leading; ``backsolve`` has the options of the continuous adjoint, None for none."""
+        """The solution at the times, time leading; ``backsolve`` has the options of the continuous
+        adjoint, None for none.
+        """
 
     def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
         """Frames, record and final state."""
@@ -59,7 +64,9 @@ class ContinuousSolver(ABC):
         return stack(states), None, states[-1]
 
     def times(self, problem: Problem) -> tuple[Tensor, list[int]]:
-        """The times to solve for, in steps from the start where the step is fixed, and which of them are save times."""
+        """The times to solve for, in steps from the start where the step is fixed, and which of
+        them are save times.
+        """
         times, record = problem.times, problem.record
         if self.dt is not None:
             times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
@@ -82,11 +89,12 @@ class ContinuousSolver(ABC):
 
 
 class VectorField(torch.nn.Module):
-    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the energy.
+    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the
+    energy.
 
-    The continuous adjoints evaluate it again on the way back, and differentiate it by its parameters at every evaluation. So
-    they get copies of the parameters, as they were at the start, through which autograd comes to the user's own, with their
-    hooks, once.
+    The continuous adjoints evaluate it again on the way back, and differentiate it by its
+    parameters at every evaluation. So they get copies of the parameters, as they were at the start,
+    through which autograd comes to the user's own, with their hooks, once.
 
     Args:
         problem: whose drift.

@@ -19,9 +19,10 @@ class EulerMaruyama(SteppingSolver):
 
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
-    First order in averages (<x^2> of a harmonic well of stiffness k is too large by 1/(1 - k dt/(2 friction))) and, the noise
-    being additive, in the path. :class:`LeimkuhlerMatthews` costs the same and is better. A step has no inverse, so gradients
-    come from DirectAdjoint or CheckpointAdjoint.
+    First order in averages (<x^2> of a harmonic well of stiffness k is too large by 1/(1 - k dt/(2
+    friction))) and, the noise being additive, in the path. :class:`LeimkuhlerMatthews` costs the
+    same and is better. A step has no inverse, so gradients come from DirectAdjoint or
+    CheckpointAdjoint.
 
     Args:
         dt: the step, time.
@@ -61,9 +62,10 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
         q_{k+1} = q_k + dt F(q_k)/friction + sqrt(2 kT dt/friction) (xi_k + xi_{k+1})/2
 
-    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large friction (Leimkuhler and
-    Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470, 20140120 (2014)). The path is of
-    order 1/2, being half a step's noise off at either end, and averages that start out of equilibrium of first order.
+    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
+    friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
+    20140120 (2014)). The path is of order 1/2, being half a step's noise off at either end, and
+    averages that start out of equilibrium of first order.
 
     Args:
         dt: the step, time.

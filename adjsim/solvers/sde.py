@@ -1,7 +1,9 @@
-"""SDE solvers, by torchsde: the summed drift and diffusion of all terms as one stochastic differential equation.
+"""SDE solvers, by torchsde: the summed drift and diffusion of all terms as one stochastic
+differential equation.
 
-Time is counted in steps and the noise of step k is that of every other solver (:class:`adjsim._noise.Noise`), so that nothing
-about it is stored, and forward and backward see the same numbers to the last bit at any dt.
+Time is counted in steps and the noise of step k is that of every other solver
+(:class:`adjsim._noise.Noise`), so that nothing about it is stored, and forward and backward see the
+same numbers to the last bit at any dt.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ class InstabilityError(ValueError):
 
 
 class SDESolver(ContinuousSolver):
-    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde, whole states in, whole states out.
+    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde, whole states in, whole
+    states out.
 
-    The noise does not depend on the state, so that Ito and Stratonovich mean the same, and it is diagonal, so that no matrix is
-    made. Methods: midpoint, heun, euler_heun, reversible_heun; euler, milstein, srk. (log_ode is for noise that does not
-    commute; here it would be midpoint.) Steps are dt long and save times must lie on them; the path does not depend on them.
+    The noise does not depend on the state, so that Ito and Stratonovich mean the same, and it is
+    diagonal, so that no matrix is made. Methods: midpoint, heun, euler_heun, reversible_heun;
+    euler, milstein, srk. (log_ode is for noise that does not commute; here it would be midpoint.)
+    Steps are dt long and save times must lie on them; the path does not depend on them.
 
-    reversible_heun has the parasitic root -(1 + friction dt) and blows up as exp(friction T), forward as well; it is refused
-    beyond friction T = 2.
+    reversible_heun has the parasitic root -(1 + friction dt) and blows up as exp(friction T),
+    forward as well; it is refused beyond friction T = 2.
 
-    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same dt, costs one force a step,
-    and its gradient is exact in constant memory at any friction.
+    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
+    dt, costs one force a step, and its gradient is exact in constant memory at any friction.
 
     Args:
         method: a name of torchsde.
@@ -65,14 +69,16 @@ class SDESolver(ContinuousSolver):
         instead = "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped dynamics)"
         if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
             raise InstabilityError(
-                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} here and the limit "
-                f"{REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method such as 'midpoint'."
+                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} "
+                f"here and the limit {REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method "
+                "such as 'midpoint'."
             )
         if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
             raise InstabilityError(
-                f"the continuous adjoint loses its gradient as exp({what} x time) between save times: {what} x time is "
-                f"{rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. Save at least every {BACKSOLVE_LIMIT / rate:.3g}, "
-                f"or use {instead} with ReversibleAdjoint() or CheckpointAdjoint()."
+                f"the continuous adjoint loses its gradient as exp({what} x time) between save "
+                f"times: {what} x time is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
+                f"Save at least every {BACKSOLVE_LIMIT / rate:.3g}, or use {instead} with "
+                "ReversibleAdjoint() or CheckpointAdjoint()."
             )
 
     def integrate(
@@ -136,8 +142,8 @@ class _Equation(torch.nn.Module):
 class _StepNoise(BaseBrownian):
     """The increments of a Brownian motion over whole steps: a function of the step's number.
 
-    Each replica has the numbers that a splitting with each noisy letter once would draw for it, so that the two follow one
-    path.
+    Each replica has the numbers that a splitting with each noisy letter once would draw for it, so
+    that the two follow one path.
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
@@ -157,7 +163,8 @@ class _StepNoise(BaseBrownian):
         rows = [self._row(part) for part in drawn.split(self._width, 1)]
         if not return_U:
             return rows[0]
-        # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent of it.
+        # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent
+        # of it.
         return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
 
     def _row(self, drawn: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Splitting: a step is a word over the terms of the dynamics, each letter the flow of that term alone."""
+"""Splitting: a step is a word over the terms of the dynamics, each letter the flow of that term
+alone.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,33 @@ from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
 class Splitting(SteppingSolver):
-    """Compose the flows of the terms, in the order of a word: ``Splitting("BAB", dt)``, ``Splitting("NBABN", dt)``.
+    """Compose the flows of the terms, in the order of a word: ``Splitting("BAB", dt)``,
+    ``Splitting("NBABN", dt)``.
 
-    A letter that occurs n times takes dt/n each time. A palindrome is symmetric and second order; a word that is none is
-    first order (``trajectory.stats["order"]`` says which). Adjacent flows of one term at the same position share one
-    force evaluation, so that "BAB" costs one force a step. Every scheme whose flows have inverses is reversible.
+    A letter that occurs n times takes dt/n each time. A palindrome is symmetric and second order; a
+    word that is none is first order (``trajectory.stats["order"]`` says which). Adjacent flows of
+    one term at the same position share one force evaluation, so that "BAB" costs one force a step.
+    Every scheme whose flows have inverses is reversible.
 
     Args:
-        scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N (Nose-Hoover chain), E (turn).
+        scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N
+            (Nose-Hoover chain), E (turn).
         dt: the step, time.
-        exact: carry the steps out on a fixed-point lattice inside float64, where each is a bijection and is undone bit for bit
-            (see :mod:`adjsim.dynamics.lattice`). The path is another one than in floating point, and as good: it differs by
-            rounding, at first. ``ReversibleAdjoint`` then equals ``DirectAdjoint`` at any length, in chaos and under friction.
-            Only for float64, and for flows made of shears and scales: not for :class:`~adjsim.ESH`. A factor such as
-            exp(-friction dt) is replaced by a fraction within 1e-7 of its distance from one, so the trajectory is a staircase
-            in the friction at that level and is not for difference quotients.
-            ``trajectory.stats["buffer_bits"]`` is what the information buffers took in, a step and degree of freedom, and
-            ``["buffer_bound"]`` what friction takes in the long run, friction dt / ln 2 (None where it depends on the path).
+        exact: carry the steps out on a fixed-point lattice inside float64, where each is a
+            bijection and is undone bit for bit (see :mod:`adjsim.dynamics.lattice`). The path is
+            another one than in floating point, and as good: it differs by rounding, at first.
+            ``ReversibleAdjoint`` then equals ``DirectAdjoint`` at any length, in chaos and under
+            friction. Only for float64, and for flows made of shears and scales: not for
+            :class:`~adjsim.ESH`. A factor such as exp(-friction dt) is replaced by a fraction
+            within 1e-7 of its distance from one, so the trajectory is a staircase in the friction
+            at that level and is not for difference quotients. ``trajectory.stats["buffer_bits"]``
+            is what the information buffers took in, a step and degree of freedom, and
+            ``["buffer_bound"]`` what friction takes in the long run, friction dt / ln 2 (None where
+            it depends on the path).
 
     Raises:
-        ValueError: a letter the dynamics has no term for, or a term the word does not use; with ``exact``, a state that is not
-            float64, or a factor that no fraction is near to.
+        ValueError: a letter the dynamics has no term for, or a term the word does not use; with
+            ``exact``, a state that is not float64, or a factor that no fraction is near to.
         TypeError: with ``exact``, a flow that is not made of shears and scales.
         OverflowError: in an exact run, a number that leaves the lattice.
     """
@@ -84,13 +92,15 @@ class Splitting(SteppingSolver):
 
 
 def BAOAB(dt: float) -> Splitting:
-    """Kick, stream, Ornstein-Uhlenbeck, stream, kick: ``Splitting("BAOAB", dt)`` (Leimkuhler and Matthews 2013), the integrator
-    of :class:`~adjsim.Langevin` to begin with: one force a step, and configurational averages that are exact for harmonic
-    forces and fourth order at large friction."""
+    """Kick, stream, Ornstein-Uhlenbeck, stream, kick: ``Splitting("BAOAB", dt)`` (Leimkuhler and
+    Matthews 2013), the integrator of :class:`~adjsim.Langevin` to begin with: one force a step, and
+    configurational averages that are exact for harmonic forces and fourth order at large friction.
+    """
     return Splitting("BAOAB", dt)
 
 
 def VelocityVerlet(dt: float) -> Splitting:
-    """Kick, stream, kick: ``Splitting("BAB", dt)``, the standard integrator of molecular dynamics. Second order,
-    symplectic, time-reversible."""
+    """Kick, stream, kick: ``Splitting("BAB", dt)``, the standard integrator of molecular dynamics.
+    Second order, symplectic, time-reversible.
+    """
     return Splitting("BAB", dt)

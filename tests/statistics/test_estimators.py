@@ -453,7 +453,7 @@ def test_stationary_estimators_refuse_path_questions(estimator):
     simulation = Simulation(
         dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1), torch.ones(n, 1, 1)), [0.0, 1.0], adjsim.VelocityVerlet(0.1)
     )
-    with pytest.raises(TypeError, match="does not sample a density"):
+    with pytest.raises(TypeError, match="has no stationary density"):
         estimator(simulation, TimeAverage(squared), replicas=10)
 
 
