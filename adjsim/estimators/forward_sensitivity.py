@@ -1,4 +1,4 @@
-"""Tangents carried along with the run."""
+"""Forward sensitivity: tangents propagated with the run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from adjsim.estimators.functional import captured_parameter, refuse_captured_for
 
 
 class ForwardSensitivity(ChunkedEstimator):
-    """The pathwise gradient by forward differentiation: the tangent of the state, by one entry of
-    one parameter, is carried along with the run.
+    """The pathwise gradient in forward mode: the run propagates the tangent of the state.
 
-    It equals :class:`Pathwise` to rounding. A run is made for every entry of every parameter, in
-    the memory of a run without a gradient, and observables along the way cost nothing more: for few
-    parameters and many observables, such as a whole curve in time. For many parameters use
-    :class:`Pathwise`.
+    It equals :class:`Pathwise` to rounding. Every entry of every parameter takes a run, in the
+    memory of a run without a gradient. Further observables along the run cost nothing more. Use it
+    for few parameters and many observables, such as a whole curve in time, and :class:`Pathwise`
+    for many parameters.
 
     Raises:
-        ValueError: an observable that reads a parameter as a tensor of its own, and not from the
-            module: no tangent reaches it.
+        ValueError: an observable that reads a parameter as a tensor of its own, which no tangent
+            reaches, instead of from the module.
         TypeError: exact steps, which have no forward derivative.
     """
 
     estimand: ClassVar[str] = "path"
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """Tangents do not go through compiled loops."""
+        """Return False: tangents do not go through compiled loops."""
         return False
 
     def check(self, simulation: Simulation, observable: Observable) -> None:

@@ -1,4 +1,4 @@
-"""Runs at other values of the parameters, which are passed and not set."""
+"""Runs at other values of the parameters, passed instead of set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 
 def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[], T]) -> T:
-    """What a function gives where parameters of a module have other values, by name; one tensor
-    under several names is replaced under all of them.
+    """Evaluate a function while parameters of a module have other values, by name.
+
+    A tensor with several names is replaced under all of them.
     """
     tensors = ModuleTensors(module)
     with tensors.substituted([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
@@ -25,8 +26,8 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
 
 
 def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
-    """Refuse dynamics that read a parameter past its module, where no other value that is passed
-    reaches it.
+    """Refuse dynamics that read a parameter past its module, where a passed value does not reach
+    it.
     """
     dynamics = simulation.dynamics
     start = simulation.starts(1, torch.Generator().manual_seed(0))
@@ -42,9 +43,7 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
 
 
 def captured_parameter(simulation: Simulation, observable: Observable) -> str | None:
-    """The parameter that an observable reads as a tensor of its own, if there is one, so that
-    another value that the dynamics is given does not reach it.
-    """
+    """Find a parameter that an observable reads as a tensor of its own, past the module."""
     parameters = simulation.dynamics.trainable()
     start = simulation.starts(1, torch.Generator().manual_seed(0))
 

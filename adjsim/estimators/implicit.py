@@ -18,35 +18,35 @@ from adjsim.estimators.curvature import PseudoInverse, pseudo_inverse
 from adjsim.potentials.base import DeferredVJP, force, force_vjp
 
 NEWTON_STEPS = 20
-# Share of dF/dtheta along a flat direction that counts as none.
+# Share of dF/dtheta along a flat direction that counts as zero.
 FLAT_SHARE = 1e-6
 
 
 class ImplicitDifferentiation:
-    """A minimum of the energy, as a differentiable function of the parameters, by the implicit function theorem::
+    """An energy minimum as a differentiable function of the parameters::
 
         F(q*(theta); theta) = 0        dq*/dtheta = H^+ dF/dtheta,     H = -dF/dq at q*
 
-    The path of the minimiser is neither stored nor differentiated. The way back solves one linear
-    system with H for each system of a batch, in any dimension: by diagonalising H up to 600
-    coordinates, else by products with H alone (MINRES).
+    by the implicit function theorem. The path of the minimiser is neither stored nor
+    differentiated. The backward pass solves one linear system with H for each system of a batch. It
+    diagonalises H up to 600 coordinates, and uses products with H (MINRES) beyond.
 
-    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated at no cost, so its
-    minima are a family, and the theorem leaves ``dq* = H^+ dF/dtheta dtheta + n`` with any n along
-    the flat directions. The solution of least length has n = 0. It is the derivative of a minimiser
-    that follows forces: where the energy is flat whatever theta, forces have no component along
-    flat directions, so that the centre stays and nothing turns. A loss that reads where the cluster
-    is or how it is turned has the derivative that this minimiser would give it. A parameter that
-    pushes along a flat direction (``dF/dtheta`` has a component there) leaves no minimum behind,
-    and is an error.
+    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
+    energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
+    with any n along the flat directions. The solution of least length has n = 0. It is the
+    derivative of a minimiser that follows forces: where the energy is flat for every theta, forces
+    have no component along flat directions, so the centre stays and nothing turns. A loss that
+    depends on the position or orientation of the cluster gets the derivative of this minimiser. If
+    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), no minimum
+    exists at another value of it, which is an error.
 
     Args:
-        tol: the largest force component left, relative to the largest curvature times the size of
-            start and minimum.
+        tol: the largest residual force component, relative to the largest curvature times the size
+            of start and minimum.
         max_iterations: of the minimiser.
 
     Raises:
-        RuntimeError: the minimiser did not get there; it arrived at a saddle (a direction of
+        RuntimeError: the minimiser did not converge; it arrived at a saddle (a direction of
             negative curvature is left); the minimum is ill-conditioned (a curvature that is not
             zero is below the square root of machine epsilon, 1.5e-8 in float64, as a share of the
             largest), so that no digits of the derivative are left; a parameter pushes along a flat
@@ -60,14 +60,14 @@ class ImplicitDifferentiation:
 
     @outside_inference_mode()
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
-        """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the
-        potential's parameters.
+        """Find the minimum near a position ``(*batch, atoms, dim)``, differentiable in the
+        parameters.
         """
         parameters = list(trainable(potential).values())
         return _Minimum.apply(self, potential, position.detach(), *parameters)
 
     def find(self, potential: nn.Module, start: Tensor) -> Tensor:
-        """The minimum near one system's position."""
+        """Find the minimum near one system's position."""
         shape = start.shape
 
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -79,8 +79,8 @@ class ImplicitDifferentiation:
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
         found = minimize(energy, x, jac=True, method="L-BFGS-B", options=options)
         q = torch.from_numpy(found.x).to(start).reshape(shape)
-        # The quasi-Newton steps stop at the rounding of the energy; a few of Newton's reach that of
-        # the force.
+        # The quasi-Newton steps stop at the rounding of the energy; a few Newton steps reach the
+        # rounding of the force.
         left, allowed, inverse = math.inf, 0.0, pseudo_inverse(potential, q)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(q.abs().max()))
@@ -130,7 +130,7 @@ class _Minimum(torch.autograd.Function):
 
 
 def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
-    """``x^T dF/dtheta``."""
+    """Compute ``x^T dF/dtheta``."""
     _, pullback = force_vjp(potential, q, parameters)
     _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
     listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
@@ -138,9 +138,10 @@ def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, paramete
 
 
 def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
-    """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes
-    along one that is not, and, over a change as large as itself, by more than the rounding of
-    forces.
+    """Refuse a parameter that pushes along a flat direction.
+
+    The force must exceed a share of the force along a direction that is not flat, and, over a
+    change as large as the parameter itself, the rounding of forces.
     """
     if not inverse.flat.shape[1]:
         return

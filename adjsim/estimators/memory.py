@@ -1,8 +1,8 @@
-"""How much memory a piece of work takes at its peak.
+"""The peak memory of a piece of work.
 
-On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see
-tensors; so the resident set of the process is sampled every millisecond, from a baseline taken
-after freed memory has been given back. It is good to about a megabyte; for figures to rely on,
+On a GPU the allocator keeps count. On a CPU torch keeps no count, and Python's own tracer does not
+see tensors. So the resident set of the process is sampled every millisecond, from a baseline taken
+after freed memory has been returned. The result is good to about a megabyte. For reliable figures
 measure in a fresh process.
 """
 
@@ -19,8 +19,9 @@ import torch
 
 
 def release() -> None:
-    """Collect what nobody holds, and give freed memory back to the system: what a method finds to
-    reuse would not be counted as its own. It takes about a tenth of a second.
+    """Collect garbage and return freed memory to the system, in about a tenth of a second.
+
+    Otherwise a method that reuses freed memory would not be charged for it.
     """
     gc.collect()
     _trim()
@@ -32,15 +33,14 @@ def _trim() -> None:
 
 
 class PeakMemory:
-    """Context manager; afterwards ``bytes`` is the growth at the peak."""
+    """A context manager, whose ``bytes`` is afterwards the growth at the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        # Young garbage only: to release() all of it would take a tenth of a second from every
-        # estimate.
+        # Young garbage only: release() would add a tenth of a second to every estimate.
         gc.collect(1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,4 +1,4 @@
-"""Samples that are kept, and weighed anew as the parameters move."""
+"""Reweighting: stored samples with weights for other parameters."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from adjsim.solvers.base import SteppingSolver
 
 
 class Reweighting(Estimator):
-    """Equilibrium means at parameters near those that were sampled, and their gradient (DiffTRe; Thaler and Zavadlav, Nat.
-    Commun. 12, 6884 (2021); thermodynamic perturbation)::
+    """Equilibrium means and gradients at parameters near the sampled ones, from stored samples::
 
         <O>_theta = sum_i w_i O_i / sum_i w_i,     w_i = exp(-(u_i(theta) - u_i(theta_0))),     u = H/kT
 
-    It answers the stationary question. Frames of a run at theta_0 are kept and used again as long
-    as the weights leave enough of them: a fit costs a simulation only now and then. The first call
-    samples, and so does one at parameters at which the effective share of the samples, ``(sum w)^2
-    / sum w^2 / n``, has fallen below ``threshold``. One object serves one simulation; with another,
-    or another number of replicas, it samples anew.
+    Known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and thermodynamic
+    perturbation. It answers the stationary question. Frames of a run at theta_0 are stored and used
+    again as long as the weights leave enough of them, so a fit needs few simulations. The first
+    call samples. A later call samples again if the effective share of the samples at the current
+    parameters, ``(sum w)^2 / sum w^2 / n``, is below ``threshold``. One object serves one
+    simulation; with another simulation, or another number of replicas, it samples again.
 
-    ``diagnostics["weights_ess"]`` is that share, ``["sampled"]`` whether this call sampled,
-    ``["ess"]`` the number of independent samples left. :meth:`surrogate` gives the weighted mean
+    ``diagnostics["weights_ess"]`` is this share, ``["sampled"]`` whether this call sampled,
+    ``["ess"]`` the number of independent samples left. :meth:`surrogate` returns the weighted mean
     itself, differentiable.
 
     Args:
-        every: time between frames that are kept; None: ten steps.
-        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two
-            must agree.
-        threshold: the share of effective samples below which it samples again.
+        every: time between stored frames; None: ten steps.
+        burn_in: time to equilibrate, left out. If a ``TimeAverage`` has one too, the two must
+            agree.
+        threshold: the effective share of samples below which it samples again.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -106,8 +106,9 @@ class Reweighting(Estimator):
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
-        """The weighted mean over the samples that are kept, at the parameters as they are: its
-        value and its gradient are both right, also where the observable depends on the parameters.
+        """Compute the weighted mean over the stored samples, differentiable in the parameters.
+
+        Value and gradient are right also where the observable depends on the parameters.
         """
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
@@ -119,8 +120,8 @@ class Reweighting(Estimator):
 
     @staticmethod
     def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and
-        its spread the error.
+        """Linearise the ratio A/B of means: the chunks' values average to it, and their spread is
+        its error.
         """
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B
@@ -146,7 +147,7 @@ class Reweighting(Estimator):
         }
 
     def _frames(self, simulation: Simulation, skip: float) -> list[float]:
-        """The start, and the times of the frames that are kept."""
+        """List the start and the times of the stored frames."""
         assert isinstance(simulation.solver, SteppingSolver)
         times, dt = check_times(simulation.ts), simulation.solver.dt
         last, begin = step_numbers(times, dt)[-1], float(times[0])
@@ -187,10 +188,10 @@ class Reweighting(Estimator):
         return 1.0 / float((w**2).sum() * len(w))
 
     def _reweight(self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
-        """One chunk's means of w O and of w, and their derivatives.
+        """Compute one chunk's means of w O and of w, and their derivatives.
 
-        Weights are taken relative to the largest of all chunks, which changes neither the ratio of
-        the means nor its gradient: a constant that is added to the energy does not overflow.
+        Weights are relative to the largest of all chunks. This changes neither the ratio of the
+        means nor its gradient, and a constant added to the energy does not overflow.
         """
         parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():
@@ -215,8 +216,9 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples:
-    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they
-    were sampled, with the terms of the bath and without.
+    """Frames of each chunk, flattened over time and replicas, and their reduced energies.
+
+    The energies are those at sampling, with the terms of the bath and without.
     """
 
     simulation: Simulation
@@ -230,7 +232,7 @@ class _Samples:
         return any(depends_on_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
 
     def log_weight(self, i: int, bath: bool) -> Tensor:
-        """Of a chunk's frames, at the parameters as they are now."""
+        """Compute the log weights of a chunk's frames at the current parameters."""
         return self.energies[i][bath] - reduced_energy(self.simulation.dynamics, self.states[i], bath)
 
     @torch.no_grad()
