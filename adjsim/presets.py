@@ -1,6 +1,4 @@
-"""Small problems with exact answers on which estimators are set beside each other from the command
-line.
-"""
+"""Small problems with exact answers, on which the command line compares estimators."""
 
 from __future__ import annotations
 
@@ -40,13 +38,13 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reweighting": Reweighting,
 }
 
-# A mean and, by parameter, its derivative.
+# A mean, and its derivative by parameter.
 Answer = tuple[float, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling: how it is found, and itself, by horizon."""
+    """An answer known without sampling: the method, and the answer by horizon."""
 
     how: str
     answer: Callable[[float], Answer]
@@ -54,7 +52,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Question:
-    """What is run and what is observed, by horizon."""
+    """A simulation and an observable, by horizon."""
 
     title: str
     simulation: Callable[[float], Simulation]
@@ -64,9 +62,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Preset:
-    """A problem, and what may be asked of it by the names of ``--observable``, the usual question
-    first.
-    """
+    """A problem, and its observables by the names of ``--observable``, the default first."""
 
     title: str
     horizon: float
@@ -75,7 +71,7 @@ class Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """By the names of the command line."""
+    """Make the presets, by the names of the command line."""
     return {
         "harmonic": _harmonic(),
         "asymmetric-double-well": _asymmetric(),
@@ -129,9 +125,7 @@ def _square(position: Tensor) -> Tensor:
 def _at_equilibrium(
     dynamics: OverdampedLangevin, grid: Tensor, dt: float, observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
 ) -> dict[str, Question]:
-    """Time averages from starts drawn from the distribution on a fine grid, so that there is
-    nothing to equilibrate.
-    """
+    """Make time averages from starts drawn at equilibrium on a fine grid, without a burn-in."""
 
     def weights() -> Tensor:
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
@@ -204,14 +198,13 @@ def _line(points: int, half: float) -> Tensor:
 def _densities(
     dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The density of a walker's steps on the nodes of a line, times their spacing, after 0, 1, ...
-    steps.
+    """Propagate the density of a walker's steps on the nodes of a line, times their spacing.
 
     ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density p to
     ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that
-    survives a frame; on nodes s/5 apart the trapezoidal rule leaves 1e-16 of it, since all of it is
-    as smooth as a Gaussian of width s. The start, a point, has no density of its own and appears as
-    its mass.
+    survives a frame. On nodes s/5 apart the trapezoidal rule has an error of 1e-16, since the
+    integrand is as smooth as a Gaussian of width s. The start, a point, has no density and is
+    represented by its mass. The densities after 0, 1, ... steps are returned.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

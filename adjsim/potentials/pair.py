@@ -1,19 +1,20 @@
 """Pair potentials, written as a function of the squared distance.
 
-With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, everything the adjoint asks for
-follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q,
-w_ij = v_i - v_j::
+With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, every derivative that the adjoint
+needs follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of
+q, w_ij = v_i - v_j::
 
     F_i           = sum_j -2 u'(s_ij) d_ij
     (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij      (symmetric: its transpose too)
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
-so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom
-with itself, beyond the cutoff) get a harmless distance before any division, and a zero after it: by
-their difference, which is zero, or by the cutoff. So values and gradients stay finite.
+so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
+itself, pairs beyond the cutoff) get a safe distance before any division. Their contribution is then
+made zero, by their difference, which is zero, or by the cutoff. So values and gradients stay
+finite.
 
-All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside,
-``(dim, atoms, atoms)``: the long axis is then the last one, which vectorises.
+All pairs are evaluated, which is efficient up to about a thousand atoms. Inside, coordinates come
+first, ``(dim, atoms, atoms)``, so that the last axis is long and vectorises.
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 
 
 class PairPotential(Potential):
-    """A sum over pairs i<j of ``pair_energy(s)``, s the squared distance.
+    """A sum over pairs i<j of ``pair_energy(s)``, with s the squared distance.
 
-    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2)
-    follow, or are given.
+    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow
+    from it, or are written too.
 
     Args:
-        cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there.
+        cutoff: pairs at or beyond this distance are excluded; the energy is shifted to zero there.
             None: no cutoff.
         box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the
-            nearest image. Tilted rows are kept as those of the same lattice that are as little
-            skewed as can be.
+            nearest image. Tilted rows are replaced by the least skewed rows of the same lattice.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box (after that
-            reduction, which gives the largest that the lattice has): below it no atom meets two
+        ValueError: a cutoff above half the smallest perpendicular width of the box (after this
+            reduction, which makes the width as large as possible). Below it no atom meets two
             images of another.
     """
 
@@ -63,19 +63,19 @@ class PairPotential(Potential):
             self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
 
     def pair_energy(self, s: Tensor) -> Tensor:
-        """u(s), elementwise."""
+        """Compute u(s), elementwise."""
         raise TypeError(f"{type(self).__name__} has no pair_energy(s).")
 
     def pair_slope(self, s: Tensor) -> Tensor:
-        """du/ds, elementwise."""
+        """Compute du/ds, elementwise."""
         return derivative(self.pair_energy, s)
 
     def pair_curvature(self, s: Tensor) -> Tensor:
-        """d2u/ds2, elementwise."""
+        """Compute d2u/ds2, elementwise."""
         return derivative(self.pair_slope, s)
 
     def safe_distance(self, s: Tensor) -> Tensor:
-        """A squared distance at which the functions above are finite, for pairs that do not count."""
+        """Return a squared distance at which the functions above are finite, for excluded pairs."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
     def forward(self, position: Positions) -> Energies:
@@ -111,18 +111,18 @@ class PairPotential(Potential):
 
     @property
     def _takes_rows(self) -> bool:
-        """Whether formulas are elementwise in each scalar parameter too, so that it may differ from
-        row to row.
+        """Whether the formulas are elementwise in each scalar parameter, which may then differ by
+        row.
         """
         return False
 
     def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient with respect to parameters, each scalar of them given to every row of pairs
-        as its own.
+        """Compute the gradient with respect to parameters, with each scalar expanded over the rows
+        of pairs.
 
-        The sums over a row then go into the loop over pairs that the rest of a compiled step has,
-        where a sum over all pairs would need another loop. A parameter that has several names gets
-        the sum of what they get.
+        The sums over a row then enter the loop over pairs of the compiled step, while a sum over
+        all pairs would need another loop. A parameter with several names gets the sum of the
+        gradients of its names.
         """
         rows = (*deferred.x.shape[:-1], 1)
         registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
@@ -143,41 +143,43 @@ class PairPotential(Potential):
         return sums
 
     def _masked(self, x: Tensor, included: Tensor) -> Tensor:
-        """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero
-        of what it is times.
+        """Set pairs beyond the cutoff to zero.
+
+        The pair of an atom with itself needs no mask, since its difference is zero.
         """
         return x if self.cutoff is None else torch.where(included, x, 0.0)
 
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Differences in planes, squared distances and which pairs count, ``(*batch, atoms,
-        atoms)``.
+        """Compute differences by coordinate, squared distances, and the mask of included pairs.
+
+        The latter two are ``(*batch, atoms, atoms)``.
         """
         parts = split_coordinates(differences(position))
         if self.box is not None:
             parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
         s, included = sum_coordinates([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
-            # One comparison of numbers in place of two masks, which compiled loops would widen.
+            # One comparison of numbers instead of two masks, which compiled loops would widen.
             s = torch.where(included, s, torch.finfo(s.dtype).max)
             included = s < self.cutoff**2
         return parts, torch.where(included, s, self.safe_distance(s)), included
 
 
 class LennardJones(PairPotential):
-    """``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
+    """The Lennard-Jones potential, ``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
 
     Args:
         epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
-        cutoff: pairs beyond it are left out and the energy is shifted to zero there; the force
+        cutoff: pairs beyond it are left out, and the energy is shifted to zero there. The force
             jumps by a little, so use 2.5 sigma or more where energy conservation matters. None: all
             pairs.
         box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
             counts once, at its nearest image.
 
     Raises:
-        ValueError: epsilon or sigma that is not symmetric, or a vector: for a number for each atom
-            or species, and its mixing rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon or sigma that is not symmetric, or a vector. For one number for each
+            atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -197,7 +199,7 @@ class LennardJones(PairPotential):
         self._check_parameters()
 
     def _check_parameters(self) -> None:
-        """Refuse numbers that are no property of a pair."""
+        """Refuse parameters that are not one number for each pair."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             _check_symmetric(name, value.detach())
 
@@ -207,7 +209,7 @@ class LennardJones(PairPotential):
         return all(getattr(type(self), name) is getattr(LennardJones, name) for name in names)
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """epsilon and sigma of every pair, to broadcast against the squared distances."""
+        """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             if value.ndim and value.shape[-1] not in (1, s.shape[-1]):
                 raise ValueError(f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}.")
@@ -229,7 +231,7 @@ class LennardJones(PairPotential):
         return self.pair_parameters(s.detach())[1].detach() ** 2
 
     def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """epsilon, (sigma/r)^6 and 1/r^2."""
+        """Compute epsilon, (sigma/r)^6 and 1/r^2."""
         epsilon, sigma = self.pair_parameters(s)
         inverse = 1 / s
         ratio = sigma**2 * inverse
@@ -237,11 +239,12 @@ class LennardJones(PairPotential):
 
 
 def distinct(position: Tensor) -> Tensor:
-    """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in
-    one place.
+    """Return which pairs are of two different atoms, ``(atoms, atoms)``.
+
+    Atoms are compared by number, since two atoms may be at one position.
     """
-    # Compared in the type of positions, and read from memory, so that a compiled loop over pairs
-    # does not convert numbers.
+    # Numbers are compared in the dtype of positions and read from memory, so that a compiled loop
+    # over pairs does not convert them.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
     index = materialise_contiguous(index) if is_tracing() else index
     return index.unsqueeze(-1) != index
@@ -266,15 +269,16 @@ def _check_symmetric(name: str, value: Tensor) -> None:
 
 
 def split_coordinates(d: Tensor) -> list[Tensor]:
-    """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to
-    be compiled: sums over pairs are then one loop for all coordinates, and what they share is not
-    computed for each.
+    """Split coordinates ``(*batch, dim, atoms, atoms)`` if the step is traced; else return them
+    whole.
+
+    The compiler then makes one loop over pairs for all coordinates, and computes common terms once.
     """
     return list(d.split(1, -3)) if is_tracing() else [d]
 
 
 def sum_coordinates(parts: list[Tensor]) -> Tensor:
-    """The sum over coordinates, ``(*batch, atoms, atoms)``."""
+    """Sum over coordinates, to ``(*batch, atoms, atoms)``."""
     if len(parts) == 1:
         return parts[0].sum(-3)
     total = parts[0]
@@ -284,7 +288,7 @@ def sum_coordinates(parts: list[Tensor]) -> Tensor:
 
 
 def _join_coordinates(rows: list[Tensor]) -> Tensor:
-    """Coordinates ``(*batch, dim, atoms)`` in planes, as ``(*batch, atoms, dim)``."""
+    """Join separate coordinates ``(*batch, dim, atoms)`` to ``(*batch, atoms, dim)``."""
     if len(rows) == 1:
         return rows[0].transpose(-1, -2)
     axes, batch = rows[0].ndim, rows[0].shape[:-2]

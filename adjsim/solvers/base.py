@@ -1,6 +1,4 @@
-"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward
-and backward.
-"""
+"""The parts of a run, and the base of solvers whose steps are lists of moves."""
 
 from __future__ import annotations
 
@@ -24,17 +22,17 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import Coefficients, MoveContext
 
-# The time at a share of a step: the end of one step and the beginning of the next are the same
+# The time at a share of a step. The end of one step and the beginning of the next are the same
 # number.
 TimeInStep = Callable[[float], Any]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One letter's turn in a step.
+    """The part of a step that one letter of the scheme takes.
 
-    ``elapsed`` is the share of dt that has passed when it begins; its draws are ``noise[first_draw
-    : first_draw + draws]``.
+    ``elapsed`` is the share of dt that has passed when the stage begins. Its draws are
+    ``noise[first_draw : first_draw + draws]``.
     """
 
     letter: str
@@ -46,12 +44,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """A step of a scheme: stages carried out one after the other, and the scheme's order of
-    accuracy.
+    """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
     A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
-    ``noise_steps`` steps, its own and the next ones. On a lattice it steps the lattice's states,
-    which have information buffers in addition.
+    ``noise_steps`` steps, its own and the next ones. On a lattice its states have information
+    buffers in addition.
     """
 
     stages: Sequence[Stage]
@@ -76,8 +73,8 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> State:
-        """The state a step later: a pure function of its tensors. ``forces`` takes the last force
-        from step to step.
+        """Run one step, as a pure function of tensors. ``forces`` carries the last force to the
+        next step.
         """
         for stage, move in self.moves:
             state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
@@ -91,7 +88,7 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> list[State]:
-        """The states before each move of a step, and the state after the last."""
+        """Run one step, and return the states before each move and the state after the last."""
         states = [state]
         for stage, move in self.moves:
             states.append(move.flow(states[-1], self.context(time, stage, coefficients, noise, forces)))
@@ -108,11 +105,11 @@ class Program:
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """The state a step earlier, with the cotangents taken through the step.
+        """Go back one step, and take the cotangents through it.
 
         Args:
-            time: of the step, by the share of it that has passed.
-            before: the states before each move; None: they are found by the moves' inverses.
+            time: the time as a function of the share of the step that has passed.
+            before: the states before each move; None: find them by the moves' inverses.
             part: which of the step's moves, if not all.
         """
         for i in reversed(range(len(self.moves))[part]):
@@ -122,14 +119,12 @@ class Program:
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
-        """An evaluator of the potential's forces, rounded as this program wants them."""
+        """Make an evaluator of the potential's forces, with the rounding of this program."""
         return ForceEvaluator(potential, grid=self.force_grid, one_time_per_position=self.one_time_per_position, **options)
 
     @property
     def one_time_per_position(self) -> bool:
-        """Whether no time passes while the position stays: then one position has one time, and one
-        force.
-        """
+        """Whether no time passes while the position stays, so that one position has one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
         moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
         passed = [abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)]
@@ -140,7 +135,7 @@ class Program:
         return None if self.lattice is None else self.lattice.force_grid
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Program:
-        """The same step with these tensors as the spacings of its lattice."""
+        """Return the same step with these tensors as the spacings of its lattice."""
         return self if self.lattice is None else replace(self, lattice=self.lattice.with_spacings(spacings))
 
     def context(
@@ -151,7 +146,7 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> MoveContext:
-        """Where the moves of a stage take place."""
+        """Return the context of the moves of a stage."""
         drawn = None
         if stage.draws:
             assert noise is not None
@@ -161,7 +156,7 @@ class Program:
 
 @dataclass
 class Problem:
-    """Everything about one run, validated: what an adjoint is given."""
+    """Everything about one run, validated, for the adjoint."""
 
     dynamics: Dynamics
     tensors: ModuleTensors
@@ -176,17 +171,17 @@ class Problem:
 
 
 class SteppingSolver(ABC):
-    """Steps of a fixed size dt."""
+    """The base class of solvers with fixed steps of size dt."""
 
     dt: float
 
     @abstractmethod
     def program(self, dynamics: Dynamics, state: State) -> Program:
-        """The moves of a step, for states like this one."""
+        """List the moves of a step, for states like this one."""
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
-        """Each letter's coefficients, differentiable in the parameters."""
+        """Compute each letter's coefficients, differentiable in the parameters."""
 
 
 def check_dt(dt: Any) -> float:

@@ -1,4 +1,4 @@
-"""Steps for the overdamped equation, whose drift cannot be undone in closed form."""
+"""Steps for the overdamped equation, whose drift has no inverse in closed form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EulerMaruyama(SteppingSolver):
 
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
-    First order in averages (<x^2> of a harmonic well of stiffness k is too large by 1/(1 - k dt/(2
-    friction))) and, the noise being additive, in the path. :class:`LeimkuhlerMatthews` costs the
-    same and is better. A step has no inverse, so gradients come from DirectAdjoint or
-    CheckpointAdjoint.
+    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by
+    1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first order in the path.
+    :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
+    gradients come from DirectAdjoint or CheckpointAdjoint.
 
     Args:
         dt: the step, time.
@@ -64,8 +64,8 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
-    20140120 (2014)). The path is of order 1/2, being half a step's noise off at either end, and
-    averages that start out of equilibrium of first order.
+    20140120 (2014)). The path is of order 1/2, since it is off by half a step's noise at either
+    end. Averages from a start out of equilibrium are of first order.
 
     Args:
         dt: the step, time.

@@ -1,9 +1,8 @@
-"""SDE solvers, by torchsde: the summed drift and diffusion of all terms as one stochastic
-differential equation.
+"""SDE solvers, by torchsde, for the summed drift and diffusion of all terms.
 
-Time is counted in steps and the noise of step k is that of every other solver
-(:class:`adjsim._noise.Noise`), so that nothing about it is stored, and forward and backward see the
-same numbers to the last bit at any dt.
+Time is counted in steps, and step k has the same noise as in every other solver
+(:class:`adjsim._noise.Noise`). So no noise is stored, and forward and backward get the same numbers
+to the last bit at any dt.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ REVERSIBLE_HEUN_LIMIT = 2.0
 
 
 class InstabilityError(ValueError):
-    """A run that would lose its gradient, or itself, to friction; raised before it starts."""
+    """Raised before a run that friction would make unstable, or whose gradient it would lose."""
 
 
 class SDESolver(ContinuousSolver):
-    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde, whole states in, whole
-    states out.
+    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde.
 
-    The noise does not depend on the state, so that Ito and Stratonovich mean the same, and it is
-    diagonal, so that no matrix is made. Methods: midpoint, heun, euler_heun, reversible_heun;
-    euler, milstein, srk. (log_ode is for noise that does not commute; here it would be midpoint.)
-    Steps are dt long and save times must lie on them; the path does not depend on them.
+    The noise amplitude does not depend on the state, so the Ito and Stratonovich equations are the
+    same. The noise is diagonal, so no matrix is formed. Methods: midpoint, heun, euler_heun,
+    reversible_heun; euler, milstein, srk. (log_ode is for noise that does not commute; here it
+    would equal midpoint.) Steps have length dt, and save times must lie on them. The path does not
+    depend on the save times.
 
-    reversible_heun has the parasitic root -(1 + friction dt) and blows up as exp(friction T),
-    forward as well; it is refused beyond friction T = 2.
+    reversible_heun has the parasitic root -(1 + friction dt) and grows as exp(friction T), also in
+    the forward run. It is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
     dt, costs one force a step, and its gradient is exact in constant memory at any friction.
@@ -102,7 +101,7 @@ class SDESolver(ContinuousSolver):
 
 
 class _Equation(torch.nn.Module):
-    """The equation as torchsde wants it: one flat row, in units of the step."""
+    """The equation in the form that torchsde takes: one flat row, in units of the step."""
 
     noise_type = "diagonal"
 
@@ -118,7 +117,7 @@ class _Equation(torch.nn.Module):
         return torch.cat([x.reshape(-1) for x in fields]).unsqueeze(0)
 
     def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Fields from the last axis of a tensor, in front of which time may lead."""
+        """Split the last axis of a tensor into fields; time may lead."""
         parts = flat.split(self.sizes, -1)
         return tuple(x.reshape((*flat.shape[:-1], *shape)) for x, shape in zip(parts, self.shapes, strict=True))
 
@@ -132,7 +131,7 @@ class _Equation(torch.nn.Module):
         return self.flat((*amplitudes, *zeros)) * self._root
 
     def noisy(self) -> list[bool]:
-        """Which fields have noise."""
+        """Return which fields have noise."""
         problem = self._field.problem
         with torch.no_grad():
             amplitudes = problem.dynamics.diffusion(problem.times[0], problem.state)
@@ -140,10 +139,10 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise(BaseBrownian):
-    """The increments of a Brownian motion over whole steps: a function of the step's number.
+    """The increments of a Brownian motion over whole steps, as a function of the step's number.
 
-    Each replica has the numbers that a splitting with each noisy letter once would draw for it, so
-    that the two follow one path.
+    Each replica gets the numbers of a splitting in which each noisy letter occurs once, so that the
+    two follow one path.
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
@@ -163,12 +162,11 @@ class _StepNoise(BaseBrownian):
         rows = [self._row(part) for part in drawn.split(self._width, 1)]
         if not return_U:
             return rows[0]
-        # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent
-        # of it.
+        # int_0^1 W ds given W(1): half of W(1), plus an independent Gaussian of variance 1/12.
         return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
 
     def _row(self, drawn: Tensor) -> Tensor:
-        """One flat row in the layout of the state, zero for fields without noise."""
+        """Return one flat row in the layout of the state, zero for fields without noise."""
         parts, used = [], 0
         for size, noisy in self._layout:
             if noisy:

@@ -141,7 +141,7 @@ def test_pair_matrices_that_are_refused(name):
         (([0.5, 0.0], [1.0, 1.0], [1.0, 1.0]), "species must be whole numbers"),
         (([[0], [1]], [1.0, 1.0], [1.0, 1.0]), r"species must be \(atoms,\)"),
         (([0, 1], [1.0, 1.0], [1.0]), "one number for each species"),
-        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "epsilon is mixed by a root"),
+        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "mixing takes the root of epsilon"),
     ],
 )
 def test_mixtures_that_are_refused(arguments, says):
