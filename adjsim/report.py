@@ -1,4 +1,4 @@
-"""What the command line prints and writes of a comparison."""
+"""The printed tables and written files of the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adjsim.presets import Answer, Preset, Question
 
 @dataclass
 class Report:
-    """A comparison and what goes into its files with it."""
+    """A comparison, and the data that its files hold in addition."""
 
     sweep: Sweep
     results: dict[float, Comparison]
@@ -30,11 +30,11 @@ class Report:
 
     @property
     def empty(self) -> bool:
-        """Whether no method gave a number."""
+        """Whether no method returned a number."""
         return not any(comparison.estimates for comparison in self.results.values())
 
     def write(self, output: Path) -> None:
-        """compare.png and compare.json."""
+        """Write compare.png and compare.json."""
         runs = []
         for x, (horizon, replicas) in self.sweep.points().items():
             run: dict[str, Any] = {"horizon": horizon, "replicas": replicas}
@@ -65,17 +65,14 @@ def report_adjoints(
             solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
         _print(
             console,
-            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
-            "difference from "
+            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
         )
     if PLAIN in adjoints:
         _print(
             console,
-            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that "
-            "is another path of the same "
-            "system before long, with another gradient; and where its reconstruction error is not "
-            "small, the gradient of none.",
+            f"{PLAIN} takes and undoes the same steps in floating point. In chaos its path soon differs from the exact "
+            "path, and so does its gradient. Where its reconstruction error is not small, its gradient is that of no path.",
         )
     return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
 
