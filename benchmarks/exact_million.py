@@ -1,8 +1,8 @@
-"""A million exact steps of BAOAB on thirteen Lennard-Jones atoms, compiled, forward and backward: time, memory, and the proof.
+"""A million exact, compiled steps of BAOAB on thirteen Lennard-Jones atoms: time, memory, proof.
 
-Prints the growth of the resident set since a warm-up. A second run stores ten states forward and goes backward
-from each of them, in ten pieces. The largest difference between the two gradients is printed.
-Run: python benchmarks/exact_million.py [steps]
+Prints the growth of the resident set since a warm-up. A second run stores ten states forward and
+goes backward from each of them, in ten pieces. The largest difference between the two gradients is
+printed. Run: python benchmarks/exact_million.py [steps]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DT, PIECES = 0.005, 10
 
 
 class StoredPieces(Fingerprints):
-    """The history of an exact run, with the states that were stored every so many steps."""
+    """The history of an exact run, with states stored every so many steps."""
 
     def __init__(self, stepper: Stepper, every: int | None) -> None:
         super().__init__(stepper, every)
@@ -49,7 +49,7 @@ class StoredPieces(Fingerprints):
 
 
 class InversionInPieces(ExactInversion):
-    """Goes on from a stored state where there is one, instead of the state that was found."""
+    """Continues from a stored state where there is one, instead of the recovered state."""
 
     def __init__(self, history: StoredPieces) -> None:
         super().__init__(history)

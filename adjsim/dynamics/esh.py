@@ -47,8 +47,9 @@ class Glide(Term):
 
 
 class Turn(Term):
-    """The turn, E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x
-    dim.
+    """The turn of the direction, E, at fixed position, with d = atoms x dim::
+
+        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
 
     Its exact flow, with ``e = F/|F|`` and ``delta = h |F|/d``, is::
 
