@@ -1,7 +1,7 @@
-"""Periodic cells: ``(dim,)`` edge lengths of an orthogonal cell, or ``(dim, dim)`` rows of a tilted
-one.
+"""Periodic cells, orthogonal or tilted.
 
-Many cells describe one lattice, and the distances between images belong to the lattice. Rounding
+An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
+cells describe one lattice, and the distances between images belong to the lattice. Rounding
 fractional coordinates to whole numbers finds the nearest image if the image is closer than w/2.
 Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of
 such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For skewed rows w

@@ -1,4 +1,4 @@
-"""Rounding to multiples of a power of two, whose sums and differences are exact in float64."""
+"""Rounding to multiples of a power of two, on which float64 sums are exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LARGEST = 2.0**51
 
 
 class Grid:
-    """The multiples of ``spacing``, a power of two; a tensor of spacings broadcasts over a batch."""
+    """The multiples of ``spacing``, a power of two.
+
+    A tensor of spacings broadcasts over a batch.
+    """
 
     def __init__(self, spacing: Tensor) -> None:
         self.spacing = spacing
@@ -30,7 +33,7 @@ class Grid:
         return (x + self._shift) - self._shift
 
     def used_fraction(self, x: Tensor) -> float:
-        """Return the largest entry as a share of the limit; infinity if an entry is NaN."""
+        """Return the largest entry as a share of the limit, infinity for NaN."""
         share = float((x.detach().abs() / self.spacing).amax()) / LARGEST
         return share if share == share else float("inf")
 

@@ -72,8 +72,9 @@ def as_tensor(name: str, value: Any) -> Tensor:
 
 
 def as_indices(name: str, value: Any) -> Tensor:
-    """Convert whole numbers to an int64 tensor; raises as :func:`as_tensor`, and ValueError for
-    fractions.
+    """Convert whole numbers to an int64 tensor.
+
+    It raises as :func:`as_tensor`, and ValueError for fractions.
     """
     found = as_tensor(name, value).detach()
     if not bool((found == found.round()).all()):
@@ -119,8 +120,9 @@ def _holds_bool(value: Any) -> bool:
 
 
 def describe_type(value: Any) -> str:
-    """Describe a wrong argument for an error message: a short value by its repr, others by their
-    type.
+    """Describe a wrong argument for an error message.
+
+    A short value is described by its repr, others by their type.
     """
     text = repr(value)
     kind = type(value).__name__
@@ -128,7 +130,7 @@ def describe_type(value: Any) -> str:
 
 
 def refuse_uncalled(name: str, value: Any) -> None:
-    """Raise if ``value`` is a class or a function in place of the object that it makes.
+    """Raise if ``value`` is a class or function in place of an object.
 
     Raises:
         TypeError: names the call that makes an object, such as ``VelocityVerlet(dt)``.
@@ -156,8 +158,9 @@ def _call(function: Any) -> str:
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Replace ``torch.inference_mode`` by ``torch.no_grad``: forces are derivatives, which
-    inference mode forbids.
+    """Replace ``torch.inference_mode`` by ``torch.no_grad``.
+
+    Forces are derivatives, which inference mode forbids.
     """
     if not torch.is_inference_mode_enabled():
         yield

@@ -22,7 +22,7 @@ def is_tracing() -> bool:
 
 
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
-    """Order the axes of a field ``(*batch, ..., atoms, dim)`` for memory, inside a compiled step.
+    """Order the axes of a field ``(*batch, ..., atoms, dim)`` for a compiled step.
 
     Args:
         axes: number of axes of the field.

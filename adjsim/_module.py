@@ -1,4 +1,4 @@
-"""The tensors of a module, and runs of the module with other tensors in their place.
+"""The tensors of a module, and runs with other tensors in their place.
 
 A run reads the parameters and buffers of its dynamics when it starts. From then on, forward,
 recomputed and backward, it runs the dynamics with copies of them. So a later change of the module
@@ -27,7 +27,7 @@ V = TypeVar("V")
 
 
 class ModuleCache(Generic[V]):
-    """A cache by module and key, which keeps the most recently used values. It is thread-safe.
+    """A thread-safe cache by module and key of the most recently used values.
 
     Args:
         capacity: number of values kept for one module.
@@ -147,7 +147,10 @@ def exclusive(*modules: nn.Module) -> AbstractContextManager[None]:
 
 
 def _locks_of(*modules: nn.Module) -> list[Any]:
-    """Return the locks of modules and of their parts, in one global order, which prevents deadlock."""
+    """Return the locks of modules and of their parts, in one global order.
+
+    The order prevents deadlock.
+    """
     with _locks_lock:
         locks = {id(part): _locks.setdefault(part, RLock()) for module in modules for part in module.modules()}
     return sorted(locks.values(), key=id)

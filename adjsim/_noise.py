@@ -1,4 +1,4 @@
-"""Noise as a function of (seed, step, replica), so that a path can be run again without storing it.
+"""Noise as a function of (seed, step, replica), drawn again instead of stored.
 
 Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own
 counter-based Philox generator keyed by (seed, tile). The number for replica r, degree of freedom d
@@ -37,7 +37,9 @@ class NoiseStream(IntEnum):
 
 
 def as_generator(seed: Seed) -> torch.Generator | None:
-    """Return a generator as it is, a new one for a seed, None (torch's default generator) for None.
+    """Make a generator from a seed; return a generator or None unchanged.
+
+    None stands for torch's default generator.
 
     Raises:
         TypeError: anything else, such as a float or a string.
@@ -93,8 +95,9 @@ class Noise:
         return torch.cat(blocks)[first % STEPS :][:count]
 
     def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
-        """Return a block of steps; the last two blocks are cached, for steps that use their
-        neighbours' noise.
+        """Return a block of steps.
+
+        The last two blocks are cached, for steps that use their neighbours' noise.
         """
         key = (block, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:

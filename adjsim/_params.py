@@ -20,7 +20,7 @@ from adjsim._typing import Number
 
 
 def register(module: nn.Module, name: str, value: Number, *, positive: bool = False) -> None:
-    """Store a physical number on a module under its name, as a parameter or a buffer.
+    """Store a physical number on a module, as a parameter or a buffer.
 
     Numbers, arrays and lists become buffers.
 
@@ -94,15 +94,17 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 
 
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor
-    registered on ``module``.
+    """Raise if ``output`` depends on a captured tensor that requires grad.
+
+    Captured is a tensor that is neither an input nor registered on ``module``.
     """
     refuse_unknown(output, module, list(inputs), what)
 
 
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither known nor
-    registered on ``module``.
+    """Raise if ``output`` depends on an unknown tensor that requires grad.
+
+    Unknown is a tensor that is neither in ``known`` nor registered on ``module``.
     """
     if _unknown(output, known) is None:
         return

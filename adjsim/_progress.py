@@ -1,4 +1,4 @@
-"""Progress bars on standard error, shown on a terminal only, so that piped output stays clean."""
+"""Progress bars on standard error, shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def with_progress(items: Iterable[T], description: str, total: int, enabled: bool) -> Iterator[T]:
-    """Pass the items through, and draw a bar if enabled and standard error is a terminal."""
+    """Pass the items through, and draw a bar if enabled.
+
+    Without a terminal on standard error none is drawn.
+    """
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
     return iter(track(items, description, total, console=Console(stderr=True), transient=True))

@@ -43,15 +43,17 @@ def stack(states: list[S]) -> S:
 
 
 def in_transform() -> bool:
-    """Return whether a torch.func transform (grad, vmap, jvp) is active; torch has no public
-    function for it.
+    """Return whether a torch.func transform (grad, vmap, jvp) is active.
+
+    Torch has no public function for it.
     """
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_finite(state: State) -> bool:
-    """Return whether every number of the state is finite, by one sum, which is finite only if its
-    terms are.
+    """Return whether every number of the state is finite.
+
+    One sum tells: it is finite only if its terms are.
     """
     total = sum(x.detach().sum(dtype=torch.float64) for x in state)
     return bool(torch.isfinite(torch.as_tensor(total)))
@@ -88,9 +90,7 @@ def check_position(position: Tensor) -> None:
 
 
 def check_state(state: State, kind: type) -> None:
-    """Refuse a start of the wrong kind, shape, dtype or device, or with numbers that are not
-    finite.
-    """
+    """Refuse a start of the wrong kind, shape, dtype or device, or not finite."""
     if not isinstance(state, kind):
         raise TypeError(
             f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: "

@@ -61,7 +61,7 @@ class Final:
 
 
 def check_function(what: str, function: Any) -> None:
-    """Refuse an object that cannot be called on a state, or a class in place of an object."""
+    """Refuse a class, and an object that cannot be called on a state."""
     refuse_uncalled_class(f"the function of {what}", function)
     if not callable(function):
         raise TypeError(

@@ -111,5 +111,8 @@ def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], nam
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:
-    """Return a function to the standard error of the largest entry; NaN where there is none."""
+    """Return a function to the standard error of the largest entry.
+
+    It gives NaN where there is none.
+    """
     return lambda estimate: float(estimate.grad_stderr[key].abs().max())

@@ -198,13 +198,14 @@ def _line(points: int, half: float) -> Tensor:
 def _densities(
     dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Propagate the density of a walker's steps on the nodes of a line, times their spacing.
+    """Propagate the density of a walker's steps.
 
-    ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density p to
-    ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that
-    survives a frame. On nodes s/5 apart the trapezoidal rule has an error of 1e-16, since the
-    integrand is as smooth as a Gaussian of width s. The start, a point, has no density and is
-    represented by its mass. The densities after 0, 1, ... steps are returned.
+    It is given on the nodes of a line, times their spacing. ``x' = x + F(x) dt/friction + s xi``
+    with ``s = sqrt(2 kT dt/friction)`` takes a density p to ``p'(x') = integral N(x'; x + F(x)
+    dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame. On nodes s/5 apart
+    the trapezoidal rule has an error of 1e-16, since the integrand is as smooth as a Gaussian of
+    width s. The start, a point, has no density and is represented by its mass. The densities after
+    0, 1, ... steps are returned.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

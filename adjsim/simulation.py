@@ -99,7 +99,10 @@ def run(
     progress: bool = False,
     compile: bool = False,
 ) -> Trajectory:
-    """Run :func:`simulate` on given noise, so that a part of a larger batch gets its part of it."""
+    """Run :func:`simulate` on given noise.
+
+    A part of a larger batch so gets its part of the noise.
+    """
     _check_pair(solver, adjoint)
     check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):

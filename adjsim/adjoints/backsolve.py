@@ -60,8 +60,9 @@ class BacksolveAdjoint(Adjoint):
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The identity, differentiable once: the libraries' adjoints would lose part of a second
-    gradient.
+    """The identity, differentiable once.
+
+    The libraries' adjoints would lose part of a second gradient.
     """
 
     @staticmethod

@@ -30,7 +30,10 @@ def refuse_graph() -> None:
 
 
 class Adjoint(ABC):
-    """A way to take a gradient. ``accepts`` lists the kinds of solver that it goes with."""
+    """A way to take a gradient.
+
+    ``accepts`` lists the kinds of solver that it goes with.
+    """
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 

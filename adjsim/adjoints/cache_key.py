@@ -62,7 +62,10 @@ class UninspectableError(ValueError):
 
 
 class Identity:
-    """An object by identity, held weakly: equal to itself alone, and to nothing once it is gone."""
+    """An object by identity, held weakly.
+
+    It equals itself alone, and nothing once it is gone.
+    """
 
     __slots__ = ("_id", "_ref")
 
@@ -135,8 +138,9 @@ class _KeyBuilder:
         )
 
     def _foreign_module(self, x: nn.Module, where: str) -> Any:
-        """Build the key of a module that is not part of the dynamics: its tensors are constants
-        too.
+        """Build the key of a module outside the dynamics.
+
+        Its tensors are constants too.
         """
         tensors = [*x.parameters(), *x.buffers()]
         return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
@@ -178,7 +182,7 @@ class _KeyBuilder:
         )
 
     def _attributes(self, x: Any, where: str) -> Any:
-        """Build the key of the attributes that were set on a list, a dictionary or a function."""
+        """Build the key of the attributes of a list, dictionary or function."""
         attributes = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
         return tuple((name, self.key(value, f"{where}.{name}")) for name, value in attributes.items())
 
@@ -203,8 +207,9 @@ class _KeyBuilder:
 
 
 def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
-    """Build a key from everything that a module, its submodules and a function read, except
-    registered tensors.
+    """Build a key from everything that a module and a function read.
+
+    Registered tensors are left out, since they are inputs.
 
     Raises:
         UninspectableError: a value that cannot be inspected.

@@ -1,4 +1,4 @@
-"""The data that a run stores so that a backward sweep can recover its earlier states."""
+"""The data from which a backward sweep recovers earlier states."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Rewind(ABC):
         """The last state, from which the sweep starts."""
 
     def before(self, step: int) -> Sequence[State] | None:
-        """Return the states before each move of the step that ends at ``step``; None: invert the
-        moves.
+        """Return the states before each move of the step ending at ``step``.
+
+        None means that the moves are inverted.
         """
         return None
 
@@ -41,10 +42,16 @@ class Rewind(ABC):
 
 
 class History(ABC):
-    """The stored data of one run: an observer of its states, which makes a rewind for each sweep."""
+    """The stored data of one run, gathered by observing its states.
+
+    It makes a rewind for each backward sweep.
+    """
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        """Return the steps after which it stores a state or restores one; all of them by default."""
+        """Return the steps after which it stores or restores a state.
+
+        These are all steps by default.
+        """
         return range(stepper.clock.last + 1)
 
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
@@ -67,7 +74,5 @@ class History(ABC):
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Return the allowed relative difference between two computations of one number by other
-    kernels.
-    """
+    """Return the allowed relative difference between two computations of one number."""
     return 100 * torch.finfo(dtype).eps ** 0.5

@@ -17,8 +17,9 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Recorder:
-    """What a run saves of its states: the states, a function of them, or its time average.
-    Immutable.
+    """The part of its states that a run saves. Immutable.
+
+    This is the states, a function of them, or its time average.
 
     Args:
         record: the argument ``record=`` of the run.
@@ -119,7 +120,7 @@ class RecordSweep:
         return None if cotangent is None else cotangent * self.recorder.weight
 
     def accumulate(self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator) -> None:
-        """Add the cotangents of what was saved after ``step`` steps to those of the state there."""
+        """Add the cotangents of what was saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
             cotangent = self.average_cotangent
@@ -138,9 +139,7 @@ class RecordSweep:
             self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
     def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
-        """Add the product of a cotangent with the function's derivative, and return the function's
-        value.
-        """
+        """Add a cotangent's product with the function's derivative; return the value."""
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
             value = self.recorder.value(leaves)
@@ -170,8 +169,9 @@ class RecordSweep:
             )
 
     def _terms(self, state: State | None) -> float:
-        """Return the size of the terms in the function's value at a state: its derivative times the
-        state.
+        """Return the size of the terms in the function's value.
+
+        It is the derivative at a state, times the state.
         """
         if state is None:
             return 0.0
@@ -191,6 +191,9 @@ def sum_dtype(value: Tensor) -> torch.dtype:
 
 
 def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
-    """Choose the dtype of a time average: that of the values, floating-point for counts and bools."""
+    """Choose the dtype of a time average.
+
+    It is that of the values, and floating-point for counts and bools.
+    """
     floating = value.is_floating_point() or value.is_complex()
     return value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -22,7 +22,7 @@ from adjsim.solvers.splitting import Splitting
 
 
 class ReversibleAdjoint(Adjoint):
-    """The exact gradient of the discrete steps, in memory that does not grow with their number.
+    """The exact gradient of the discrete steps, in memory independent of their number.
 
     The backward sweep undoes each step by its inverse flow, and takes the step's vector-Jacobian
     product at the recovered state. Rounding makes the recovered states differ from those of the

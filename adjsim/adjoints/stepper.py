@@ -1,4 +1,4 @@
-"""The steps of a run as functions of its inputs, and the one loop that runs them."""
+"""The steps of a run, and the one loop that runs them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Clock:
         return self.begin + step * self.dt
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return the time as a function of the share of step number ``step`` that has passed."""
+        """Return the time within step number ``step``, by share of the step."""
         return lambda share: self.time(step + share)
 
 
@@ -84,12 +84,16 @@ class StepNoise:
     like: Tensor
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
-        """Return the noise that step number ``step`` uses; it is the same whenever it is asked for."""
+        """Return the noise that step number ``step`` uses.
+
+        It is the same whenever it is asked for.
+        """
         return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> Tensor:
-        """Return the draws of ``count`` steps from ``step``: ``(count, draws, *batch, atoms,
-        dim)``.
+        """Return the draws of ``count`` steps from number ``step``.
+
+        Their shape is ``(count, draws, *batch, atoms, dim)``.
         """
         *batch, atoms, dim = self.like.shape
         rows = self.noise.span(step, count, self._shape, self.like)
@@ -116,8 +120,9 @@ class Observer(Protocol):
         ...
 
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
-        """Observe the state (on the lattice, if there is one) after ``step`` steps, and the spills
-        there.
+        """Observe the state and the buffers' spills after ``step`` steps.
+
+        The state is on the lattice, if there is one.
         """
         ...
 
@@ -151,8 +156,9 @@ class Stepper:
     growth: BufferGrowth | None = None
 
     def to_lattice(self, state: State) -> State:
-        """Convert a state to the nearest lattice state of an exact run, with buffers; else return
-        it.
+        """Convert a state to the nearest lattice state, with buffers.
+
+        Without a lattice, return it unchanged.
         """
         return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
 
@@ -169,13 +175,18 @@ class Stepper:
         return None if self.noise is None else self.noise.of_step(number)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
-        """Spill the buffers of an exact run that are full, as a function of step and state alone."""
+        """Spill the buffers of an exact run that are full.
+
+        This is a function of the step and the state alone.
+        """
         if self.program.lattice is None or self.growth is None or step % self.growth.check_every:
             return state, []
         return self.program.lattice.spill(state, self.growth.limit)
 
     def run(self, start: State, inputs: Inputs, driver: Driver, observers: Sequence[Observer], problem: Problem) -> State:
-        """Run all steps from a start on the lattice, call the observers, and return the end.
+        """Run all steps from a start, call the observers, return the end.
+
+        The start is on the lattice, if there is one.
 
         Raises:
             FloatingPointError: a number is no longer finite; the message names the step.

@@ -53,8 +53,9 @@ def run_swept(problem: Problem, make_history: Callable[[Stepper], History]) -> R
 
 
 class _SweptRun:
-    """The shared data of a forward run and its backward sweeps, written during the forward run
-    only.
+    """The shared data of a forward run and its backward sweeps.
+
+    It is written during the forward run only.
     """
 
     def __init__(self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs) -> None:
@@ -67,8 +68,9 @@ class _SweptRun:
         self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """List the tensors that autograd sees: the start, the coefficients, the trainable
-        parameters.
+        """List the tensors that autograd sees.
+
+        These are the start, the coefficients and the trainable parameters.
         """
         coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
         return (*inputs.state, *coefficients, *self.problem.tensors.trainable(inputs.parameters).values())

@@ -44,13 +44,17 @@ class Term:
         raise TypeError(f"{type(self).__name__} has no drift.")
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        """Compute the amplitude of its white noise, by field, independent of the state; empty
-        without noise.
+        """Compute the amplitude of its white noise, by field.
+
+        It must not depend on the state, and is empty without noise.
         """
         return {}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
-        """Compute what its flow over a time h needs of the parameters, once a run, differentiably."""
+        """Compute the coefficients of its flow over a time h, differentiably.
+
+        They are functions of the parameters, computed once a run.
+        """
         return {}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
@@ -108,8 +112,9 @@ class Dynamics(nn.Module):
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
-        """Compute the amplitude of the white noise in each field, zero without noise: dy = drift dt
-        + diffusion dW.
+        """Compute the amplitude of the white noise in each field.
+
+        It is zero without noise: dy = drift dt + diffusion dW.
         """
         amplitude = {name: torch.zeros_like(value) for name, value in state._asdict().items()}
         for term in self.terms.values():
@@ -123,8 +128,9 @@ class Dynamics(nn.Module):
         return any(term.draws > 0 for term in self.terms.values())
 
     def damping(self, state: State) -> float:
-        """Return the fastest rate (1/time) at which momenta decay, at which reversed steps lose
-        them.
+        """Return the fastest rate (1/time) at which momenta decay.
+
+        Reversed steps lose the momenta at this rate.
         """
         return 0.0
 
@@ -202,8 +208,9 @@ class MassiveDynamics(Dynamics):
         check_per_atom("mass", self.mass)
 
     def masses(self, like: Tensor) -> Tensor:
-        """Return the masses in the dtype of a field, as a scalar or ``(atoms, 1)``, also where
-        atoms equals dim.
+        """Return the masses in a field's dtype, a scalar or ``(atoms, 1)``.
+
+        They are per atom also where atoms equals dim.
         """
         return per_atom(self.mass, like)
 
@@ -252,8 +259,9 @@ class MassiveDynamics(Dynamics):
         return {"momentum": momentum, "position": time * momentum / self.masses(state.momentum)}
 
     def thermal_scale(self, like: Tensor, kT: Tensor) -> Tensor:
-        """Compute the thermal momentum sqrt(m kT): a scalar or ``(atoms, 1)``, zero on pinned
-        atoms.
+        """Compute the thermal momentum sqrt(m kT), zero on pinned atoms.
+
+        It is a scalar or ``(atoms, 1)``.
         """
         mass = self.masses(like)
         mobile = torch.isfinite(mass.detach())
@@ -280,8 +288,9 @@ def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> 
 def standard_normal(
     position: Tensor, generator: Seed, stream: NoiseStream = NoiseStream.MOMENTA, links: tuple[int, ...] = ()
 ) -> Tensor:
-    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``; replica i gets the same in any
-    batch.
+    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
+
+    Replica i gets the same numbers in a batch of any size.
     """
     *batch, atoms, dim = position.shape
     drawn = Noise(seed_from(generator), stream=stream)(0, (math.prod(batch), math.prod((*links, atoms, dim))), position)
@@ -289,7 +298,7 @@ def standard_normal(
 
 
 def per_atom(value: Tensor, like: Tensor) -> Tensor:
-    """Convert a physical number to the dtype of a field, as a scalar or ``(atoms, 1)``."""
+    """Convert a number to a field's dtype, as a scalar or ``(atoms, 1)``."""
     value = value.to(like)
     return value.reshape(-1, 1) if value.ndim and value.numel() > 1 else value.reshape(())
 

@@ -1,5 +1,6 @@
-"""Information buffers, which store the bits that a scale on the lattice
-(:mod:`adjsim.dynamics.lattice`) would lose.
+"""Information buffers, for the bits that a scale would lose.
+
+Scales on the lattice (:mod:`adjsim.dynamics.lattice`) use them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field's buffers, for the systems of the batch in which a buffer was
-    full.
+    """The low 32 bits of a field's buffers, in some systems.
 
-    ``systems`` lists these systems as one bit for each system of the batch, or as their numbers
-    (``numbered``), whichever is shorter.
+    These are the systems of the batch in which a buffer was full. ``systems`` lists these systems
+    as one bit for each system of the batch, or as their numbers (``numbered``), whichever is
+    shorter.
     """
 
     field: str
@@ -45,9 +46,9 @@ def buffer_name(field: str) -> str:
 
 
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
-    """Move the low bits of a field's buffers to a spill, in systems where a buffer is full.
+    """Spill a field's buffers, in systems where one is full.
 
-    A system's buffers do not depend on its batch.
+    Their low bits move to the spill. A system's buffers do not depend on its batch.
 
     Raises:
         OverflowError: a buffer has reached the limit.
@@ -101,7 +102,10 @@ def fingerprint(state: State) -> bytes:
 
 
 def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Find n and d with n/d within 1e-7 of every factor, relative to the factor's distance from 1."""
+    """Find fractions n/d near factors.
+
+    They are within 1e-7 of every factor, relative to the factor's distance from 1.
+    """
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}
     n, d = (torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape) for i in (0, 1))

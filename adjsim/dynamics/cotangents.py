@@ -18,11 +18,11 @@ STACK = 16_384
 
 
 class Cotangents:
-    """The cotangents of one sweep: of the state, and the sums of those of coefficients and
-    parameters.
+    """The cotangents of the state, coefficients and parameters in one sweep.
 
-    The cotangent of the position is complete only with the products of the forces that have
-    received cotangents. These products are taken when the cotangent of the position is read.
+    Those of coefficients and parameters are sums. The cotangent of the position is complete only
+    with the products of the forces that have received cotangents. These products are taken when the
+    cotangent of the position is read.
 
     Args:
         state: by field.
@@ -82,8 +82,9 @@ class Cotangents:
         self.parameter_sums[name] = value if old is None else old + value
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
-        """Add the product of a cotangent with a function's derivative, for the state's leaves and
-        the parameters.
+        """Add a cotangent's product with a function's derivative.
+
+        It is added for the state's leaves and the parameters.
         """
         if not value.requires_grad:
             return
@@ -133,7 +134,10 @@ class Cotangents:
 
 
 def select_link(value: Tensor, link: int | None) -> Tensor:
-    """Return one link of a field (an entry of its third-to-last axis), or all of it."""
+    """Return one link of a field, or all of it.
+
+    A link is an entry of the third-to-last axis.
+    """
     return value if link is None else value.select(-3, link)
 
 

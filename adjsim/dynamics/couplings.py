@@ -31,7 +31,10 @@ from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
 
 @dataclass(frozen=True)
 class Shear:
-    """``y' = y + c g(x)`` on a field, or on one link of it (an entry of its third-to-last axis)."""
+    """A shear ``y' = y + c g(x)`` of a field, or of one link.
+
+    A link is an entry of the field's third-to-last axis.
+    """
 
     field: str
     source: Source
@@ -51,8 +54,9 @@ class Shear:
         return self._add(state, self.source.value(state, context), context, 1)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is
-        given.
+        """Take state and cotangents back through the move.
+
+        The state comes from the inverse unless ``before`` is given.
         """
         value, accumulate = self.source.vjp(after, context, cotangents)
         cotangent = select_link(cotangents[self.field], self.link)
@@ -78,7 +82,7 @@ class Shear:
 
 @dataclass(frozen=True)
 class Scale:
-    """``y' = f(x) y``, f positive, on a field, or on one link of it."""
+    """A scale ``y' = f(x) y`` of a field, or of one link, f positive."""
 
     field: str
     source: Source
@@ -97,8 +101,9 @@ class Scale:
         return self._multiply(state, self.source.value(state, context), context)
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is
-        given.
+        """Take state and cotangents back through the move.
+
+        The state comes from the inverse unless ``before`` is given.
         """
         factor, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
@@ -145,8 +150,9 @@ class Map:
         return self._replace(state, self.function(context.coefficients, *force, *self._fields(state)))
 
     def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
-        """Take state and cotangents back through the move, by its inverse unless ``before`` is
-        given.
+        """Take state and cotangents back through the move.
+
+        The state comes from the inverse unless ``before`` is given.
         """
         # Where the flow moves the position, its force was that at ``before``, which is then given.
         where = after if before is None else before

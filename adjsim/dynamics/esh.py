@@ -1,6 +1,4 @@
-"""Energy-sampling Hamiltonian dynamics: deterministic sampling at kT = 1 with a non-Newtonian
-momentum.
-"""
+"""Energy-sampling Hamiltonian dynamics (ESH), which samples deterministically at kT = 1."""
 
 from __future__ import annotations
 
@@ -32,7 +30,10 @@ class ESHState(NamedTuple):
 
 
 class Glide(Term):
-    """The glide, A: ``dq/ds = u``. Its flow is ``q' = q + h u``."""
+    """The glide, A: ``dq/ds = u``.
+
+    Its flow is ``q' = q + h u``.
+    """
 
     advances_time = True
 
@@ -83,8 +84,9 @@ class Turn(Term):
 
 
 def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the flow of :class:`Turn`, written in even functions of delta, so that it is smooth at
-    zero force.
+    """Apply the flow of :class:`Turn`.
+
+    It is written in even functions of delta, so that it is smooth at zero force.
     """
     a = force * (h / (force.shape[-1] * force.shape[-2]))
     square = (a * a).sum((-1, -2), keepdim=True)
@@ -101,8 +103,9 @@ def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
 
 
 class ESH(Dynamics):
-    """Hamiltonian dynamics with kinetic energy ``d log |v|``: Ver Steeg and Galstyan,
-    arXiv:2111.02434.
+    """Energy-sampling Hamiltonian dynamics, with kinetic energy ``d log |v|``.
+
+    See Ver Steeg and Galstyan, arXiv:2111.02434.
 
     In scaled time s, with unit direction u, log-speed r and d = atoms x dim::
 
@@ -124,7 +127,7 @@ class ESH(Dynamics):
         self.terms = {"A": Glide(), "E": Turn(self)}
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ESHState:
-        """Make a start at speed 1 along ``momentum``, which is drawn at random if not given."""
+        """Make a start at speed 1 along ``momentum``, which may be drawn."""
         at, p = as_start(position, momentum)
         if at.shape[-1] * at.shape[-2] < 2:
             raise ValueError(
@@ -156,8 +159,9 @@ class ESH(Dynamics):
 
 
 def canonical_weights(log_speed: Float[Tensor, "time *batch"] | Array) -> Float[Tensor, "time *batch"]:
-    """Compute weights that turn averages over equally spaced ESH frames into canonical averages at
-    kT = 1.
+    """Compute weights that make averages over ESH frames canonical, at kT = 1.
+
+    The frames are equally spaced in scaled time.
 
     The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one
     over time::

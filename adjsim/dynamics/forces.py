@@ -109,7 +109,8 @@ class ForceEvaluator:
         self.stats["energy_evaluations"] += 1
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
-        """Refuse a value that depends on a tensor that requires grad and is neither known nor a
-        parameter of the run.
+        """Refuse a value that depends on an unknown tensor that requires grad.
+
+        Unknown is a tensor that is neither in ``known`` nor a parameter of the run.
         """
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)

@@ -21,8 +21,10 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class MemoryState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; memory ``(*batch, rates, atoms, dim)``, in
-    units of momentum.
+    """Position, momentum and memory of the particles.
+
+    Position and momentum are ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms,
+    dim)``, in units of momentum.
     """
 
     position: Positions
@@ -31,7 +33,7 @@ class MemoryState(NamedTuple):
 
 
 class Bath(Term):
-    """The bath, G: a linear SDE for momentum and memory together, y = (p, z_1, ..., z_n)::
+    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1, ..., z_n)::
 
         dp   = -sum c_i z_i dt
         dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i         c_i = sqrt(strength_i), r_i = rate_i
@@ -113,8 +115,9 @@ class Bath(Term):
 
 
 def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factor into unit lower, diagonal and unit upper matrices, by elimination without exchange of
-    rows.
+    """Factor into unit lower, diagonal and unit upper matrices.
+
+    Elimination does not exchange rows.
     """
     size = len(matrix)
     lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
@@ -176,7 +179,10 @@ class GeneralizedLangevin(MassiveDynamics):
         return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(-1, 1, 1)
 
     def bath_matrix(self) -> Tensor:
-        """Return M, ``(1 + rates, 1 + rates)``, float64, of dy = -M y dt + noise."""
+        """Return M of dy = -M y dt + noise, in float64.
+
+        Its shape is ``(1 + rates, 1 + rates)``.
+        """
         c, r = self.strengths.double().sqrt(), self.rates.double()
         top = torch.cat([c.new_zeros(1), c])
         below = torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)
@@ -198,8 +204,9 @@ class GeneralizedLangevin(MassiveDynamics):
         return propagator, 0.5 * (covariance + covariance.T)
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> MemoryState:
-        """Make a start with the memory drawn at equilibrium; momenta not given are drawn as sqrt(m
-        kT) xi.
+        """Make a start with the memory drawn at equilibrium.
+
+        Momenta that are not given are drawn as sqrt(m kT) xi.
         """
         at, p = as_start(position, momentum)
         if p is None:
@@ -217,8 +224,9 @@ class GeneralizedLangevin(MassiveDynamics):
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
 
     def reduced_energy(self, state: State) -> Energies:
-        """Compute H/kT plus ``sum z_i^2/(2 m kT)``: each memory variable has the distribution of a
-        momentum.
+        """Compute H/kT plus ``sum z_i^2/(2 m kT)``.
+
+        Each memory variable has the distribution of a momentum.
         """
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))

@@ -95,8 +95,9 @@ class Lattice:
         return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
-        """Return the same lattice with these spacings, which are inputs of compiled code instead of
-        constants.
+        """Return the same lattice with these spacings.
+
+        They are inputs of compiled code instead of constants.
         """
         other = copy(self)
         other.grids = {name: Grid(spacings[name]) for name in self.grids}

@@ -22,8 +22,10 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class ChainState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch,
-    length, 1, 1)``.
+    """Position and momentum of the particles and of the chain.
+
+    Those of the particles are ``(*batch, atoms, dim)``, those of the chain ``(*batch, length, 1,
+    1)``.
     """
 
     position: Positions
@@ -81,8 +83,9 @@ class Chain(Term):
 
 
 def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
-    """Compute the force on link j: twice the kinetic energy that it controls, less the equilibrium
-    value.
+    """Compute the force on link j of the chain.
+
+    It is twice the kinetic energy that the link controls, less the equilibrium value.
     """
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
@@ -90,13 +93,13 @@ def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
 
 
 def _scaling(state: State, c: Coefficients, j: int, h: float) -> Tensor:
-    """Compute the factor by which link j scales the momentum that it controls over a time h."""
+    """Compute the factor by which link j scales momenta over h."""
     return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
 
 @dataclass(frozen=True)
 class ChainScaling:
-    """``exp(-h b_j/Q_j)``, the factor by which link j scales the momentum that it controls."""
+    """The factor ``exp(-h b_j/Q_j)`` by which link j scales momenta."""
 
     link: int
     h: float
@@ -111,7 +114,10 @@ class ChainScaling:
 
 @dataclass(frozen=True)
 class ChainForce:
-    """``h G_j``, the force on link j over a time h, times ``exp(-h b_k/2Q_k)`` if link k damps it."""
+    """The force on link j over a time h, ``h G_j``.
+
+    It is multiplied by ``exp(-h b_k/2Q_k)`` if link k damps it.
+    """
 
     link: int
     h: float
@@ -169,8 +175,9 @@ def _add_to_link(context: MoveContext, cotangents: Cotangents, name: str, j: int
 
 
 class NoseHooverChain(MassiveDynamics):
-    """Canonical dynamics by a chain of thermostats: Martyna, Klein and Tuckerman, J. Chem. Phys.
-    97, 2635 (1992).
+    """Canonical dynamics by a Nose-Hoover chain of thermostats.
+
+    See Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
 
     ========= ==================================================== ================
     symbol    meaning                                              units
@@ -224,8 +231,9 @@ class NoseHooverChain(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the chain's masses Q and the equilibrium values of its kinetic energies,
-        ``(length, 1, 1)``.
+        """Compute the chain's masses and target values, each ``(length, 1, 1)``.
+
+        The targets are the equilibrium values of twice the kinetic energies.
         """
         dof = self.mobile_dof(position) if self.dof is None else self.dof
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
@@ -234,7 +242,10 @@ class NoseHooverChain(MassiveDynamics):
         return count * (kT * tau**2), count * kT
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
-        """Make a start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
+        """Make a start with the chain at rest.
+
+        Momenta that are not given are drawn as sqrt(m kT) xi.
+        """
         context, p = as_start(position, momentum)
         if p is None:
             p = self.thermal_momentum(context, self.kT, generator)
@@ -261,8 +272,9 @@ class NoseHooverChain(MassiveDynamics):
         }
 
     def reduced_energy(self, state: State) -> Energies:
-        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary
-        density.
+        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``.
+
+        The chain's positions have no stationary density.
         """
         Q, _ = self.bath(state.position)
         chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))

@@ -24,8 +24,9 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term):
-    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``. It has no flow in closed
-    form.
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
+
+    It has no flow in closed form.
     """
 
     draws = 1

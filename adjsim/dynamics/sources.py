@@ -27,9 +27,10 @@ Accumulate = Callable[[Tensor], None] | None
 
 @dataclass(frozen=True, slots=True)
 class MoveContext:
-    """The context of a move: time, letter and coefficients of its term, noise of its stage, forces.
+    """The context of a move: time, coefficients, noise, forces.
 
-    The noise is a tensor of the shape of position for each draw, or None where the term draws none.
+    It also has the letter of the move's term. The noise is a tensor of the shape of position for
+    each draw, or None where the term draws none.
     """
 
     t: Any
@@ -53,7 +54,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Field:
-    """The value of another field, or of one link of it (an entry of its third-to-last axis)."""
+    """The value of another field, or of one of its links.
+
+    A link is an entry of the field's third-to-last axis.
+    """
 
     name: str
     link: int | None = None
@@ -67,8 +71,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Random:
-    """A draw of the stage's noise: standard normal numbers of the shape of position, not
-    differentiated.
+    """A draw of the stage's noise, not differentiated.
+
+    It is standard normal numbers of the shape of position.
     """
 
     draw: int = 0
@@ -99,7 +104,10 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class Combination:
-    """A weighted sum ``sum_k c_k source_k``, with one entry of the coefficient c for each source."""
+    """A weighted sum of sources, ``sum_k c_k source_k``.
+
+    The coefficient c has one entry for each source.
+    """
 
     coefficient: str
     sources: tuple[Source, ...]

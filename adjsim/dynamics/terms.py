@@ -16,7 +16,10 @@ from adjsim.potentials.base import force
 
 
 class Stream(Term):
-    """Streaming, A: ``dq/dt = p/m``. Its flow ``q' = q + h p/m`` also advances the time."""
+    """Streaming, A: ``dq/dt = p/m``.
+
+    Its flow ``q' = q + h p/m`` also advances the time.
+    """
 
     advances_time = True
 
@@ -34,8 +37,9 @@ class Stream(Term):
 
 
 class Kick(Term):
-    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms. Its flow is ``p' = p + h F(q)`` at fixed
-    position.
+    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms.
+
+    Its flow is ``p' = p + h F(q)`` at fixed position.
     """
 
     def __init__(self, dynamics: MassiveDynamics) -> None:

@@ -127,8 +127,12 @@ class GradientEstimate:
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
-        """Return a tensor with this value, whose gradient is the estimate, for use in a larger
-        loss. Args: module: the dynamics that was estimated.
+        """Return a tensor with this value, whose gradient is the estimate.
+
+        It is for use in a larger loss.
+
+        Args:
+            module: the dynamics that was estimated.
         """
         parameters = self._parameters(module)
         total = self.value.detach()
@@ -318,7 +322,10 @@ def observe(
 
 
 def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
-    """Return the observable of a trajectory, which has recorded it if it is a time average."""
+    """Return the observable of a trajectory.
+
+    A time average was recorded by the run.
+    """
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None
         return trajectory.record
@@ -335,7 +342,10 @@ def checked(values: Tensor, start: State) -> Tensor:
 
 
 def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the derivative of each entry of the mean, by input; zero where there is none."""
+    """Compute the derivative of each entry of the mean, by input.
+
+    It is zero where there is no dependence.
+    """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
     wanted = list(inputs.values())
@@ -375,7 +385,10 @@ def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Compute the mean over replicas and its standard error from chunk means (NaN for one chunk)."""
+    """Compute mean and standard error from chunk means.
+
+    The error is NaN for one chunk.
+    """
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))

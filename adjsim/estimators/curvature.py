@@ -80,14 +80,16 @@ class PseudoInverse(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a saddle, and a minimum whose Hessian is ill-conditioned. May find more flat
-        directions.
+        """Refuse a saddle, and an ill-conditioned minimum.
+
+        May find more flat directions.
         """
 
     @abstractmethod
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        """Estimate the solution of least length of ``H x = b``, without b's part along flat
-        directions.
+        """Estimate the solution of least length of ``H x = b``.
+
+        The part of b along flat directions is left out.
         """
 
     def solve(self, b: np.ndarray) -> np.ndarray:
@@ -211,7 +213,10 @@ class IterativeInverse(PseudoInverse):
 
 
 class _Deflated(LinearOperator):
-    """``sign (H + largest P) + shift``, with P the projector on flat directions: not singular."""
+    """``sign (H + largest P) + shift``, which is not singular.
+
+    P is the projector on flat directions.
+    """
 
     def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
         super().__init__(np.dtype(np.float64), inverse.hessian.shape)

@@ -26,8 +26,9 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
 
 
 def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
-    """Refuse dynamics that read a parameter past its module, where a passed value does not reach
-    it.
+    """Refuse dynamics that read a parameter past its module.
+
+    A passed value does not reach it there.
     """
     dynamics = simulation.dynamics
     start = simulation.starts(1, torch.Generator().manual_seed(0))
@@ -43,7 +44,7 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
 
 
 def captured_parameter(simulation: Simulation, observable: Observable) -> str | None:
-    """Find a parameter that an observable reads as a tensor of its own, past the module."""
+    """Find a parameter that an observable reads past the module."""
     parameters = simulation.dynamics.trainable()
     start = simulation.starts(1, torch.Generator().manual_seed(0))
 

@@ -1,5 +1,6 @@
-"""The score of the path: the derivative of its log-likelihood with respect to parameters of the
-drift.
+"""The score of the path, for parameters of the drift.
+
+It is the derivative of the path's log-likelihood.
 """
 
 from __future__ import annotations
@@ -158,9 +159,10 @@ class Girsanov(ChunkedEstimator):
 
     @staticmethod
     def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
-        """Count the replicas that make up the variance: ``(sum y^2)^2 / sum y^4``, y = (O - b) S.
+        """Count the replicas that make up the variance.
 
-        The result is the minimum over parameters and over entries of the observable.
+        This is ``(sum y^2)^2 / sum y^4`` of the contributions y = (O - b) S. The result is the
+        minimum over parameters and over entries of the observable.
         """
         seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
         squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
@@ -181,7 +183,10 @@ class Girsanov(ChunkedEstimator):
 
 
 class _PathObserver:
-    """Passes steps to the score, and states to the explicit derivative and to the test of momenta."""
+    """Passes steps to the score and states to the other observers.
+
+    These are the explicit derivative and the test of momenta.
+    """
 
     def __init__(
         self,

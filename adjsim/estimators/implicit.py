@@ -60,8 +60,9 @@ class ImplicitDifferentiation:
 
     @outside_inference_mode()
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
-        """Find the minimum near a position ``(*batch, atoms, dim)``, differentiable in the
-        parameters.
+        """Find the minimum near a position, differentiable in the parameters.
+
+        The position is ``(*batch, atoms, dim)``.
         """
         parameters = list(trainable(potential).values())
         return _Minimum.apply(self, potential, position.detach(), *parameters)

@@ -19,9 +19,10 @@ import torch
 
 
 def release() -> None:
-    """Collect garbage and return freed memory to the system, in about a tenth of a second.
+    """Collect garbage and return freed memory to the system.
 
-    Otherwise a method that reuses freed memory would not be charged for it.
+    It takes about a tenth of a second. Otherwise a method that reuses freed memory would not be
+    charged for it.
     """
     gc.collect()
     _trim()

@@ -1,4 +1,7 @@
-"""The moments of a covariance at equal times, as a function of the state to average over steps."""
+"""The moments of a covariance at equal times.
+
+They are a function of the state, averaged over steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from adjsim.estimators.probes import reduced_energy
 
 
 class Moments:
-    """The moments of an observable O and of ``du/dtheta``, as a pure function of the state.
+    """The moments of an observable O and of ``du/dtheta`` at a state.
 
     The result is one vector in float64: O of every replica, and the means over replicas of O^2, of
     ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Nothing is stored between calls, so it
@@ -39,8 +42,9 @@ class Moments:
         self.names = list(dynamics.trainable())
 
     def matches(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
-        """Return whether it belongs to these dynamics, their current parameters, and this
-        observable.
+        """Return whether it belongs to these dynamics and this observable.
+
+        The parameters must be the current ones.
         """
         return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
 
@@ -78,8 +82,9 @@ class Moments:
         return torch.cat(flat) if flat else output.new_zeros(0)
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
-        """Return the averages by name, in float64, with the shapes of ``values`` and of the
-        parameters.
+        """Return the averages by name, in float64.
+
+        They have the shapes of ``values`` and of the parameters.
         """
         shape, count = values.shape[1:], values[0].numel()
         trainable = self.dynamics.trainable()

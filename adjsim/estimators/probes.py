@@ -20,7 +20,10 @@ SIZES = (1e-3, 1.0, 10.0, 1e3)
 
 
 def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
-    """Return whether a function of the state depends on a field, at a state with leading replicas."""
+    """Return whether a function of the state depends on a field.
+
+    The state has replicas along its leading axis.
+    """
     x = getattr(state, name).detach()
     generator = torch.Generator().manual_seed(0)
     shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (float(x.square().mean().sqrt()) or 1.0)

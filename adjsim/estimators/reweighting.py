@@ -120,8 +120,9 @@ class Reweighting(Estimator):
 
     @staticmethod
     def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Linearise the ratio A/B of means: the chunks' values average to it, and their spread is
-        its error.
+        """Linearise the ratio A/B of means over chunks.
+
+        The chunks' values average to the ratio, and their spread is its error.
         """
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B

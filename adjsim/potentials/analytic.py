@@ -67,9 +67,9 @@ class AsymmetricDoubleWell(SeparablePotential):
 
 
 class DoubleWell(SeparablePotential):
-    """A double well, ``U = sum barrier (q^2 - 1)^2``, with equal wells at -1 and 1.
+    """A double well, ``U = sum barrier (q^2 - 1)^2``.
 
-    The sum is over atoms and dimensions.
+    Its wells at -1 and 1 are equal. The sum is over atoms and dimensions.
 
     Args:
         barrier: height of the barrier at the origin, energy.

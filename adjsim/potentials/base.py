@@ -90,8 +90,9 @@ class Potential(nn.Module):
 
 
 class ForceField(nn.Module):
-    """A force without an energy, ``F(t, q)``: a control, a non-conservative drive. It has no
-    invariant.
+    """A force without an energy, ``F(t, q)``.
+
+    Examples are a control and a non-conservative drive. It has no invariant.
     """
 
     def forward(self, t: Any, position: Positions) -> Positions:

@@ -111,14 +111,14 @@ class PairPotential(Potential):
 
     @property
     def _takes_rows(self) -> bool:
-        """Whether the formulas are elementwise in each scalar parameter, which may then differ by
-        row.
+        """Whether the formulas are elementwise in each scalar parameter.
+
+        A parameter may then differ from row to row.
         """
         return False
 
     def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the gradient with respect to parameters, with each scalar expanded over the rows
-        of pairs.
+        """Compute the gradient with parameters expanded over the rows of pairs.
 
         The sums over a row then enter the loop over pairs of the compiled step, while a sum over
         all pairs would need another loop. A parameter with several names gets the sum of the
@@ -269,10 +269,10 @@ def _check_symmetric(name: str, value: Tensor) -> None:
 
 
 def split_coordinates(d: Tensor) -> list[Tensor]:
-    """Split coordinates ``(*batch, dim, atoms, atoms)`` if the step is traced; else return them
-    whole.
+    """Split coordinates ``(*batch, dim, atoms, atoms)`` if the step is traced.
 
-    The compiler then makes one loop over pairs for all coordinates, and computes common terms once.
+    Otherwise return them whole. The compiler then makes one loop over pairs for all coordinates,
+    and computes common terms once.
     """
     return list(d.split(1, -3)) if is_tracing() else [d]
 

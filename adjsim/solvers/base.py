@@ -1,4 +1,4 @@
-"""The parts of a run, and the base of solvers whose steps are lists of moves."""
+"""The parts of a run, and the base of stepping solvers."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> State:
-        """Run one step, as a pure function of tensors. ``forces`` carries the last force to the
-        next step.
+        """Run one step, as a pure function of tensors.
+
+        ``forces`` carries the last force to the next step.
         """
         for stage, move in self.moves:
             state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
@@ -88,7 +89,10 @@ class Program:
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> list[State]:
-        """Run one step, and return the states before each move and the state after the last."""
+        """Run one step, and return all intermediate states.
+
+        These are the states before each move, and the state after the last.
+        """
         states = [state]
         for stage, move in self.moves:
             states.append(move.flow(states[-1], self.context(time, stage, coefficients, noise, forces)))

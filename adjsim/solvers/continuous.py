@@ -35,8 +35,9 @@ class ContinuousSolver(ABC):
     def integrate(
         self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
     ) -> tuple[Tensor, ...]:
-        """Solve for the times, which lead. ``backsolve`` has options of the continuous adjoint, or
-        is None.
+        """Solve for the times, which lead.
+
+        ``backsolve`` has options of the continuous adjoint, or is None.
         """
 
     def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:

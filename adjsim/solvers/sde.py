@@ -101,7 +101,7 @@ class SDESolver(ContinuousSolver):
 
 
 class _Equation(torch.nn.Module):
-    """The equation in the form that torchsde takes: one flat row, in units of the step."""
+    """The equation for torchsde: one flat row, in units of the step."""
 
     noise_type = "diagonal"
 
@@ -139,10 +139,10 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise(BaseBrownian):
-    """The increments of a Brownian motion over whole steps, as a function of the step's number.
+    """The increments of a Brownian motion over whole steps.
 
-    Each replica gets the numbers of a splitting in which each noisy letter occurs once, so that the
-    two follow one path.
+    They are a function of the step's number. Each replica gets the numbers of a splitting in which
+    each noisy letter occurs once, so that the two follow one path.
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:

@@ -13,12 +13,13 @@ from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
 class Splitting(SteppingSolver):
-    """Compose the flows of the terms in the order of a word, such as "BAB" or "NBABN".
+    """Compose the flows of the terms in the order of a word.
 
-    A letter that occurs n times takes dt/n each time. A palindrome is symmetric and second order;
-    any other word is first order (see ``trajectory.stats["order"]``). Adjacent flows of one term at
-    the same position share one force evaluation, so "BAB" costs one force a step. Every scheme
-    whose flows have inverses is reversible.
+    Examples are "BAB" and "NBABN". A letter that occurs n times takes dt/n each time. A palindrome
+    is symmetric and second order; any other word is first order (see
+    ``trajectory.stats["order"]``). Adjacent flows of one term at the same position share one force
+    evaluation, so "BAB" costs one force a step. Every scheme whose flows have inverses is
+    reversible.
 
     Args:
         scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N
