@@ -488,5 +488,5 @@ def test_a_potential_whose_force_knows_no_grid_is_refused():
             return -position
 
     dynamics = adjsim.Hamiltonian(Spring())
-    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must take grid=None"):
+    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must also take grid=None"):
         adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True))

@@ -444,7 +444,7 @@ REFUSED = [
     (
         lambda: simulate(ts=[0.0, torch.tensor(0.1, requires_grad=True)]),
         ValueError,
-        "ts is a list with a tensor",
+        "ts is a list that holds a tensor",
     ),
     (lambda: simulate(ts=["0", "1"]), TypeError, "ts must be real numbers"),
     (lambda: simulate(ts=None), TypeError, "ts must be a number, an array, a list or a tensor; got NoneType"),
