@@ -262,8 +262,7 @@ class _MomentumCheck:
     def _refuse() -> NoReturn:
         raise ValueError(
             "Girsanov: under BAOAB only positions have a path density, and the observable depends "
-            "at momenta; use "
-            "Splitting('OBABO', dt)."
+            "on momenta; use Splitting('OBABO', dt)."
         )
 
 
