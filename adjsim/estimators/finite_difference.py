@@ -59,7 +59,7 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     shifted = entries.clone()
                     shifted[i] += sign * step
-                    with exclusive(simulation.dynamics), _temporary_value(parameter, shifted.reshape(parameter.shape)):
+                    with exclusive(simulation.dynamics), _TemporaryValue(parameter, shifted.reshape(parameter.shape)):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
@@ -69,7 +69,7 @@ class FiniteDifference(ChunkedEstimator):
         return f"FiniteDifference(h={self.h:g})"
 
 
-class _temporary_value:
+class _TemporaryValue:
     """A context in which a parameter has another value."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
