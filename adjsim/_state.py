@@ -17,7 +17,8 @@ from adjsim._inputs import as_tensor
 from adjsim._typing import Positions
 
 State = Any
-S = TypeVar("S")
+# The type of a state that a function returns as it was given: a named tuple of tensors.
+StateT = TypeVar("StateT", bound=tuple[Any, ...])
 
 
 class PhaseState(NamedTuple):
@@ -27,17 +28,17 @@ class PhaseState(NamedTuple):
     momentum: Positions
 
 
-def detached(state: S) -> S:
+def detached(state: StateT) -> StateT:
     """Detach every field of a state."""
     return type(state)(*(x.detach() for x in state))  # type: ignore[attr-defined]
 
 
-def select(state: S, index: Any) -> S:
+def select(state: StateT, index: Any) -> StateT:
     """Index the leading axis of every field: one replica, a slice of replicas, one frame."""
     return type(state)(*(x[index] for x in state))  # type: ignore[attr-defined]
 
 
-def stack(states: list[S]) -> S:
+def stack(states: list[StateT]) -> StateT:
     """Stack states along a new leading axis (time)."""
     return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
 
@@ -64,7 +65,7 @@ def magnitudes(state: State) -> list[Tensor]:
     return [x.detach().abs().amax().double() for x in state]
 
 
-def as_state(state: S) -> S:
+def as_state(state: Any) -> Any:
     """Convert the fields of a state from arrays or lists to tensors.
 
     Lists take dtype and device of the first field. Anything that is not a named tuple is returned
