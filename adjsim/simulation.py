@@ -101,7 +101,7 @@ def run(
 ) -> Trajectory:
     """Run :func:`simulate` on given noise.
 
-    A part of a larger batch so gets its part of the noise.
+    So a part of a larger batch gets its part of the noise.
     """
     _check_pair(solver, adjoint)
     check_record(record)

@@ -102,7 +102,7 @@ class RecordSweep:
     function that is random, or that has changed since the run, has no gradient.
 
     Args:
-        recorder: what the run saved.
+        recorder: of the run.
         cotangents: of the saved fields, or of the record.
         saved: the record, if the run saved one.
         tolerance: allowed relative difference between the values and the saved values.

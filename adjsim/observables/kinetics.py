@@ -24,7 +24,8 @@ def mean_squared_displacement(position: Frames | Array) -> Float[Tensor, "time *
 def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tensor, "lags *batch"]:
     """Compute the velocity autocorrelation, averaged over atoms and time origins.
 
-    It is ``<v(t) . v(0)> / dim``. The lags are 0 to ``lags - 1`` frames. At equilibrium it begins at kT/m.
+    It is ``<v(t) . v(0)> / dim``. The lags are 0 to ``lags - 1`` frames. At equilibrium it begins
+    at kT/m.
     """
     v, lags = as_tensor("velocity", velocity), as_whole("lags", lags)
     frames = v.shape[0]

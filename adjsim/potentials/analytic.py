@@ -94,8 +94,7 @@ class DoubleWell(SeparablePotential):
 class MullerBrown(Potential):
     """The surface of Muller and Brown in two dimensions, a sum of four Gaussians::
 
-        U = sum over atoms and k of A_k exp(a_k (x - x_k)^2 + b_k (x - x_k)(y - y_k) + c_k (y -
-        y_k)^2)
+        U = sum over atoms and k of A_k exp(a_k X^2 + b_k X Y + c_k Y^2),     X = x - x_k, Y = y - y_k
 
     See Muller and Brown, Theor. Chim. Acta 53, 75 (1979). It has three minima joined by a curved
     valley, and is the standard test of barrier crossing. Energies run from -147 to far above 100,
