@@ -1,4 +1,4 @@
-"""adjsim: gradients through physical simulation. One physics, every gradient."""
+"""adjsim: gradients through physical simulation."""
 
 from adjsim._state import PhaseState
 from adjsim._trajectory import Final, TimeAverage, Trajectory
@@ -22,7 +22,6 @@ from adjsim.dynamics import (
     NoseHooverChain,
     OverdampedLangevin,
     PositionState,
-    canonical_weights,
 )
 from adjsim.estimators import (
     REINFORCE,
@@ -36,7 +35,6 @@ from adjsim.estimators import (
     ScoreFunction,
     Simulation,
 )
-from adjsim.figures import plot_sweep
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
     first_passage_time,
@@ -106,7 +104,6 @@ __all__ = [  # noqa: RUF022
     "OverdampedLangevin",
     "PhaseState",
     "PositionState",
-    "canonical_weights",
     # solvers
     "BAOAB",
     "EulerMaruyama",
@@ -144,5 +141,4 @@ __all__ = [  # noqa: RUF022
     # comparison
     "Comparison",
     "compare",
-    "plot_sweep",
 ]

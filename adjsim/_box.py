@@ -1,12 +1,15 @@
-"""Periodic cells: ``(dim,)`` edge lengths of an orthogonal cell, or ``(dim, dim)`` rows of a tilted one.
+"""Periodic cells, orthogonal or tilted.
 
-One lattice has many cells, and distances between images belong to the lattice. Rounding fractional coordinates to the nearest
-whole numbers finds the nearest image if that is closer than w/2, w the smallest distance between opposite faces of the cell
-that is rounded in: each fractional coordinate of such a difference d is ``|d . n_i| / w_i < 1/2``, n_i the normal of a face.
-The w of skewed rows may be arbitrarily small. So tilted cells are reduced first, to the rows whose smallest width is the
-largest that the lattice has. These are the rows dual to a Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the
-length of a reciprocal vector, and the longest of a Minkowski-reduced basis is as short as it can be in up to three dimensions
-(Nguyen and Stehle, ACM Trans. Algorithms 5, 46 (2009)).
+An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
+cells describe one lattice, and the distances between images belong to the lattice. Rounding
+fractional coordinates to whole numbers finds the nearest image if the image is closer than w/2.
+Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of
+such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For skewed rows w
+may be arbitrarily small. So tilted cells are reduced first, to the rows of the lattice with the
+largest possible w. These rows are dual to a Minkowski-reduced basis of the reciprocal lattice:
+1/w_i is the length of a reciprocal vector, and in up to three dimensions the longest vector of a
+Minkowski-reduced basis is as short as possible (Nguyen and Stehle, ACM Trans. Algorithms 5, 46
+(2009)).
 """
 
 from __future__ import annotations
@@ -23,23 +26,26 @@ from adjsim._typing import Array
 
 
 def differences(x: Tensor) -> Tensor:
-    """q_i - q_j of all pairs, coordinates first: ``(*batch, atoms, dim)`` to ``(*batch, dim, atoms, atoms)``."""
+    """Compute q_i - q_j of all pairs: ``(*batch, atoms, dim)`` to ``(*batch, dim, atoms, atoms)``."""
     columns = x.transpose(-1, -2)
     return columns.unsqueeze(-1) - columns.unsqueeze(-2)
 
 
 def perpendicular_widths(box: Tensor) -> Tensor:
-    """The distances between opposite faces of a cell, ``(dim,)``."""
+    """Compute the distances between opposite faces of a cell, ``(dim,)``."""
     return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
 
 
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
-    """A cell in float64, tilted ones reduced: their rows may be others than those given, for the same lattice.
+    """Convert a cell to float64, check it, and reduce it if it is tilted.
+
+    The rows of a tilted cell may change; its lattice does not.
 
     Raises:
-        ValueError: a shape that is no cell, no volume, a cutoff above half the smallest perpendicular width of the reduced
-            cell. Below it, rounding finds the nearest image of every pair that the cutoff lets count, and no atom meets two
-            images of another, since no vector of the lattice is shorter than that width.
+        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
+            perpendicular width of the reduced cell. Below this cutoff rounding finds the nearest
+            image of every pair within the cutoff, and no atom meets two images of another, since no
+            vector of the lattice is shorter than the width.
     """
     cell = as_tensor("box", box).to(torch.float64)
     if cell.requires_grad:
@@ -56,17 +62,19 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(
-            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, {width / 2:g}: an atom would meet "
-            "two images of another. Use a smaller cutoff or a larger box."
+            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, "
+            f"{width / 2:g}: an atom would meet two images of another. Use a smaller cutoff or a "
+            "larger box."
         )
     return cell
 
 
 def _reduced(cell: Tensor) -> Tensor:
-    """The rows of the same lattice whose smallest perpendicular width is the largest."""
+    """Find the rows of the same lattice with the largest smallest perpendicular width."""
     rows = cell.cpu().numpy()
     shortest = _minkowski(np.linalg.inv(rows).T)
-    # Whole numbers that make the reduced reciprocal vectors of the given ones, and the rows dual to them of the given rows.
+    # The integer matrix from the given to the reduced reciprocal vectors gives, inverted and
+    # transposed, the dual rows.
     whole = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
     if bool((np.abs(whole).sum(1) == 1).all()):
         return cell
@@ -74,13 +82,16 @@ def _reduced(cell: Tensor) -> Tensor:
 
 
 def _minkowski(rows: np.ndarray) -> np.ndarray:
-    """A Minkowski-reduced basis, shortest row first, in up to three dimensions: no row can be made shorter by adding or
-    subtracting shorter ones."""
+    """Find a Minkowski-reduced basis, shortest row first, in up to three dimensions.
+
+    No row of it can be made shorter by adding or subtracting shorter rows.
+    """
     while True:
         rows = rows[np.argsort((rows * rows).sum(1), kind="stable")]
         for k in range(1, len(rows)):
             row, shorter = rows[k], rows[:k]
-            # Multiples of one row, which very tilted cells take many of; then every sum of shorter rows.
+            # First multiples of one row, of which very tilted cells need many; then every sum of
+            # shorter rows.
             candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
             candidates += [row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)]
             best = min(candidates, key=lambda x: float(x @ x))
@@ -92,11 +103,13 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
 
 
 def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -> list[Tensor]:
-    """Differences to the nearest image: all coordinates in one tensor ``(*batch, dim, ...)``, third from the end, or a tensor
-    ``(*batch, 1, ...)`` for each.
+    """Move differences to the nearest image.
 
-    The box is one of :func:`checked_box`. In a tilted cell rounding finds the nearest image only within half the smallest
-    width, which a cutoff guarantees; ``exact`` searches the images around it too, which in a reduced cell are enough.
+    The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
+    or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
+    In a tilted cell rounding finds the nearest image only within half the smallest width, which a
+    cutoff guarantees. ``exact`` also searches the neighbouring images, which are enough in a
+    reduced cell.
     """
     dim = sum(part.shape[-3] for part in parts)
     if box.shape[0] != dim:
@@ -110,8 +123,11 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
 
 
 def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
-    """What takes differences to their nearest image in a tilted cell, by coordinate. Written in single numbers of the cell, so
-    that a compiled loop over pairs takes it in."""
+    """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
+
+    They are written in single numbers of the cell, so that a compiled loop over pairs can contain
+    them.
+    """
     rows = [row.unbind(0) for row in box.unbind(0)]
     whole = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
     shift = [_dot(whole, column) for column in zip(*rows, strict=True)]
@@ -130,7 +146,7 @@ def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
 
 
 def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """The columns of the inverse of a cell: a difference times the i-th is its i-th fractional coordinate."""
+    """Invert a cell: a difference times the i-th column is its i-th fractional coordinate."""
     if len(rows) == 1:
         return [[1 / rows[0][0]]]
     if len(rows) == 2:

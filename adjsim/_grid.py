@@ -1,4 +1,4 @@
-"""Multiples of a power of two, on which sums and differences of float64 numbers are exact."""
+"""Rounding to multiples of a power of two, on which float64 sums are exact."""
 
 from __future__ import annotations
 
@@ -7,47 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The largest multiple that is safe to add to another: sums of two stay below 2^53.
+# The largest multiple that can safely be added to another: sums of two stay below 2^53.
 LARGEST = 2.0**51
 
 
 class Grid:
-    """The multiples of ``spacing``, a power of two (a tensor of them broadcasts, one for each system of a batch)."""
+    """The multiples of ``spacing``, a power of two.
+
+    A tensor of spacings broadcasts over a batch.
+    """
 
     def __init__(self, spacing: Tensor) -> None:
         self.spacing = spacing
-        # Adding this leaves no bits below the spacing.
+        # Adding this number removes all bits below the spacing.
         self._shift = spacing * (1.5 * 2.0**52)
 
     def link(self, link: int | None) -> Grid:
-        """That of one link of a field."""
+        """Return the grid of one link of a field."""
         return self if link is None else Grid(self.spacing.select(-3, link))
 
     def round(self, x: Tensor) -> Tensor:
-        """The nearest multiples; the derivative is that of the identity."""
+        """Round to the nearest multiples, with the derivative of the identity."""
         if x.requires_grad:
             return straight_through(x, (x.detach() + self._shift) - self._shift)
         return (x + self._shift) - self._shift
 
-    def fill(self, x: Tensor) -> float:
-        """The largest entry as a share of what can be added safely; infinite where one is no number."""
+    def used_fraction(self, x: Tensor) -> float:
+        """Return the largest entry as a share of the limit, infinity for NaN."""
         share = float((x.detach().abs() / self.spacing).amax()) / LARGEST
         return share if share == share else float("inf")
 
     @property
-    def reach(self) -> float:
+    def limit(self) -> float:
         """The largest number that can be added safely."""
         return float(self.spacing.max()) * LARGEST
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below x."""
+    """Return the smallest power of two that is not below x."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).to(exponent.dtype))
 
 
 def straight_through(smooth: Tensor, value: Tensor) -> Tensor:
-    """``value``, with the derivative of ``smooth``, of which it is a rounding."""
+    """Return ``value``, a rounding of ``smooth``, with the derivative of ``smooth``."""
     return _StraightThrough.apply(smooth, value)
 
 

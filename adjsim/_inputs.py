@@ -1,8 +1,9 @@
-"""Inputs: numbers, arrays, lists and tensors made into what the library works with, or refused before any work is done.
+"""Conversion of numbers, arrays, lists and tensors, with errors before any work is done.
 
-A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field becomes a tensor: tensors keep
-their dtype, device and graph; NumPy's float32 and float64 stay what they are and are copied; Python numbers, lists and whole
-numbers of any kind become float64. A string, None or a bool where a number is meant is a TypeError.
+A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field
+becomes a tensor. Tensors keep their dtype, device and graph. NumPy's float32 and float64 keep their
+dtype and are copied. Python numbers, lists and integers of any kind become float64. A string, None
+or a bool in place of a number is a TypeError.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 
 def as_number(name: str, value: Any) -> float:
-    """A setting of a run as a float.
+    """Convert a setting of a run to a float.
 
     Raises:
         TypeError: not a real number.
@@ -41,7 +42,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_whole(name: str, value: Any) -> int:
-    """A count as an int; raises as :func:`as_number`, and ValueError for a number that is not whole."""
+    """Convert a count to an int; raises as :func:`as_number`, and ValueError for a fraction."""
     number = as_number(name, value)
     if not number.is_integer():
         raise ValueError(f"{name} must be a whole number; got {number:g}.")
@@ -55,7 +56,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_tensor(name: str, value: Any) -> Tensor:
-    """A floating-point tensor of a number, an array, a list or a tensor.
+    """Convert a number, an array, a list or a tensor to a floating-point tensor.
 
     Raises:
         TypeError: strings, None, bools, complex numbers.
@@ -71,7 +72,10 @@ def as_tensor(name: str, value: Any) -> Tensor:
 
 
 def as_indices(name: str, value: Any) -> Tensor:
-    """An int64 tensor of whole numbers; raises as :func:`as_tensor`, and ValueError for numbers that are not whole."""
+    """Convert whole numbers to an int64 tensor.
+
+    It raises as :func:`as_tensor`, and ValueError for fractions.
+    """
     found = as_tensor(name, value).detach()
     if not bool((found == found.round()).all()):
         raise ValueError(f"{name} must be whole numbers; got {found.tolist()}.")
@@ -87,7 +91,7 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         raise ValueError(f"{name} must be rows of one length; got {describe_type(value)}.") from ragged
     if array.dtype.kind == "O" and isinstance(value, numbers.Real):
         array = np.asarray(float(value))
-    # A list may hold a bool among numbers, which NumPy takes for 0 or 1.
+    # A list may hold a bool among numbers, which NumPy converts to 0 or 1.
     if array.dtype.kind not in "iuf" or (not hasattr(value, "__array__") and _holds_bool(value)):
         raise TypeError(f"{name} must be real numbers; got {describe_type(value)}.")
     if array.dtype.kind != "f":
@@ -96,15 +100,15 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Lists with the numbers of the tensors that they hold."""
+    """Replace the tensors inside lists by their numbers."""
     if isinstance(value, list | tuple):
         return [_plain(name, entry) for entry in value]
     if not isinstance(value, Tensor):
         return value
     if value.requires_grad:
         raise ValueError(
-            f"{name} is a list with a tensor in it that requires grad, whose gradient the list would lose: "
-            "make one nn.Parameter of all entries, or torch.stack them."
+            f"{name} is a list that holds a tensor that requires grad, and the list would lose its "
+            "gradient: make one nn.Parameter of all entries, or torch.stack them."
         )
     return value.tolist()
 
@@ -116,17 +120,20 @@ def _holds_bool(value: Any) -> bool:
 
 
 def describe_type(value: Any) -> str:
-    """A wrong argument in an error message: short values as they are, others by their type."""
+    """Describe a wrong argument for an error message.
+
+    A short value is described by its repr, others by their type.
+    """
     text = repr(value)
     kind = type(value).__name__
     return kind if value is None or isinstance(value, type) else f"{kind} {text}" if len(text) <= 40 else kind
 
 
 def refuse_uncalled(name: str, value: Any) -> None:
-    """Raise if ``value`` is a class or a function where an object that it makes is meant.
+    """Raise if ``value`` is a class or function in place of an object.
 
     Raises:
-        TypeError: with the call that makes an object, such as ``VelocityVerlet(dt)``.
+        TypeError: names the call that makes an object, such as ``VelocityVerlet(dt)``.
     """
     refuse_uncalled_class(name, value)
     if inspect.isfunction(value):
@@ -134,13 +141,13 @@ def refuse_uncalled(name: str, value: Any) -> None:
 
 
 def refuse_uncalled_class(name: str, value: Any) -> None:
-    """Raise if ``value`` is a class where an object of it is meant."""
+    """Raise if ``value`` is a class in place of an object."""
     if isinstance(value, type):
         raise TypeError(f"{name} must be an object, not the class {value.__name__}: write {_call(value)}.")
 
 
 def _call(function: Any) -> str:
-    """A call of a class or function with the arguments that it cannot do without."""
+    """Write a call of a class or function with its required arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -151,7 +158,10 @@ def _call(function: Any) -> str:
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Leave ``torch.inference_mode`` for ``torch.no_grad``: forces are derivatives, which inference mode cannot take."""
+    """Replace ``torch.inference_mode`` by ``torch.no_grad``.
+
+    Forces are derivatives, which inference mode forbids.
+    """
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -1,7 +1,8 @@
-"""How fields lie in memory inside compiled steps.
+"""The memory layout of fields inside compiled steps.
 
-Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once along the last axis in
-memory, so there coordinates come first and atoms, or replicas where there are enough of them, come last.
+Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once
+along the last axis in memory. So inside compiled steps coordinates come first, and atoms come last,
+or replicas where there are enough of them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Numbers of float64 that compiled loops take at once.
+# Float64 numbers that compiled loops process at once.
 VECTOR = 16
 
 
 def is_tracing() -> bool:
-    """Whether the operations of this thread are being recorded, to be compiled."""
+    """Return whether the operations of this thread are being recorded for compilation."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
-    """The order of the axes of a field ``(*batch, ..., atoms, dim)`` in memory, inside a compiled step.
+    """Order the axes of a field ``(*batch, ..., atoms, dim)`` for a compiled step.
 
     Args:
         axes: number of axes of the field.
@@ -36,28 +37,28 @@ def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
 
 
 def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
-    """A field ``(*batch, ..., atoms, dim)`` with its axes in memory order, behind ``leading`` others."""
+    """Permute a field ``(*batch, ..., atoms, dim)`` to memory order, behind ``leading`` other axes."""
     order = memory_order(x.ndim - leading, len(batch), batch.numel())
     return x.permute((*range(leading), *(leading + i for i in order)))
 
 
 def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
-    """The field of which these are the axes in memory order."""
+    """Permute a field from memory order to ``(*batch, ..., atoms, dim)``."""
     order = memory_order(x.ndim, len(batch), batch.numel())
     return x.permute([order.index(i) for i in range(x.ndim)])
 
 
 def materialise(x: Tensor) -> Tensor:
-    """The same positions or forces ``(*batch, atoms, dim)``, computed once.
+    """Make the compiler compute positions or forces ``(*batch, atoms, dim)`` once.
 
-    Where a step is traced, the compiler is made to write them to memory, instead of computing them again for every pair that
-    reads them.
+    While a step is traced, the compiler is made to write them to memory, instead of computing them
+    again for every pair that reads them.
     """
-    return unpacked(stored(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
+    return unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
 
 
-def stored(x: Tensor) -> Tensor:
-    """A traced tensor that the compiler writes to memory, with its axes in order."""
+def materialise_contiguous(x: Tensor) -> Tensor:
+    """Make the compiler write a traced tensor to memory, with its axes in order."""
     flat = x.clone(memory_format=torch.contiguous_format)
-    # Inductor computes a tensor whose strides are asked for before it goes on; backpropagation through this writes in place.
+    # Inductor computes a tensor whose strides are requested before it goes on; backpropagation through this writes in place.
     return flat if flat.requires_grad else flat.as_strided(flat.shape, flat.stride())

@@ -1,8 +1,9 @@
-"""The tensors of a module, read once, and a module that runs with other tensors in their place.
+"""The tensors of a module, and runs with other tensors in their place.
 
-A run reads the parameters and buffers of its dynamics when it starts. From then on, forward, replayed and backward, it runs the
-dynamics with copies of them, so that nothing that becomes of the module in between (an optimiser's step, the end of a
-``functional_call``, another thread) changes the run. Since a module holds its tensors, it is lent to one thread at a time.
+A run reads the parameters and buffers of its dynamics when it starts. From then on, forward,
+recomputed and backward, it runs the dynamics with copies of them. So a later change of the module
+(an optimiser's step, the end of a ``functional_call``, another thread) does not change the run.
+Since a module holds its tensors, one thread at a time may run it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-# One lock for each module that has run, made under a lock of their own; an entry goes with its module.
+# One lock for each module that has run. The table has a lock of its own; an entry is removed with
+# its module.
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _locks_lock = Lock()
 
@@ -25,19 +27,19 @@ V = TypeVar("V")
 
 
 class ModuleCache(Generic[V]):
-    """Values by module and key: of each module those used last, for as long as it lives. Threads may share it.
+    """A thread-safe cache by module and key of the most recently used values.
 
     Args:
-        bound: how many values are kept for one module.
+        capacity: number of values kept for one module.
     """
 
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._values: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, V]] = WeakKeyDictionary()
         self._lock = Lock()
 
     def get(self, module: nn.Module, key: Hashable) -> V | None:
-        """The value, or None."""
+        """Return the value, or None."""
         with self._lock:
             known = self._values.get(module)
             if known is None or key not in known:
@@ -46,29 +48,29 @@ class ModuleCache(Generic[V]):
             return known[key]
 
     def put(self, module: nn.Module, key: Hashable, value: V) -> None:
-        """Keep a value, and forget the one that was used longest ago if there are too many."""
+        """Store a value, and remove the least recently used one if there are too many."""
         with self._lock:
             known = self._values.setdefault(module, OrderedDict())
             known[key] = value
-            while len(known) > self.bound:
+            while len(known) > self.capacity:
                 known.popitem(last=False)
 
     def count(self, module: nn.Module) -> int:
-        """How many values are kept for a module."""
+        """Count the values of a module."""
         with self._lock:
             return len(self._values.get(module, ()))
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module as they are now.
+    """The current parameters and buffers of a module.
 
     Args:
-        module: whose tensors.
+        module: the module.
 
     Attributes:
-        tensors: each of them once, also where it has several names.
+        tensors: each tensor once, even if it has several names.
         names: the first name of each.
-        wanted: which of them require grad, by their number in ``tensors``.
+        wanted: the numbers, in ``tensors``, of those that require grad.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,42 +80,43 @@ class ModuleTensors:
         self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
         number_of = {id(x): number for number, x in enumerate(self.tensors)}
         self._locks = _locks_of(module)
-        found = [(path, *place) for path, part in module.named_modules() for place in places(part)]
-        self._places = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
-        #: Which tensor is where: by the path of a module, a key in it, and the number of the tensor.
-        self.places = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
+        found = [(path, *place) for path, part in module.named_modules() for place in tensor_slots(part)]
+        self._slots = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
+        #: Where each tensor is: the path of a module, a key in it, and the number of the tensor.
+        self.slots = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
 
     def copies(self) -> tuple[Tensor, ...]:
-        """The values, in tensors that nobody else has."""
+        """Return copies of the values that share no memory."""
         return tuple(x.detach().clone() for x in self.tensors)
 
     def trainable(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Of tensors that stand for those of the module, those for which a gradient is wanted, by name."""
+        """Select, by name, the trainable ones of tensors that stand for those of the module."""
         return {self.names[number]: tensors[number] for number in self.wanted}
 
     @contextmanager
-    def bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def substituted(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
-        there = [(holder, key, tensors[number]) for holder, key, number in self._places]
-        versions = [_version(x) for _, _, x in there]
-        with _held(self._locks), exchanged(there):
+        slots = [(holder, key, tensors[number]) for holder, key, number in self._slots]
+        versions = [_version(x) for _, _, x in slots]
+        with _acquired(self._locks), swapped(slots):
             yield
-            for (holder, key, x), version in zip(there, versions, strict=True):
+            for (holder, key, x), version in zip(slots, versions, strict=True):
                 if holder[key] is not x or _version(x) != version:
                     raise ValueError(
-                        f"{type(self.module).__name__} or a part of it writes to its own parameter or buffer {key!r} while it "
-                        "runs, "
-                        "so that a run that is repeated or retraced differs from the first. Put it into eval mode, keep such "
-                        "numbers out of the potential, or use DirectAdjoint()."
+                        f"{type(self.module).__name__} or a part of it writes to its own parameter "
+                        f"or buffer {key!r} while it runs, so a run that is repeated or reversed "
+                        "differs from the first. Put it into eval mode, keep such numbers out of "
+                        "the potential, or use DirectAdjoint()."
                     )
 
 
-def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Where a module looks for its own tensors, without those of its submodules: a container, a key, and the tensor there."""
+def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """List where a module keeps its own tensors, without its submodules: container, key and tensor."""
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
     if isinstance(module, nn.RNNBase):
-        # It reads its parameters by a list of its own, in which functional_call leaves the former ones.
+        # It reads its parameters from a list of its own, where functional_call does not replace
+        # them.
         known, flat = module._parameters, module._flat_weights
         names = enumerate(module._flat_weights_names)
         yield from ((flat, i, x) for i, name in names if i < len(flat) and (x := known.get(name)) is not None)
@@ -124,9 +127,9 @@ def _version(x: Tensor) -> int:
 
 
 @contextmanager
-def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
-    """Put other tensors into containers, and give the former ones back afterwards."""
-    before = [(holder, key, holder[key], x) for holder, key, x in there]
+def swapped(slots: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
+    """Put other tensors into containers, and put the former ones back afterwards."""
+    before = [(holder, key, holder[key], x) for holder, key, x in slots]
     for holder, key, _, x in before:
         holder[key] = x
     try:
@@ -138,21 +141,23 @@ def exchanged(there: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
                 holder[key] = old
 
 
-def lent(*modules: nn.Module) -> AbstractContextManager[None]:
-    """Keep other threads from running modules, or parts of them, until this one is done."""
-    return _held(_locks_of(*modules))
+def exclusive(*modules: nn.Module) -> AbstractContextManager[None]:
+    """Keep other threads from running modules, or parts of them, inside this context."""
+    return _acquired(_locks_of(*modules))
 
 
 def _locks_of(*modules: nn.Module) -> list[Any]:
-    """The locks of modules and of their parts, in the one order in which everybody takes them, so that nobody waits for
-    somebody who waits."""
+    """Return the locks of modules and of their parts, in one global order.
+
+    The order prevents deadlock.
+    """
     with _locks_lock:
         locks = {id(part): _locks.setdefault(part, RLock()) for module in modules for part in module.modules()}
     return sorted(locks.values(), key=id)
 
 
 @contextmanager
-def _held(locks: Sequence[Any]) -> Iterator[None]:
+def _acquired(locks: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(lock)

@@ -1,12 +1,13 @@
-"""Noise as a function of (seed, step, replica), so that a path can be run again without storing it.
+"""Noise as a function of (seed, step, replica), drawn again instead of stored.
 
-Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own counter-based Philox
-generator keyed by (seed, tile). The number for replica r, degree of freedom d and step k is element ``r * dof + d`` of
-step ``k``, wherever it is asked for: it does not depend on the number of replicas, on save times, on segments or on the
-adjoint, forward or backward. Keys are 128 bits, so that no two tiles share a stream (torch's own CPU generator takes
-32 bits of seed, and would repeat a tile after some ten thousand). Steps, drawn momenta and drawn memory have streams of their
-own, so that one seed serves the start and the run, and neither is correlated with the other. Numbers are drawn in float64 on
-the CPU and then cast and moved, so that a float32 or GPU run sees the same noise.
+Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own
+counter-based Philox generator keyed by (seed, tile). The number for replica r, degree of freedom d
+and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
+on save times, on segments, on the adjoint or on the direction of the run. Keys have 128 bits, so no
+two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
+after some ten thousand.) Steps, drawn momenta and drawn memory have separate streams, so one seed
+serves the start and the run without correlating the two. Numbers are drawn in float64 on the CPU
+and then cast and moved, so a float32 or GPU run gets the same noise.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from adjsim._inputs import describe_type
 from adjsim._typing import Seed
 
 ELEMENTS, STEPS = 256, 32
-# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. Steps have had zeros there from the first.
+# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of
+# steps has zeros there.
 SEED_BITS = 62
 
 
 class NoiseStream(IntEnum):
-    """What the numbers of one seed are for."""
+    """The use of the numbers of one seed."""
 
     STEPS = 0
     MOMENTA = 1
@@ -35,10 +37,12 @@ class NoiseStream(IntEnum):
 
 
 def as_generator(seed: Seed) -> torch.Generator | None:
-    """A generator as it is, a new one for a seed, None (torch's default generator) for None.
+    """Make a generator from a seed; return a generator or None unchanged.
+
+    None stands for torch's default generator.
 
     Raises:
-        TypeError: anything else, a float or a string among it.
+        TypeError: anything else, such as a float or a string.
         ValueError: a seed of more than 64 bits.
     """
     if seed is None or isinstance(seed, torch.Generator):
@@ -53,10 +57,10 @@ def as_generator(seed: Seed) -> torch.Generator | None:
 
 
 def seed_from(generator: Seed) -> int:
-    """One integer, the whole of a run's randomness: from the generator (None: torch's default one), which moves on by it.
+    """Draw one integer, the seed of a run, from a generator (None: torch's default one).
 
-    A seed gives what a new generator with that seed does, every time. The generator may be on any device, whatever device the
-    state is on.
+    The generator advances by one draw. A seed gives the result of a new generator with that seed,
+    every time. The generator may be on another device than the state.
     """
     generator = as_generator(generator)
     device = generator.device if generator is not None else None
@@ -67,10 +71,10 @@ class Noise:
     """Standard normal numbers addressed by step.
 
     Args:
-        seed: names the whole sequence.
+        seed: identifies the sequence.
         first: the number of the first replica, when a batch is a part of a larger one.
         begin: the number of the first step, when a run is a part of a longer one.
-        stream: what the numbers are for; those of two streams are independent.
+        stream: the use of the numbers; two streams are independent.
     """
 
     def __init__(self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS) -> None:
@@ -78,20 +82,23 @@ class Noise:
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The numbers of one step for ``shape = (replicas, dof)``, in the dtype and on the device of ``like``."""
+        """Return the numbers of one step for ``shape = (replicas, dof)``, like ``like``."""
         replicas, dof = shape
         step += self.begin
         return self._block(step // STEPS, replicas, dof, like)[step % STEPS]
 
     def span(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Those of ``count`` steps from number ``step``, ``(count, replicas, dof)``."""
+        """Return the numbers of ``count`` steps from number ``step``, ``(count, replicas, dof)``."""
         replicas, dof = shape
         first, last = step + self.begin, step + self.begin + count
         blocks = [self._block(i, replicas, dof, like) for i in range(first // STEPS, (last - 1) // STEPS + 1)]
         return torch.cat(blocks)[first % STEPS :][:count]
 
     def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
-        """The steps of a block. The last two blocks are kept, for steps that look at their neighbours."""
+        """Return a block of steps.
+
+        The last two blocks are cached, for steps that use their neighbours' noise.
+        """
         key = (block, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:
             if len(self._blocks) > 1:
@@ -100,7 +107,7 @@ class Noise:
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
             tiles = [self._tile(block, column) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
-            # A copy, which does not keep whole tiles.
+            # A copy, which does not keep whole tiles alive.
             rows = np.concatenate(tiles, axis=1)[:, offset : offset + count].copy()
             self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof)
         return self._blocks[key]

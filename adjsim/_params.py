@@ -1,11 +1,11 @@
 """Parameters: how physical numbers are stored, and how they enter autograd.
 
-A float, an array or a list becomes a buffer and is cast to the state's dtype where it is used (float64, unless an array says
-float32); an ``nn.Parameter`` stays one; a
-tensor that requires grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything a
-simulation can be differentiated by is registered, and :func:`trainable` finds it. A tensor that requires grad, is
-reached by the force and is not registered would get no gradient from a constant-memory adjoint, so
-:func:`refuse_captured` makes it an error that names it.
+A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
+the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
+grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything
+that a simulation can be differentiated with respect to is registered, and :func:`trainable` finds
+it. A constant-memory adjoint would give no gradient to a tensor that requires grad, is read by the
+force and is not registered. So :func:`refuse_captured` raises an error that names such a tensor.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from adjsim._typing import Number
 
 
 def register(module: nn.Module, name: str, value: Number, *, positive: bool = False) -> None:
-    """Store a physical number on a module, under its name, in the way its type asks for.
+    """Store a physical number on a module, as a parameter or a buffer.
 
-    Arrays and lists become buffers, as numbers do.
+    Numbers, arrays and lists become buffers.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
-        ValueError: NaN, no entry at all, a number that should be positive and is not, a list that holds a tensor that requires
-            grad, a parameter made under ``torch.inference_mode``.
+        ValueError: NaN, no entries, a number that should be positive and is not, a list that holds
+            a tensor that requires grad, a parameter made under ``torch.inference_mode``.
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
@@ -48,37 +48,38 @@ def register(module: nn.Module, name: str, value: Number, *, positive: bool = Fa
 
 
 def describe(value: Tensor) -> str:
-    """A number as it is, a larger tensor by its shape and smallest entry."""
+    """Describe a number by its value, a larger tensor by its shape and smallest entry."""
     if value.numel() == 1:
         return f"{value.item():g}"
     return f"a tensor of shape {tuple(value.shape)} whose smallest entry is {value.min().item():g}"
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """Every registered parameter or buffer that requires grad, by its qualified name."""
+    """Collect every registered parameter or buffer that requires grad, by its qualified name."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     named.update(module.named_buffers())
     return {name: value for name, value in named.items() if value.requires_grad}
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Raise if a gradient is asked for and there is nothing to take it by."""
+    """Raise if a gradient is asked for and nothing requires grad."""
     if not trainable(module):
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad, so there is no gradient to estimate: give the "
-            "number that is to be differentiated by as nn.Parameter(torch.tensor(...))."
+            f"{type(module).__name__} has no parameter that requires grad, so there is no "
+            "gradient to estimate: give the "
+            "number of interest as nn.Parameter(torch.tensor(...))."
         )
 
 
 def point_of_differentiation(x: Tensor) -> Tensor:
-    """The same numbers as a leaf to differentiate with respect to, which :func:`leaves` knows to be nobody's parameter."""
+    """Make a leaf with the same numbers, which :func:`leaves` does not take for a parameter."""
     point = x.detach().requires_grad_()
     point.is_point_of_differentiation = True  # type: ignore[attr-defined]
     return point
 
 
 def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
-    """The leaf tensors an output's graph ends in, not looking behind registered tensors."""
+    """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
     stop = {value.grad_fn for value in registered if value.grad_fn is not None}
     seen, queue = set(), [output.grad_fn]
     while queue:
@@ -93,26 +94,33 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 
 
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither an input nor registered on ``module``."""
+    """Raise if ``output`` depends on a captured tensor that requires grad.
+
+    Captured is a tensor that is neither an input nor registered on ``module``.
+    """
     refuse_unknown(output, module, list(inputs), what)
 
 
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
-    """Raise if ``output`` depends on a tensor that requires grad and is neither known nor registered on ``module``."""
+    """Raise if ``output`` depends on an unknown tensor that requires grad.
+
+    Unknown is a tensor that is neither in ``known`` nor registered on ``module``.
+    """
     if _unknown(output, known) is None:
         return
-    # Which tensors a module has takes a walk over it, so it is asked only where there is a doubt.
+    # Collecting the tensors of a module takes a walk over it, so it is done only in doubt.
     leaf = _unknown(output, [*known, *trainable(module).values()])
     if leaf is not None:
         raise ValueError(
-            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not registered, or is read "
-            "past its module as a variable, so an adjoint would lose its gradient. Make it an nn.Parameter (or a buffer) of "
-            "the potential or the dynamics and read it as an attribute of its module, or detach() it."
+            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not "
+            "registered, or is read past its module as a variable, so an adjoint would lose its "
+            "gradient. Make it an nn.Parameter (or a buffer) of the potential or the dynamics and "
+            "read it as an attribute of its module, or detach() it."
         )
 
 
 def _unknown(output: Tensor, known: Sequence[Tensor]) -> Tensor | None:
-    """A leaf that the output depends on and that is not known."""
+    """Find a leaf that the output depends on and that is not known."""
     ids = {id(x) for x in known}
     return next((leaf for leaf in leaves(output, known) if id(leaf) not in ids), None)
 

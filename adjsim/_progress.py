@@ -1,4 +1,4 @@
-"""A progress bar for long work: on a terminal only, and on standard error, so that piped output stays clean."""
+"""Progress bars on standard error, shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from rich.progress import track
 T = TypeVar("T")
 
 
-def shown(items: Iterable[T], what: str, total: int, enabled: bool) -> Iterator[T]:
-    """Pass the items through, drawing a bar if enabled and standard error is a terminal."""
+def with_progress(items: Iterable[T], description: str, total: int, enabled: bool) -> Iterator[T]:
+    """Pass the items through, and draw a bar if enabled.
+
+    Without a terminal on standard error none is drawn.
+    """
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
-    return iter(track(items, what, total, console=Console(stderr=True), transient=True))
+    return iter(track(items, description, total, console=Console(stderr=True), transient=True))

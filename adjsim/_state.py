@@ -1,7 +1,8 @@
 """States: immutable named tuples of tensors, one field a physical quantity.
 
-Every dynamics has its own state, all of them begin with ``position`` of shape ``(*batch, atoms, dim)``. A step returns
-a new state and never writes into an old one, so states may be kept, shared and compared without copying.
+Every dynamics has its own state, and every state begins with ``position`` of shape ``(*batch,
+atoms, dim)``. A step returns a new state and never writes into an old one, so states may be stored,
+shared and compared without copying.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from adjsim._inputs import as_tensor
 from adjsim._typing import Positions
 
 State = Any
-S = TypeVar("S")
+# The type of a state that a function returns as it was given: a named tuple of tensors.
+StateT = TypeVar("StateT", bound=tuple[Any, ...])
 
 
 class PhaseState(NamedTuple):
@@ -26,41 +28,48 @@ class PhaseState(NamedTuple):
     momentum: Positions
 
 
-def detached(state: S) -> S:
-    """The same numbers, cut from any autograd graph."""
+def detached(state: StateT) -> StateT:
+    """Detach every field of a state."""
     return type(state)(*(x.detach() for x in state))  # type: ignore[attr-defined]
 
 
-def select(state: S, index: Any) -> S:
+def select(state: StateT, index: Any) -> StateT:
     """Index the leading axis of every field: one replica, a slice of replicas, one frame."""
     return type(state)(*(x[index] for x in state))  # type: ignore[attr-defined]
 
 
-def stack(states: list[S]) -> S:
-    """Put states one after the other along a new leading axis (time)."""
+def stack(states: list[StateT]) -> StateT:
+    """Stack states along a new leading axis (time)."""
     return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform (grad, vmap, jvp) is tracing us; torch has no public word for it."""
+    """Return whether a torch.func transform (grad, vmap, jvp) is active.
+
+    Torch has no public function for it.
+    """
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_finite(state: State) -> bool:
-    """Whether every number of the state is finite. A sum is finite only if its terms are, and costs one pass."""
+    """Return whether every number of the state is finite.
+
+    One sum tells: it is finite only if its terms are.
+    """
     total = sum(x.detach().sum(dtype=torch.float64) for x in state)
     return bool(torch.isfinite(torch.as_tensor(total)))
 
 
 def magnitudes(state: State) -> list[Tensor]:
-    """The largest absolute value of each field, as float64 scalars: the scale that errors are measured against."""
+    """Return the largest absolute value of each field, as float64 scalars: the scales of errors."""
     return [x.detach().abs().amax().double() for x in state]
 
 
-def as_state(state: S) -> S:
-    """A state whose fields may be arrays or lists, with tensors for them. Lists take dtype and device of the first field.
+def as_state(state: Any) -> Any:
+    """Convert the fields of a state from arrays or lists to tensors.
 
-    Anything that is no named tuple is returned for :func:`check_state` to refuse.
+    Lists take dtype and device of the first field. Anything that is not a named tuple is returned
+    unchanged, for :func:`check_state` to refuse.
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state
@@ -71,7 +80,7 @@ def as_state(state: S) -> S:
 
 
 def check_position(position: Tensor) -> None:
-    """Refuse a shape that is no ``(*batch, atoms, dim)``."""
+    """Refuse a shape that is not ``(*batch, atoms, dim)``."""
     if position.ndim < 2:
         raise ValueError(
             f"position has shape {tuple(position.shape)}; it must be (*batch, atoms, dim). "
@@ -82,7 +91,7 @@ def check_position(position: Tensor) -> None:
 
 
 def check_state(state: State, kind: type) -> None:
-    """Refuse a start that could only fail later: the wrong kind, shape, dtype, device, or numbers that are not finite."""
+    """Refuse a start of the wrong kind, shape, dtype or device, or not finite."""
     if not isinstance(state, kind):
         raise TypeError(
             f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: "
@@ -95,7 +104,8 @@ def check_state(state: State, kind: type) -> None:
     for name, value in zip(state._fields, state, strict=True):
         if value.dtype != position.dtype or value.device != position.device:
             raise ValueError(
-                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on {position.device}: "
+                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on "
+                f"{position.device}: "
                 "give all fields one dtype and device."
             )
         if not in_transform() and not bool(torch.isfinite(value.detach()).all()):

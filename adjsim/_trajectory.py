@@ -1,4 +1,4 @@
-"""What a simulation returns, and what it keeps on the way."""
+"""The result of a simulation, and the observables that are accumulated during a run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from adjsim._state import State, detached
 
 @dataclass(frozen=True)
 class TimeAverage:
-    """The time average of a function of the state, gathered along the run without storing it.
+    """The time average of a function of the state, accumulated without storing the run.
 
-    With a fixed-step solver it is the mean of ``function`` over the ends of all steps with ``t - ts[0] > burn_in``. With an
-    ODE solver, whose steps are its own, it is the integral of ``function`` over the same time divided by its length, solved
-    as one more component of the equation (and left out of the step-size control, so that the path does not change).
+    With a fixed-step solver it is the mean of ``function`` over the ends of all steps with
+    ``t - ts[0] > burn_in``. With an ODE solver, which chooses its own steps, it is the integral of
+    ``function`` over the same time divided by its length. The integral is solved as one more
+    component of the equation, and is left out of the step-size control, so that the path does not
+    change.
 
     Args:
         function: of the state, to a tensor.
         burn_in: time left out at the start.
 
     Raises:
-        TypeError: a function that cannot be called, a burn_in that is no number.
+        TypeError: a function that cannot be called, a burn_in that is not a number.
         ValueError: a negative burn_in.
     """
 
@@ -59,7 +61,7 @@ class Final:
 
 
 def check_function(what: str, function: Any) -> None:
-    """Refuse something that cannot be called on a state, or a class in the place of an object."""
+    """Refuse a class, and an object that cannot be called on a state."""
     refuse_uncalled_class(f"the function of {what}", function)
     if not callable(function):
         raise TypeError(
@@ -68,7 +70,7 @@ def check_function(what: str, function: Any) -> None:
 
 
 def check_record(record: Any) -> None:
-    """Refuse what ``record=`` does not take."""
+    """Refuse a value that ``record=`` does not take."""
     if isinstance(record, Final):
         raise TypeError(
             "record= takes a function of the state or a TimeAverage, not a Final: compute fn(trajectory.final) after the run."
@@ -85,19 +87,23 @@ class Trajectory:
 
     Attributes:
         times: ``(frames,)``, the save times, float64.
-        position: ``(frames, *batch, atoms, dim)``; and so for every field of the state, under its name. Absent when ``record=``
-            was given.
-        record: what ``record=`` asked for: ``(frames, ...)`` of a function, ``(...)`` of a :class:`TimeAverage`; else None.
+        position: ``(frames, *batch, atoms, dim)``, and likewise every field of the state under its
+            name. Absent when ``record=`` was given.
+        record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
+            :class:`TimeAverage`, None without ``record=``.
         final: the state at the last time.
-        stats: a dict: ``steps``, ``order`` (of a splitting), ``energy_evaluations`` (passes over the energy: a force is one, a
-            product with its Jacobian one; backward adds its own), ``reconstruction_error`` (None before backward, and for
-            adjoints that do not reconstruct; 0 where an exact run was proven to have been retraced), ``checkpoint_every`` (of a
-            reversible adjoint), ``seed`` (of stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: bits
-            a step and degree of freedom that the information buffers took in, and that friction took).
+        stats: a dict. Every run has ``steps`` and ``energy_evaluations`` (passes over the energy: a
+            force is one, a product with its Jacobian is one, and backward adds its own).
+            ``reconstruction_error`` is None before backward and for adjoints that do not
+            reconstruct, and 0 where the reversal of an exact run was proved. Some runs have
+            ``order`` (of a splitting), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
+            stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits a
+            step and degree of freedom that its buffers took, and that friction removes).
 
-    It can be pickled, saved with ``torch.save`` and loaded with ``torch.load`` (``weights_only=True`` too, where adjsim has
-    been imported), and deep-copied: the copy has the numbers, and no graph. A gradient is taken from the trajectory that
-    :func:`adjsim.simulate` returned. ``copy.copy`` shares the tensors, and their graph with them.
+    A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
+    (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the
+    numbers but no graph: take gradients from the trajectory that :func:`adjsim.simulate` returned.
+    ``copy.copy`` shares the tensors and their graph.
     """
 
     def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:
@@ -105,7 +111,7 @@ class Trajectory:
         self._states = states
 
     def __getattr__(self, name: str) -> Tensor:
-        # While it is being unpickled it has no final state yet.
+        # During unpickling there is no final state yet.
         final = self.__dict__.get("final")
         if name.startswith("_") or final is None or name not in final._fields:
             raise AttributeError(f"a trajectory of {type(final).__name__} has no '{name}'.")
@@ -131,7 +137,8 @@ class Trajectory:
         graph = "" if any(x.requires_grad for x in saved) else ", no gradient"
         return (
             f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
-            f"t = {self.times[0]:g} to {self.times[-1]:g}, position {tuple(self.final.position.shape)}{graph})"
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, position "
+            f"{tuple(self.final.position.shape)}{graph})"
         )
 
 
@@ -139,15 +146,16 @@ torch.serialization.add_safe_globals([Trajectory])
 
 
 def check_times(ts: Any) -> Tensor:
-    """Save times as a float64 tensor, increasing and at least two.
+    """Convert save times to a float64 tensor, and check that they increase.
 
     Raises:
-        TypeError: no list, array or tensor of numbers.
+        TypeError: not a list, array or tensor of numbers.
         ValueError: times that require grad, fewer than two, not finite or not increasing.
     """
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
-            "ts requires grad, and simulate has no gradient with respect to times: pass ts.detach(), or use solve_ivp, which "
+            "ts requires grad, and simulate has no gradient with respect to times: pass "
+            "ts.detach(), or use solve_ivp, which "
             "has one."
         )
     times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
@@ -158,8 +166,8 @@ def check_times(ts: Any) -> Tensor:
     return times
 
 
-def grid(times: Tensor, dt: float) -> list[int]:
-    """The step numbers of the save times.
+def step_numbers(times: Tensor, dt: float) -> list[int]:
+    """Convert save times to step numbers.
 
     Raises:
         ValueError: a save time off the grid of dt by more than a thousandth of a step.
@@ -170,7 +178,8 @@ def grid(times: Tensor, dt: float) -> list[int]:
     if float((exact - steps)[worst].abs()) > 1e-3:
         low = float(times[0]) + math.floor(float(exact[worst])) * dt
         raise ValueError(
-            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = {dt:g} after ts[0]; "
+            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = "
+            f"{dt:g} after ts[0]; "
             f"the nearest are {low:.12g} and {low + dt:.12g}."
         )
     if bool((steps[1:] <= steps[:-1]).any()):
@@ -179,7 +188,7 @@ def grid(times: Tensor, dt: float) -> list[int]:
 
 
 def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
-    """The first step whose end counts for a time average."""
+    """Find the first step whose end counts for a time average."""
     first = math.floor(burn_in / dt + 1e-3) + 1
     if first > last:
         raise ValueError(f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average.")

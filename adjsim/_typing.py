@@ -1,7 +1,8 @@
-"""The array types that public signatures speak of.
+"""The array types in public signatures.
 
-Shapes are written with jaxtyping: ``*batch`` is any number of replica axes, ``atoms`` and ``dim`` belong to one system.
-The annotations cost nothing at run time; the tests switch beartype on and check every call against them.
+Shapes are written with jaxtyping: ``*batch`` is any number of replica axes, ``atoms`` and ``dim``
+belong to one system. The annotations cost nothing at run time; the tests switch beartype on and
+check every call against them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 Positions = Float[Tensor, "*batch atoms dim"]
 Energies = Float[Tensor, "*batch"]
-# What is made into a tensor where one is wanted.
+# Converted to a tensor where a tensor is needed.
 Array = Tensor | np.ndarray | Sequence[Any]
 PositionsLike = Real[Tensor, "*batch atoms dim"] | np.ndarray | Sequence[Any]
 Number = float | int | np.generic | nn.Parameter | Array
 Times = Sequence[float | int] | np.ndarray | Tensor
-# What a draw of random numbers begins with: a seed, a generator, or torch's default generator.
+# The source of random numbers: a seed, a generator, or torch's default generator.
 Seed = int | np.integer | torch.Generator | None
 
 __all__ = ["Array", "Energies", "Number", "Positions", "PositionsLike", "Seed", "Times"]

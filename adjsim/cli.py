@@ -10,13 +10,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from adjsim import __version__
-from adjsim._trajectory import check_times, grid
+from adjsim._trajectory import check_times, step_numbers
 from adjsim.compare import check_writable
 from adjsim.job import (
     ADJOINTS,
-    LOOKS,
+    OBSERVABLES,
     SCHEMES,
-    Bath,
+    BathSettings,
     Job,
     Sweep,
     adjoints_of,
@@ -37,8 +37,8 @@ COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "
 
 
 def _observables() -> str:
-    known = {"lj13": list(LOOKS), **{name: list(preset.questions) for name, preset in presets().items()}}
-    return "; ".join(f"{', '.join(looks)} for {name}" for name, looks in known.items())
+    known = {"lj13": list(OBSERVABLES), **{name: list(preset.questions) for name, preset in presets().items()}}
+    return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
 
 
 def _print_version(asked: bool) -> None:
@@ -205,7 +205,7 @@ def compare_command(
             step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
             warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
             rate = friction if friction is not None else (0.001 if real else 1.0)
-            bath = Bath(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
+            bath = BathSettings(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
             word = scheme or SCHEMES[kind]
             job = Job(
                 system, model_of(system, kind, bath), word, solver_of(word, kind, step * system.time, exact), warmth, seed
@@ -237,12 +237,12 @@ def compare_command(
         usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
         sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
         check_writable(output)
-        look = observable or next(iter(problem.questions))
+        quantity = observable or next(iter(problem.questions))
         if names:
-            methods = estimators_of(names, partial(question_of, preset, look, job), step, seed, compile_runs)
+            methods = estimators_of(names, partial(question_of, preset, quantity, job), step, seed, compile_runs)
         else:
             assert job is not None
-            methods = job.adjoints(adjoints, look, compile_runs)
+            methods = job.adjoints(adjoints, quantity, compile_runs)
     except (ValueError, TypeError) as error:
         _refuse(error)
     if names:
@@ -251,7 +251,7 @@ def compare_command(
     else:
         assert job is not None
         results = run_sweep(methods, sweep, next(iter(adjoints)))
-        report = report_adjoints(job, look, adjoints, sweep, results)
+        report = report_adjoints(job, quantity, adjoints, sweep, results)
     if report.empty:
         print("adjsim: no method gave a number, so nothing was written; the reasons are above.", file=sys.stderr)
         raise typer.Exit(1)
@@ -327,7 +327,7 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
             raise ValueError(f"horizon {text} is not a positive time.")
         if dt > 0:
             try:
-                grid(check_times([0.0, horizon]), dt)
+                step_numbers(check_times([0.0, horizon]), dt)
             except ValueError:
                 below = max(1, int(horizon / dt)) * dt
                 raise ValueError(

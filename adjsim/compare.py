@@ -75,7 +75,7 @@ class Comparison:
         """The records as JSON text, also written to a file if a path is given."""
         text = json.dumps(self.rows(), indent=2)
         if path is not None:
-            write_whole(Path(path), text.encode())
+            write_atomically(Path(path), text.encode())
         return text
 
     def table(self) -> Table:
@@ -86,7 +86,7 @@ class Comparison:
         kinds = {estimate.estimand for estimate in self.estimates.values()}
         if len(kinds) > 1:
             table.add_column("estimand")
-        for heading in ("value", *(f"d/d {short(name, parameters)}" for name in parameters)):
+        for heading in ("value", *(f"d/d {short_name(name, parameters)}" for name in parameters)):
             table.add_column(heading, justify="right", no_wrap=True)
         for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -131,7 +131,7 @@ class Comparison:
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
         axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
         bars: list[tuple[str, Callable[[GradientEstimate], float], str | None]] = [
-            *((f"gradient d/d {short(key, parameters)}", norm_of(key), key) for key in parameters),
+            *((f"gradient d/d {short_name(key, parameters)}", norm_of(key), key) for key in parameters),
             ("seconds", lambda estimate: estimate.diagnostics["seconds"], None),
             ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6, None),
         ]
@@ -192,7 +192,7 @@ def compare(
     return result
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -243,7 +243,7 @@ def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
 
 
-def short(name: str, names: list[str]) -> str:
+def short_name(name: str, names: list[str]) -> str:
     """The last part of a qualified name, where that says which one is meant."""
     last = name.rsplit(".", 1)[-1]
     return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name

@@ -1,4 +1,4 @@
-"""Comparisons drawn against whatever they differ in."""
+"""Figures of comparisons, with one panel for each number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from adjsim.compare import Comparison, norm_of, short
+from adjsim.compare import Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
 
 MARKERS = "osD^v<>P"
@@ -19,7 +19,7 @@ MARKERS = "osD^v<>P"
 
 @dataclass
 class Panel:
-    """A number of each estimate: its title, itself, its error, how its axis is scaled, and its known values."""
+    """One panel: its title, the number it shows, the number's error, the scale, known values."""
 
     title: str
     number: Callable[[GradientEstimate], float | None]
@@ -31,12 +31,14 @@ class Panel:
 def plot_sweep(
     comparisons: Mapping[float, Comparison], axis: str = "horizon", exact: Mapping[float, Mapping[str, float]] | None = None
 ) -> Figure:
-    """Gradient with bars of two standard errors, error, time and memory of each method.
+    """Plot gradient (with two standard errors), error, time and memory of each method.
 
     Args:
-        comparisons: by what they differ in, such as the horizon or the number of replicas.
-        axis: the name of that, and its unit if it has one. "replicas" are drawn on a logarithmic axis.
-        exact: known gradients, by the same and by parameter, drawn as a line.
+        comparisons: by the quantity in which they differ, such as the horizon or the number of
+            replicas.
+        axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
+            logarithmic axis.
+        exact: known gradients, by the same quantity and by parameter, drawn as a line.
     """
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     names = list(dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates))
@@ -45,7 +47,7 @@ def plot_sweep(
     for key in parameters:
         error = _error_of(key)
         if any(error(e) > 0 for e in estimates):
-            panels.append(Panel(f"standard error of d/d {short(key, parameters)}", error, scale="log"))
+            panels.append(Panel(f"standard error of d/d {short_name(key, parameters)}", error, scale="log"))
     lost = [e.diagnostics["reconstruction_error"] for e in estimates]
     if any(error is not None and error > 1e-6 for error in lost):
         title = "reconstruction error (0: exact)"
@@ -68,9 +70,9 @@ def plot_sweep(
 def _gradient(
     key: str, parameters: list[str], estimates: list[GradientEstimate], exact: Mapping[float, Mapping[str, float]]
 ) -> Panel:
-    title, number, error = f"gradient d/d {short(key, parameters)}", norm_of(key), _error_of(key)
+    title, number, error = f"gradient d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
     sizes = [abs(number(e)) for e in estimates if number(e) != 0]
-    # In chaos it grows by decades; its size then says more than its sign.
+    # In chaos the gradient grows by decades, and its size matters more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not any(error(e) > 0 for e in estimates):
         return Panel(f"|{title}|", lambda e: abs(number(e)), scale="log")
     return Panel(title, number, error, exact={x: grads[key] for x, grads in exact.items() if key in grads})
@@ -84,7 +86,7 @@ def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], nam
         bars = [2 * panel.error(e) for _, _, e in points] if panel.error is not None else []
         style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "label": name}
         if any(bar > 0 for bar in bars):
-            # Beside each other, since bars would hide one another.
+            # Side by side, since bars would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)
             span = max(comparisons) - min(comparisons) or 1.0
             xs = [x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span for x in xs]
@@ -109,5 +111,8 @@ def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], nam
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:
-    """The standard error, of the largest entry where there are several; NaN where there is none."""
+    """Return a function to the standard error of the largest entry.
+
+    It gives NaN where there is none.
+    """
     return lambda estimate: float(estimate.grad_stderr[key].abs().max())

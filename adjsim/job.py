@@ -51,7 +51,7 @@ OVERDAMPED = {"EulerMaruyama": EulerMaruyama, "LeimkuhlerMatthews": LeimkuhlerMa
 
 
 @dataclass
-class Bath:
+class BathSettings:
     """The numbers of a thermostat, in the units of the command line."""
 
     temperature: float
@@ -62,7 +62,7 @@ class Bath:
 
 
 # What may be observed of a system of atoms, by the names of the command line.
-LOOKS: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
+OBSERVABLES: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
     "energy": ("potential energy per atom", lambda system, position: system.potential(position) / position.shape[-2]),
     "gyration": ("radius of gyration", lambda system, position: radius_of_gyration(position)),
 }
@@ -185,8 +185,8 @@ class Job:
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
         return self.model.init(position, momentum - mass * drift, generator)
 
-    def observed(self, look: str) -> Callable[[State], Tensor]:
-        return lambda state: LOOKS[look][1](self.system, state.position)
+    def observed(self, quantity: str) -> Callable[[State], Tensor]:
+        return lambda state: OBSERVABLES[quantity][1](self.system, state.position)
 
     def check(self) -> None:
         """Whatever would be refused later is refused now."""
@@ -224,42 +224,42 @@ class Job:
     def simulation(self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver) -> Simulation:
         return Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
 
-    def adjoints(self, adjoints: dict[str, Adjoint], look: str, compile: bool) -> list[Method]:
+    def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
         """Adjoint gradients of the observable at the horizon."""
         _check_compile(compile, [Pathwise(adjoint) for adjoint in adjoints.values()], self.simulation(1.0, self.solver))
         step = self.solver.dt / self.system.time
         return [
-            Method(name, partial(Pathwise, adjoint), partial(self.final, look, name), step, self.seed, compile)
+            Method(name, partial(Pathwise, adjoint), partial(self.final, quantity, name), step, self.seed, compile)
             for name, adjoint in adjoints.items()
         ]
 
-    def final(self, look: str, name: str) -> Question:
+    def final(self, quantity: str, name: str) -> Question:
         """For an adjoint: the observable at the horizon, by the solver that goes with the adjoint."""
         solver = self.continuous if name == "backsolve" else self.solver
         if name == PLAIN:
             solver = Splitting(self.scheme, self.solver.dt)
-        title, observable = f"{LOOKS[look][0]} at the horizon", Final(self.observed(look))
+        title, observable = f"{OBSERVABLES[quantity][0]} at the horizon", Final(self.observed(quantity))
         return Question(title, lambda horizon: self.simulation(horizon, solver), lambda horizon: observable)
 
     def questions(self) -> dict[str, Question]:
         """For estimators: means over the second half of the run."""
 
-        def question(look: str) -> Question:
+        def question(quantity: str) -> Question:
             return Question(
-                f"{LOOKS[look][0]}, mean over the second half of the run",
+                f"{OBSERVABLES[quantity][0]}, mean over the second half of the run",
                 lambda horizon: self.simulation(horizon, self.solver),
-                lambda horizon: TimeAverage(self.observed(look), burn_in=horizon * self.system.time / 2),
+                lambda horizon: TimeAverage(self.observed(quantity), burn_in=horizon * self.system.time / 2),
             )
 
-        return {look: question(look) for look in LOOKS}
+        return {quantity: question(quantity) for quantity in OBSERVABLES}
 
 
-def question_of(preset: str, look: str, job: Job | None) -> Question:
+def question_of(preset: str, quantity: str, job: Job | None) -> Question:
     """A question for estimators by its names: of the job, or where there is none of the preset."""
-    return (presets()[preset].questions if job is None else job.questions())[look]
+    return (presets()[preset].questions if job is None else job.questions())[quantity]
 
 
-def model_of(system: System, dynamics: str, bath: Bath) -> Dynamics:
+def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics:
     def number(value: float | list[float] | torch.Tensor, unit: float) -> nn.Parameter:
         return nn.Parameter(torch.as_tensor(value, dtype=torch.float64) * unit)
 

@@ -1,4 +1,4 @@
-"""Small problems with exact answers on which estimators are set beside each other from the command line."""
+"""Small problems with exact answers, on which the command line compares estimators."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reweighting": Reweighting,
 }
 
-# A mean and, by parameter, its derivative.
+# A mean, and its derivative by parameter.
 Answer = tuple[float, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling: how it is found, and itself, by horizon."""
+    """An answer known without sampling: the method, and the answer by horizon."""
 
     how: str
     answer: Callable[[float], Answer]
@@ -53,7 +53,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Question:
-    """What is run and what is observed, by horizon."""
+    """A simulation and an observable, by horizon."""
 
     title: str
     simulation: Callable[[float], Simulation]
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Preset:
-    """A problem, and what may be asked of it by the names of ``--observable``, the usual question first."""
+    """A problem, and its observables by the names of ``--observable``, the default first."""
 
     title: str
     horizon: float
@@ -72,7 +72,7 @@ class Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """By the names of the command line."""
+    """Make the presets, by the names of the command line."""
     return {
         "harmonic": _harmonic(),
         "asymmetric-double-well": _asymmetric(),
@@ -87,18 +87,24 @@ def _parameter(value: float) -> nn.Parameter:
 
 def _harmonic() -> Preset:
     dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
-    looks = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
-    return Preset("harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, looks))
+    observables = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
+    return Preset(
+        "harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, observables)
+    )
 
 
 def _asymmetric() -> Preset:
     dynamics = OverdampedLangevin(AsymmetricDoubleWell(1.0, _parameter(-0.67)), kT=0.5)
-    looks = {"position": ("<x>", lambda q: q[:, 0, 0]), "square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
+    observables = {
+        "position": ("<x>", lambda q: q[:, 0, 0]),
+        "square": ("<x^2>", _square),
+        "energy": ("<U>", dynamics.potential),
+    }
     return Preset(
         "asymmetric double well, barrier 1, asymmetry -0.67, kT = 0.5, friction 1",
         10.0,
         4096,
-        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, looks),
+        _at_equilibrium(dynamics, _line(4000, 3.0), 0.01, observables),
     )
 
 
@@ -106,11 +112,11 @@ def _muller_brown() -> Preset:
     dynamics = OverdampedLangevin(MullerBrown(), kT=_parameter(15.0))
     x, y = (torch.linspace(a, b, n, dtype=torch.float64) for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561)))
     grid = torch.cartesian_prod(x, y).unsqueeze(1)
-    looks = {
+    observables = {
         "deep": ("share in the deep basin, its edge smoothed over 1/8", lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8))),
         "energy": ("<U>", dynamics.potential),
     }
-    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, looks))
+    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, observables))
 
 
 def _square(position: Tensor) -> Tensor:
@@ -118,9 +124,9 @@ def _square(position: Tensor) -> Tensor:
 
 
 def _at_equilibrium(
-    dynamics: OverdampedLangevin, grid: Tensor, dt: float, looks: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
+    dynamics: OverdampedLangevin, grid: Tensor, dt: float, observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
 ) -> dict[str, Question]:
-    """Time averages from starts drawn from the distribution on a fine grid, so that there is nothing to equilibrate."""
+    """Make time averages from starts drawn at equilibrium on a fine grid, without a burn-in."""
 
     def weights() -> Tensor:
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
@@ -131,15 +137,15 @@ def _at_equilibrium(
     def simulation(horizon: float) -> Simulation:
         return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
 
-    def question(title: str, look: Callable[[Tensor], Tensor]) -> Question:
+    def question(title: str, function: Callable[[Tensor], Tensor]) -> Question:
         return Question(
             f"{title} from equilibrium",
             simulation,
-            lambda horizon: TimeAverage(lambda state: look(state.position)),
-            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * look(grid)).sum())),
+            lambda horizon: TimeAverage(lambda state: function(state.position)),
+            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * function(grid)).sum())),
         )
 
-    return {name: question(*look) for name, look in looks.items()}
+    return {name: question(*function) for name, function in observables.items()}
 
 
 def _first_passage() -> Preset:
@@ -193,12 +199,14 @@ def _line(points: int, half: float) -> Tensor:
 def _densities(
     dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The density of a walker's steps on the nodes of a line, times their spacing, after 0, 1, ... steps.
+    """Propagate the density of a walker's steps.
 
-    ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density p to
-    ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame; on nodes
-    s/5 apart the trapezoidal rule leaves 1e-16 of it, since all of it is as smooth as a Gaussian of width s. The start, a
-    point, has no density of its own and appears as its mass.
+    It is given on the nodes of a line, times their spacing. ``x' = x + F(x) dt/friction + s xi``
+    with ``s = sqrt(2 kT dt/friction)`` takes a density p to ``p'(x') = integral N(x'; x + F(x)
+    dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame. On nodes s/5 apart
+    the trapezoidal rule has an error of 1e-16, since the integrand is as smooth as a Gaussian of
+    width s. The start, a point, has no density and is represented by its mass. The densities after
+    0, 1, ... steps are returned.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

@@ -1,4 +1,4 @@
-"""What the command line prints and writes of a comparison."""
+"""The printed tables and written files of the command line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from adjsim.adjoints import Adjoint
-from adjsim.compare import Comparison, write_whole
+from adjsim.compare import Comparison, write_atomically
 from adjsim.figures import plot_sweep
-from adjsim.job import LOOKS, PLAIN, Job, Sweep
+from adjsim.job import OBSERVABLES, PLAIN, Job, Sweep
 from adjsim.presets import Answer, Preset, Question
 
 
 @dataclass
 class Report:
-    """A comparison and what goes into its files with it."""
+    """A comparison, and the data that its files hold in addition."""
 
     sweep: Sweep
     results: dict[float, Comparison]
@@ -30,11 +30,11 @@ class Report:
 
     @property
     def empty(self) -> bool:
-        """Whether no method gave a number."""
+        """Whether no method returned a number."""
         return not any(comparison.estimates for comparison in self.results.values())
 
     def write(self, output: Path) -> None:
-        """compare.png and compare.json."""
+        """Write compare.png and compare.json."""
         runs = []
         for x, (horizon, replicas) in self.sweep.points().items():
             run: dict[str, Any] = {"horizon": horizon, "replicas": replicas}
@@ -46,35 +46,35 @@ class Report:
         picture = BytesIO()
         exact = {x: grads for x, (_, grads) in self.answers.items()}
         plot_sweep(self.results, label, exact).savefig(picture, format="png", dpi=130)
-        write_whole(output / "compare.png", picture.getvalue())
-        write_whole(output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode())
-        _say(_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
+        write_atomically(output / "compare.png", picture.getvalue())
+        write_atomically(output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode())
+        _print(_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
 
 
 def report_adjoints(
-    job: Job, look: str, adjoints: dict[str, Adjoint], sweep: Sweep, results: dict[float, Comparison]
+    job: Job, quantity: str, adjoints: dict[str, Adjoint], sweep: Sweep, results: dict[float, Comparison]
 ) -> Report:
     """Print a comparison of adjoints."""
     console = _console()
-    _say(console, f"{job.title}, seed {job.seed}. Value: {LOOKS[look][0]} at the horizon.")
+    _print(console, f"{job.title}, seed {job.seed}. Value: {OBSERVABLES[quantity][0]} at the horizon.")
     for x, comparison in results.items():
         _table(console, _heading(sweep, x, job), comparison)
     if "backsolve" in adjoints:
         solver, other = repr(job.continuous), "the exact flow"
         if job.model.stochastic:
             solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
-        _say(
+        _print(
             console,
             f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
         )
     if PLAIN in adjoints:
-        _say(
+        _print(
             console,
-            f"{PLAIN} takes the same steps in floating point, and undoes them so. In chaos that is another path of the same "
-            "system before long, with another gradient; and where its reconstruction error is not small, the gradient of none.",
+            f"{PLAIN} takes and undoes the same steps in floating point. In chaos its path soon differs from the exact "
+            "path, and so does its gradient. Where its reconstruction error is not small, its gradient is that of no path.",
         )
-    return Report(sweep, results, {**_about(job), "observable": look}, {}, job.system.time_name)
+    return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
 
 
 def report_estimators(
@@ -88,7 +88,7 @@ def report_estimators(
 ) -> Report:
     """Print a comparison of estimators, beside the exact answer where there is one."""
     console, answers = _console(), {}
-    _say(console, f"{preset.title}, seed {seed}. Value: {question.title}.")
+    _print(console, f"{preset.title}, seed {seed}. Value: {question.title}.")
     for x, (horizon, _) in sweep.points().items():
         heading = _heading(sweep, x, job)
         if question.exact is not None:
@@ -118,7 +118,7 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
@@ -130,8 +130,8 @@ def _heading(sweep: Sweep, x: float, job: Job | None) -> str:
 
 
 def _table(console: Console, heading: str, comparison: Comparison) -> None:
-    _say(console, heading)
+    _print(console, heading)
     if comparison.estimates:
         console.print(comparison.table())
     for remark in comparison.remarks():
-        _say(console, remark)
+        _print(console, remark)

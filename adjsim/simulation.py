@@ -1,4 +1,4 @@
-"""simulate(): where dynamics, solver, adjoint and record meet, and where everything is checked before work starts."""
+"""simulate(): checks its arguments, then runs dynamics, solver, adjoint and record together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from adjsim._inputs import as_flag, describe_type, outside_inference_mode, refuse_uncalled
-from adjsim._module import ModuleTensors, lent
+from adjsim._module import ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, as_state, in_transform
@@ -37,42 +37,47 @@ def simulate(
 ) -> Trajectory:
     """Run the dynamics from a state and return what was saved, connected to autograd.
 
-    Gradients flow from the trajectory to the start and to every parameter of the dynamics that requires grad, in the way the
-    adjoint says. Where neither the start nor a parameter requires grad the trajectory has no graph, and its repr says "no
-    gradient": give the number that is to be differentiated by as an ``nn.Parameter``. The path does not depend on the save
-    times, on the record or on the adjoint. Under ``torch.inference_mode`` a run is that of ``torch.no_grad``.
+    The adjoint takes gradients from the trajectory to the start and to every parameter of the
+    dynamics that requires grad. Where neither the start nor a parameter requires grad, the
+    trajectory has no graph, and its repr contains "no gradient": make the number of interest an
+    ``nn.Parameter``. The path does not depend on the save times, on the record or on the adjoint.
+    Under ``torch.inference_mode`` a run equals a run under ``torch.no_grad``.
 
     Args:
         dynamics: the physics.
-        state: the start, from ``dynamics.init``; its dtype and device are those of the run. Fields may be arrays or lists.
-        ts: save times, a list, array, range or tensor, with respect to which there is no gradient (:func:`~adjsim.solve_ivp`
-            has one); ``ts[0]`` is the time of the start, whose frame is saved too. With a fixed-step solver each must be a
-            whole number of steps after it, to a thousandth of a step.
+        state: the start, from ``dynamics.init``. The run has its dtype and device. Fields may be
+            arrays or lists.
+        ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
+            start is the first frame. With a fixed-step solver each save time must be a whole number
+            of steps after ``ts[0]``, to a thousandth of a step. There is no gradient with respect
+            to times (:func:`~adjsim.solve_ivp` has one).
         solver: how the equations are integrated.
         adjoint: how the gradient is taken.
-        record: a function of the state whose values are saved instead of whole states, or a :class:`TimeAverage`. It may
-            depend on the parameters of the dynamics.
-        generator: seeds the noise of stochastic dynamics, as a generator or a whole number; None: torch's default generator.
-            The seed of the start may be given again: starts and steps have streams of their own. The noise is a function of
-            the seed, the step and the replica: whatever else changes, the path does not. (In ``torch.func.vmap`` every sample
-            sees the same noise; give the state a batch axis instead.)
-        compile: run forward and backward in compiled loops of steps. For :class:`~adjsim.Splitting` with
-            :class:`~adjsim.ReversibleAdjoint`, and with any adjoint where no gradient is asked for. It needs a C++
-            compiler. The first run of a kind takes from five seconds to a minute to compile
-            (``trajectory.stats["compile_seconds"]``), which torch remembers across processes; another number of steps, seed,
-            value of a parameter or save time does not compile again. Anything else that a potential or a record reads (numbers,
-            arrays, functions, tensors that are not registered, globals) is baked in, and compiles again when it has changed;
-            what cannot be looked at is refused. Gradients agree with those not compiled to rounding, and exact runs to the
-            last bit.
+        record: a function of the state, whose values are saved instead of whole states, or a
+            :class:`TimeAverage`. It may depend on the parameters of the dynamics.
+        generator: seeds the noise of stochastic dynamics, as a generator or a whole number; None:
+            torch's default generator. The seed of the start may be used again, since starts and
+            steps have separate streams. The noise is a function of the seed, the step and the
+            replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
+            a batch axis instead.)
+        compile: run forward and backward in compiled loops of steps. It works for
+            :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`, and with any adjoint
+            where no gradient is asked for. It needs a C++ compiler. The first run of a kind
+            compiles for five seconds to a minute (``trajectory.stats["compile_seconds"]``), and
+            torch caches the result across processes. A different number of steps, seed, parameter
+            value or save time does not compile again. Anything else that a potential or a record
+            reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
+            in, and compiles again after a change; a value that cannot be inspected is refused.
+            Gradients agree with those not compiled to rounding, and exact runs to the last bit.
         progress: show a progress bar, on a terminal.
 
     Raises:
-        ValueError: times off the grid, wrong shapes, NaN or infinite input, a scheme that misses a term, a tensor that
-            requires grad and is not registered.
-        TypeError: a solver and an adjoint that do not go together; a class or a function where an object is meant; a record
-            that cannot be called.
-        FloatingPointError: the run left the finite numbers; the message names the step.
-        OverflowError: an exact run left its lattice; likewise.
+        ValueError: times off the grid, wrong shapes, NaN or infinite input, a scheme that misses a
+            term, a tensor that requires grad and is not registered.
+        TypeError: a solver and an adjoint that do not go together; a class or a function in place
+            of an object; a record that cannot be called.
+        FloatingPointError: the run reached NaN or infinity; the message names the step.
+        OverflowError: an exact run left its lattice; the message names the step.
     """
     _check_dynamics(dynamics)
     as_flag("compile", compile)
@@ -94,17 +99,21 @@ def run(
     progress: bool = False,
     compile: bool = False,
 ) -> Trajectory:
-    """:func:`simulate` on noise that is given: a part of a larger batch is run on its part of the noise."""
+    """Run :func:`simulate` on given noise.
+
+    So a part of a larger batch gets its part of the noise.
+    """
     _check_pair(solver, adjoint)
     check_record(record)
     if in_transform() and not isinstance(adjoint, DirectAdjoint):
         raise RuntimeError(
-            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, jvp): use DirectAdjoint() there. "
-            "For many replicas, give the state a leading batch axis instead of vmap."
+            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, "
+            "jvp): use DirectAdjoint() there. For many replicas, give the state a leading batch "
+            "axis instead of vmap."
         )
     times, state = check_times(ts), as_state(state)
-    # A dynamics holds its tensors, and a run may put others in their place: one thread at a time.
-    with lent(dynamics):
+    # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
+    with exclusive(dynamics):
         dynamics.check(state)
         _check_captured(dynamics, state, times, record)
         problem = Problem(dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile)
@@ -143,15 +152,18 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
     asked = torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
     if asked and not isinstance(adjoint, ReversibleAdjoint):
         raise TypeError(
-            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where a gradient is asked for. "
-            "Use it, run under torch.no_grad(), or leave compile=True out."
+            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where "
+            "a gradient is asked for. Use it, run under torch.no_grad(), or leave compile=True "
+            "out."
         )
 
 
 def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:
-    """Evaluate drift and record once at the start, and refuse tensors that require grad and that an adjoint would not see.
+    """Refuse tensors that require grad and that an adjoint would not see.
 
-    What is read only later is refused when it is."""
+    Drift and record are evaluated once, at the start. A tensor that is read only later is refused
+    later.
+    """
     if in_transform() or not torch.is_grad_enabled():
         return
     probe = type(state)(*(x.detach().requires_grad_() for x in state))

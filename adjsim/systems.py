@@ -1,4 +1,4 @@
-"""Systems for the command line: the cluster that ships with the package, and structures read from files."""
+"""Systems for the command line: the cluster of the package, and structures from files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from adjsim.potentials.pair import LennardJones
 
 @dataclass(frozen=True)
 class System:
-    """A Lennard-Jones system: where its atoms are, what they weigh, and the units people speak of it in.
+    """A Lennard-Jones system: positions, masses, potential, and the units of the command line.
 
-    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the system's own units
-    (kT for the temperature).
+    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the
+    system's own units (kT for the temperature).
     """
 
     name: str
@@ -40,7 +40,7 @@ class System:
 
 
 def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
-    """The 13-atom Lennard-Jones cluster at its icosahedral minimum, in reduced units."""
+    """Make the 13-atom Lennard-Jones cluster at its icosahedral minimum, in reduced units."""
     _check_pair(epsilon, sigma)
     atoms = ase.io.read(str(files("adjsim") / "data" / "lj13.xyz"))
     assert isinstance(atoms, ase.Atoms)
@@ -53,10 +53,11 @@ def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: fl
 
 
 def structure(path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
-    """A structure file, in ASE's units: eV, angstrom, amu. Times are spoken of in femtoseconds, temperatures in kelvin.
+    """Read a structure file, in ASE's units: eV, angstrom, amu.
 
-    The cell is the periodic box where the file has one. In a box the cutoff is 3 sigma, or half the smallest width of the box
-    if that is less.
+    On the command line times are in femtoseconds and temperatures in kelvin. The file's cell, if it
+    has one, is the periodic box. In a box the cutoff is 3 sigma, or half the smallest width of the
+    box if that is less.
     """
     _check_pair(epsilon, sigma)
     atoms = _read(path)
@@ -76,7 +77,7 @@ def _check_pair(epsilon: float | None, sigma: float | None) -> None:
 def _read(path: Path) -> ase.Atoms:
     if not path.is_file():
         raise ValueError(f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, pdb, cif).")
-    # What ASE's readers raise at a file that is not what its name says.
+    # Errors that ASE's readers raise for a file that does not match its name.
     malformed = (OSError, ValueError, LookupError, AssertionError, StopIteration, RuntimeError, ParseError)
     try:
         atoms = ase.io.read(str(path))
@@ -102,7 +103,8 @@ def _potential(path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float
         unknown = [symbol for symbol in species if symbol not in NOBLE_GASES]
         if unknown:
             raise ValueError(
-                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: {', '.join(NOBLE_GASES)}); "
+                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: "
+                f"{', '.join(NOBLE_GASES)}); "
                 "give --epsilon in eV and --sigma in angstrom."
             )
         epsilons: Sequence[float] = [NOBLE_GASES[symbol].kelvin * units.kB for symbol in species]

@@ -1,9 +1,10 @@
-"""The analytic pair force and its products beside nested automatic differentiation, both compiled.
+"""The analytic pair force and its products against nested automatic differentiation, both compiled.
 
-The same Lennard-Jones energy: as ``adjsim.LennardJones``, whose force, Hessian-vector product and gradient by the parameters
-follow from the derivatives of a pair's energy by its squared distance, and as a plain module, whose force is a gradient and
-whose products are gradients of that. Velocity Verlet, forward and reversible backward, one thread, warm, medians of alternating
-runs. Run: python benchmarks/analytic_against_nested.py
+The same Lennard-Jones energy is used twice: as ``adjsim.LennardJones``, whose force, Hessian-vector
+product and parameter gradient follow from the derivatives of a pair's energy with respect to its
+squared distance, and as a plain module, whose force is a gradient and whose products are gradients
+of that gradient. Velocity Verlet, forward and reversible backward, one thread, warm, medians of
+alternating runs. Run: python benchmarks/analytic_against_nested.py
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DT, ROUNDS = 0.002, 7
 
 
 class Nested(nn.Module):
-    """The energy alone; pairs of an atom with itself are moved to a distance of one before anything is divided by it."""
+    """The energy alone. Pairs of an atom with itself get a distance of one before any division."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Nested(nn.Module):
 
 
 def gradient(dynamics: adjsim.Hamiltonian, atoms: int, steps: int) -> tuple[float, float, Tensor]:
-    """Seconds a step forward, and forward and back; and the gradients in one row."""
+    """Return the seconds a step forward, and forward and backward, and the gradients in one row."""
     start = [x.requires_grad_() for x in lattice(atoms, None)]
     begun = time.perf_counter()
     run = adjsim.simulate(

@@ -1,7 +1,7 @@
-"""Cost of an exact step beside that of the plain one: forward, and forward with reversible backward.
+"""The cost of an exact step against that of the plain step: forward, and forward and backward.
 
-Thirteen Lennard-Jones atoms, not compiled, one thread, all in one process, warm, medians of alternating runs. Run:
-python benchmarks/exact_against_plain.py
+Thirteen Lennard-Jones atoms, not compiled, one thread, all in one process, warm, medians of
+alternating runs. Run: python benchmarks/exact_against_plain.py
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def systems() -> dict[str, Dynamics]:
 
 
 def seconds(dynamics: Dynamics, scheme: str, exact: bool) -> tuple[float, float]:
-    """A step forward, and forward and back."""
+    """Return the seconds of a step forward, and forward and backward."""
     position = cluster().position
     momentum = KT**0.5 * torch.randn(13, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start = dynamics.init(position, momentum, torch.Generator().manual_seed(1))

@@ -1,8 +1,8 @@
-"""A million exact steps of BAOAB on thirteen Lennard-Jones atoms, compiled, forward and backward: time, memory, and the proof.
+"""A million exact, compiled steps of BAOAB on thirteen Lennard-Jones atoms: time, memory, proof.
 
-Prints the growth of the resident set from after a warm-up. A second run stores ten states on the way forward and takes each way
-back from them, in ten pieces; the largest difference of the two gradients is printed.
-Run: python benchmarks/exact_million.py [steps]
+Prints the growth of the resident set since a warm-up. A second run stores ten states forward and
+goes backward from each of them, in ten pieces. The largest difference between the two gradients is
+printed. Run: python benchmarks/exact_million.py [steps]
 """
 
 from __future__ import annotations
@@ -10,38 +10,59 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import adjsim
-from adjsim.adjoints.retrace import Retrace
+from adjsim._state import State
+from adjsim.adjoints import Adjoint, ReversibleAdjoint
+from adjsim.adjoints.base import Result
+from adjsim.adjoints.exact_inversion import ExactInversion, Fingerprints
+from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.base import Problem
 from adjsim.systems import cluster
 
 DT, PIECES = 0.005, 10
 
 
-class Pieces(Retrace):
-    """Goes back from states that were stored, instead of those that were found."""
+class StoredPieces(Fingerprints):
+    """The history of an exact run, with states stored every so many steps."""
 
-    def __init__(self, problem, every):  # type: ignore[no-untyped-def]
-        super().__init__(problem, every)
-        self.stored: dict[int, tuple[torch.Tensor, ...]] = {}
+    def __init__(self, stepper: Stepper, every: int | None) -> None:
+        super().__init__(stepper, every)
+        self.stored: dict[int, State] = {}
 
-    def keep(self, march, step, state):  # type: ignore[no-untyped-def]
-        super().keep(march, step, state)
+    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+        super().save(step, state, spills)
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
-    def arrive(self, step, state, grads):  # type: ignore[no-untyped-def]
-        return super().arrive(step, self.stored.get(step, state), grads)
+    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+        return InversionInPieces(self)
 
 
-class InPieces(adjsim.ReversibleAdjoint):
-    def run(self, problem):  # type: ignore[no-untyped-def]
-        return run_swept(problem, Pieces(problem, self.checkpoint_every))
+class InversionInPieces(ExactInversion):
+    """Continues from a stored state where there is one, instead of the recovered state."""
+
+    def __init__(self, history: StoredPieces) -> None:
+        super().__init__(history)
+        self.stored = history.stored
+
+    def restore(self, step: int, state: State) -> State:
+        return super().restore(step, self.stored.get(step, state))
+
+
+class ReversibleInPieces(ReversibleAdjoint):
+    def run(self, problem: Problem) -> Result:
+        problem.stats.update(reconstruction_error=None)
+        return run_swept(problem, lambda stepper: StoredPieces(stepper, self.checkpoint_every))
 
 
 def resident(which: str) -> int:
@@ -57,7 +78,7 @@ def main(steps: int) -> None:
         start = dynamics.init(cluster().position, generator=torch.Generator().manual_seed(0))
     solver, kinetic = adjsim.Splitting("BAOAB", DT, exact=True), adjsim.TimeAverage(dynamics.kinetic_energy)
 
-    def work(count: int, adjoint: adjsim.Adjoint) -> tuple[list[torch.Tensor], dict[str, object]]:
+    def work(count: int, adjoint: Adjoint) -> tuple[list[torch.Tensor], dict[str, object]]:
         run = adjsim.simulate(
             dynamics,
             start,
@@ -71,17 +92,17 @@ def main(steps: int) -> None:
         )
         return list(torch.autograd.grad(run.record, (epsilon, sigma, kT, friction))), run.stats
 
-    _, stats = work(5000, adjsim.ReversibleAdjoint())
+    _, stats = work(5000, ReversibleAdjoint())
     print(f"compiled in {stats['compile_seconds']:.0f} s")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, begun = resident("VmRSS"), time.perf_counter()
-    grads, stats = work(steps, adjsim.ReversibleAdjoint())
+    grads, stats = work(steps, ReversibleAdjoint())
     seconds, growth = time.perf_counter() - begun, resident("VmHWM") - before
     print(f"{steps} steps: {seconds:.1f} s, {1e6 * seconds / steps:.1f} us a step, resident set + {growth / 1e6:.1f} MB")
     print({key: stats[key] for key in ("reconstruction_error", "buffer_bits", "buffer_bound")})
-    pieces, _ = work(steps, InPieces(checkpoint_every=steps // PIECES))
-    print("gradient by epsilon, sigma, kT, friction:", ", ".join(f"{float(g):.6e}" for g in grads))
+    pieces, _ = work(steps, ReversibleInPieces(checkpoint_every=steps // PIECES))
+    print("gradient with respect to epsilon, sigma, kT, friction:", ", ".join(f"{float(g):.6e}" for g in grads))
     print(f"largest difference to {PIECES} pieces: {max(float((a - b).abs()) for a, b in zip(grads, pieces, strict=True)):g}")
 
 

@@ -1,8 +1,9 @@
-"""Gradients of large systems and many replicas on a GPU, beside jitted JAX, and peak memory by horizon.
+"""Gradients of large systems and many replicas on a GPU, against jitted JAX, and peak memory by
+horizon.
 
-Float64, warm; medians of seven alternating runs of the whole gradient. JAX is timed on the device it finds, which is printed.
-Needs ``pip install -c constraints.txt -e ".[bench]"``, a CUDA build of torch, and one of jax for a ratio that means something.
-Run: python benchmarks/gpu.py
+Float64, warm; medians of seven alternating runs of the whole gradient. JAX is timed on the device
+that it finds, which is printed. It needs ``pip install -c constraints.txt -e ".[bench]"`` and a
+CUDA build of torch, and for a fair ratio one of jax. Run: python benchmarks/gpu.py
 """
 
 from __future__ import annotations

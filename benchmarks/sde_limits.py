@@ -1,9 +1,11 @@
-"""Where friction defeats the continuous adjoint of an SDE, and the reversible Heun method: the facts behind SDESolver's limits.
+"""Measurements behind SDESolver's limits: where friction breaks the continuous adjoint and
+reversible Heun.
 
-Langevin dynamics in a double well, kT = 1. First table: relative difference between the gradient (barrier, kT, friction) of the
-continuous adjoint and that of backpropagation on the same path, one save time, midpoint rule at dt = 1/64. Second table: the
-largest distance in momentum between reversible Heun and the midpoint rule on the same noise at dt = 1/256. The library refuses
-such runs, so the limits are lifted here. Run: python benchmarks/sde_limits.py
+Langevin dynamics in a double well, kT = 1. First table: relative difference between the gradient
+(barrier, kT, friction) of the continuous adjoint and that of backpropagation on the same path, one
+save time, midpoint rule at dt = 1/64. Second table: the largest distance in momentum between
+reversible Heun and the midpoint rule on the same noise at dt = 1/256. The library refuses such
+runs, so the script lifts the limits. Run: python benchmarks/sde_limits.py
 """
 
 from __future__ import annotations

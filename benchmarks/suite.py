@@ -1,12 +1,15 @@
-"""Gradients beside those of peers: one table, both sides of every ratio on the same work in one process.
+"""Gradients compared with peers: one table, with both sides of every ratio on the same work in one
+process.
 
-Float64, one thread, warm; medians of alternating rounds, and their range without the extremes. A gradient is a whole run:
-forward and backward, by the parameters and the initial state. Peers are jitted JAX (a scan of steps whose force is the
-gradient of the energy, as it is and checkpointed in about the root of the steps; vmapped for replicas), diffrax, torchsde,
-torchdiffeq, and torch's own backpropagation through the steps. Before anything is timed, all sides of a case that take the
-same steps are seen to have the same gradient.
+Float64, one thread, warm; medians of alternating rounds, and their range without the extremes. A
+gradient is a whole run: forward and backward, with respect to the parameters and the initial state.
+Peers are jitted JAX (a scan of steps whose force is the gradient of the energy, plain and
+checkpointed in about the root of the steps; vmapped for replicas), diffrax, torchsde, torchdiffeq,
+and torch's own backpropagation through the steps. Before any timing, all sides of a case that take
+the same steps are checked to have the same gradient.
 
-Needs ``pip install -c constraints.txt -e ".[bench]"``. Run: python benchmarks/suite.py [word of a case ...]
+Needs ``pip install -c constraints.txt -e ".[bench]"``. Run: python benchmarks/suite.py [word of a
+case ...]
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ DT, ROUNDS = 0.002, 7
 
 @dataclass
 class Work:
-    """What a side of a case has done: a number of its gradient, and the seconds of the whole and of what is part of it."""
+    """The result of one side of a case: a number of its gradient, the seconds in total and in
+    parts.
+    """
 
     gradient: float
     seconds: float
@@ -51,14 +56,14 @@ class Work:
 
 @dataclass
 class Case:
-    """Sides that do the same; the ratio is to the fastest of the peers."""
+    """One comparison; the ratio is to the fastest of the peers."""
 
     name: str
     steps: int
     ours: dict[str, Callable[[], Work]]
     peers: dict[str, Callable[[], Work]]
     target: float
-    # How far gradients of the same steps may be apart, None where steps are not the same.
+    # Allowed difference between gradients of the same steps; None where steps differ.
     agree: float | None = 1e-6
     notes: list[str] = field(default_factory=list)
 
@@ -68,7 +73,7 @@ def parameter(value: float) -> nn.Parameter:
 
 
 def lattice(atoms: int, replicas: int | None, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """A cubic lattice, disturbed, and slow momenta."""
+    """Make a disturbed cubic lattice and slow momenta."""
     generator = torch.Generator().manual_seed(0)
     side = math.ceil(round(atoms ** (1 / 3), 9))
     sites = 1.2 * torch.cartesian_prod(*[torch.arange(side, dtype=torch.float64)] * 3)[:atoms]
@@ -128,16 +133,16 @@ def in_jax(loss, atoms: int, replicas: int | None) -> Callable[[], Work]:  # typ
 
 def scan(atoms: int, steps: int, replicas: int | None, checkpointed: bool) -> Callable[[], Work]:
     def loss(epsilon, sigma, q, p):  # type: ignore[no-untyped-def]
-        push = jax.grad(energy)
+        force_function = jax.grad(energy)
 
         def step(carry, _):  # type: ignore[no-untyped-def]
             q, p, f = carry
             p = p - 0.5 * DT * f
             q = q + DT * p
-            f = push(q, epsilon, sigma)
+            f = force_function(q, epsilon, sigma)
             return (q, p - 0.5 * DT * f, f), None
 
-        carry = (q, p, push(q, epsilon, sigma))
+        carry = (q, p, force_function(q, epsilon, sigma))
         if checkpointed:
             inner = next(n for n in range(math.isqrt(steps), 0, -1) if steps % n == 0)
             segment = jax.checkpoint(lambda c, _: jax.lax.scan(step, c, None, length=inner))
@@ -225,7 +230,9 @@ def baoab(steps: int, compile: bool) -> Callable[[], Work]:
 
 
 class DoubleWellSDE(nn.Module):
-    """dq = p dt, dp = (-4 b q (q^2 - 1) - friction p) dt + sqrt(2 friction kT) dW, diagonal noise, zero on q."""
+    """dq = p dt, dp = (-4 b q (q^2 - 1) - friction p) dt + sqrt(2 friction kT) dW, diagonal noise,
+    zero on q.
+    """
 
     noise_type, sde_type = "diagonal", "stratonovich"
 
@@ -278,7 +285,7 @@ def stochastic(steps: int) -> Case:
 
 
 class Rates(nn.Module):
-    """The drift of a dynamics, as torchdiffeq takes it."""
+    """The drift of a dynamics, in the form that torchdiffeq takes."""
 
     def __init__(self, dynamics: adjsim.Dynamics) -> None:
         super().__init__()
@@ -377,7 +384,8 @@ def main(words: list[str]) -> None:
         raise SystemExit(f"no case {unknown[0]!r}; there are {', '.join(CASES)}.")
     if len(words) != 1:
         print("microseconds a step, median and range without the extremes; ratio to the best peer", flush=True)
-    # Each in a process of its own: what others leave in the heap makes the allocations of small systems slower.
+    # Each in a process of its own: what others leave in the heap makes the allocations of small
+    # systems slower.
     for word in words or CASES:
         if len(words) == 1:
             measure(CASES[word]())

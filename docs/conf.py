@@ -13,8 +13,16 @@ copyright = "the adjsim authors"
 release = installed("adjsim")
 version = release
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_gallery.gen_gallery"]
-exclude_patterns = ["_build", "gallery/*.py", "gallery/*.ipynb", "gallery/**/GALLERY_HEADER.rst"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["_build", "_templates", "gallery/*.py", "gallery/*.ipynb", "gallery/**/GALLERY_HEADER.rst"]
 
 html_theme = "furo"
 html_title = f"adjsim {release}"
@@ -25,6 +33,8 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
+# A member without words of its own is left out, not shown with torch's.
+autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {name: name for name in ("Positions", "Energies", "Number", "Times", "Record", "Observable")}

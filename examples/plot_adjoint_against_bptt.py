@@ -2,13 +2,14 @@
 The adjoint against backpropagation
 ===================================
 
-The gradient of a simulation can be had by writing the integrator in PyTorch and calling ``backward()``. That is right, and it
-keeps every step in memory. Here it is done by hand and its memory is counted. Then the same gradient is taken by the
-four adjoints of the library.
+To get the gradient of a simulation, one can write the integrator in PyTorch and call
+``backward()``. The result is right, but every step stays in memory. This example does so by hand
+and counts the memory. Then the four adjoints of the library take the same gradient.
 
-The system is a block of 32 Lennard-Jones atoms in free space, in reduced units: energies in epsilon, lengths in sigma, masses
-in the mass of an atom. The observable is the radius of gyration at the end of the run. Its gradient is taken with respect
-to epsilon and sigma, which act through every force on the way.
+The system is a block of 32 Lennard-Jones atoms in free space, in reduced units: energies in
+epsilon, lengths in sigma, masses in the mass of an atom. The observable is the radius of gyration
+at the end of the run. Its gradient is taken with respect to epsilon and sigma, which act through
+the force of every step.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -30,7 +31,8 @@ TEMPERATURE = 0.1
 epsilon, sigma = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2))
 dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon, sigma))
 
-# The start: two by two by two cells of a face-centred cubic lattice, and thermal momenta that add up to zero.
+# The start: two by two by two cells of a face-centred cubic lattice, and thermal momenta that add
+# up to zero.
 cells = torch.cartesian_prod(*[torch.arange(2.0)] * 3)
 basis = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]])
 position = 1.55 * (cells[:, None] + basis).reshape(1, 32, 3)
@@ -38,17 +40,17 @@ momentum = dynamics.thermal_momentum(position, torch.tensor(TEMPERATURE), torch.
 start = dynamics.init(position, momentum - momentum.mean(-2, keepdim=True))
 
 # %%
-# The naive way
-# -------------
+# Backpropagation by hand
+# -----------------------
 #
-# A pair energy, its force by automatic differentiation, and velocity Verlet in a loop. ``create_graph=True`` lets the final
-# ``backward()`` pass through the forces.
+# The loop needs a pair energy, its force by automatic differentiation, and velocity Verlet.
+# ``create_graph=True`` lets the final ``backward()`` pass through the forces.
 
 i, j = torch.triu_indices(32, 32, offset=1)
 
 
 def by_hand(steps):
-    """The radius of gyration after so many steps."""
+    """Return the radius of gyration after a number of steps."""
 
     def force(q):
         x = (sigma**2 / ((q[i] - q[j]) ** 2).sum(-1)) ** 3
@@ -56,12 +58,12 @@ def by_hand(steps):
         return -torch.autograd.grad(energy, q, create_graph=True)[0]
 
     q, p = position[0].clone().requires_grad_(), start.momentum[0]
-    push = force(q)
+    current_force = force(q)
     for _ in range(steps):
-        p = p + DT / 2 * push
+        p = p + DT / 2 * current_force
         q = q + DT * p
-        push = force(q)
-        p = p + DT / 2 * push
+        current_force = force(q)
+        p = p + DT / 2 * current_force
     return adjsim.radius_of_gyration(q)
 
 
@@ -69,13 +71,13 @@ def by_hand(steps):
 # Counting memory
 # ---------------
 #
-# Every operation passes through a dispatch mode, forward and backward. The mode adds the size of each new storage to a count
-# and takes it off when the storage is freed. So the peak is that of the tensors alive at one time, to the byte, without the
-# interpreter or the allocator in it.
+# Every operation passes through a dispatch mode, forward and backward. The mode adds the size of
+# each new storage to a count and subtracts it when the storage is freed. So the peak is that of the
+# tensors alive at one time, to the byte, without the interpreter and the allocator.
 
 
 class TensorMemory(TorchDispatchMode):
-    """The most bytes of tensors alive at one time, of those made inside."""
+    """Records the peak of the bytes in live tensors that were made inside this mode."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +103,7 @@ class TensorMemory(TorchDispatchMode):
 
 
 def peak_memory(run):
-    """The bytes at the peak of ``run()`` and of the gradient of its result, and that gradient."""
+    """Return the peak memory of ``run()`` and of the gradient of its result, and that gradient."""
     with TensorMemory() as memory:
         gradient = torch.autograd.grad(run(), (epsilon, sigma))
     return memory.peak, torch.stack(gradient)
@@ -111,8 +113,9 @@ def peak_memory(run):
 # Four adjoints
 # -------------
 #
-# The library's run is one call. The first three adjoints differentiate the steps that were taken.
-# :class:`~adjsim.BacksolveAdjoint` differentiates the exact flow, so it goes with an ODE solver of tight tolerance.
+# A run of the library is one call. The first three adjoints differentiate the discrete steps.
+# :class:`~adjsim.BacksolveAdjoint` differentiates the exact flow, so it takes an ODE solver with a
+# tight tolerance.
 
 verlet = adjsim.VelocityVerlet(DT)
 methods = {
@@ -148,13 +151,14 @@ ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %%
-# Backpropagation grows in proportion to the number of steps, by hand or by the library. The library's steps take more each:
-# forces are written over the full table of pairs, where the loop above takes each pair once. Checkpoints grow as the root of
-# the steps at most. Reversal and the continuous adjoint do not grow.
+# The memory of backpropagation grows in proportion to the number of steps, by hand and with the
+# library. The library takes more for each step: its forces use the full table of pairs, while the
+# loop above takes each pair once. The memory of checkpoints grows at most as the root of the number
+# of steps. The memory of reversal and of the continuous adjoint does not grow.
 
 
 def growth(name):
-    """How the peak grows when the steps are doubled for the last time."""
+    """Return the growth of the peak when the number of steps doubles for the last time."""
     return peaks[name, counts[-1]] / peaks[name, counts[-2]]
 
 
@@ -167,8 +171,9 @@ assert growth("reversible") < 1.01
 assert growth("backsolve") < 1.01
 
 # %%
-# The gradients of direct, checkpoint and reversible are the hand-written one to rounding. Rounding errors grow as the system's
-# own instability lets them, so the tolerance is far above the sixteenth digit.
+# The gradients of direct, checkpoint and reversible equal the hand-written gradient to rounding.
+# The instability of the system amplifies rounding errors, so the tolerance is far above the
+# sixteenth digit.
 
 for (name, steps), gradient in gradients.items():
     if name != "backsolve":
@@ -178,7 +183,7 @@ for (name, steps), gradient in gradients.items():
 # Gradient and time
 # -----------------
 #
-# The same call at ten lengths of the run, each timed forward and backward.
+# The same call runs for ten lengths of the run, and each is timed forward and backward.
 
 horizons = range(20, 201, 20)
 seconds, curve = {}, {}
@@ -196,8 +201,8 @@ for size, name in zip((10, 7.5, 5, 7), methods, strict=True):
     axes[0].plot(at, [curve[name, n][0] for n in horizons], **style)
     axes[1].plot(at, [curve[name, n][1] for n in horizons], **style)
     axes[2].plot(at, [seconds[name, n] for n in horizons], **style)
-axes[0].set(ylabel="d(radius of gyration)/d epsilon", title="gradient in epsilon")
-axes[1].set(ylabel="d(radius of gyration)/d sigma", title="gradient in sigma")
+axes[0].set(ylabel="d(radius of gyration)/d epsilon", title="gradient with respect to epsilon")
+axes[1].set(ylabel="d(radius of gyration)/d sigma", title="gradient with respect to sigma")
 axes[2].set(ylabel="forward and backward / s", title="time", ylim=(0, None))
 for ax in axes:
     ax.set(xlabel="horizon (reduced units)", xlim=(0, None))
@@ -205,17 +210,18 @@ axes[2].legend()
 plt.show()
 
 # %%
-# Side by side
+# A comparison
 # ------------
 #
-# :func:`adjsim.compare` runs estimators on the same starts and prints what each gave and cost. Its memory is the growth of the
-# resident set of the process. That is coarser than the count above, since memory freed by earlier work comes in.
+# :func:`adjsim.compare` runs estimators on the same starts and prints their results and costs. Its
+# memory is the growth of the resident set of the process. This is coarser than the count above,
+# since memory freed by earlier work is reused.
 
 observable = adjsim.Final(lambda state: adjsim.radius_of_gyration(state.position))
 
 
 def compared(solver, names, steps):
-    """The comparison of some of the adjoints, with one solver."""
+    """Compare some of the adjoints, with one solver."""
     simulation = adjsim.Simulation(dynamics, lambda replicas, generator: start, [0.0, steps * DT], solver=solver)
     estimators = {name: adjsim.Pathwise(methods[name][1]) for name in names}
     return adjsim.compare(simulation, observable, estimators, replicas=1)
@@ -229,11 +235,12 @@ assert comparison.difference("checkpoint") < 1e-10
 assert comparison.difference("reversible") < 1e-10
 
 # %%
-# What the continuous adjoint answers
-# -----------------------------------
+# The gradient of the continuous adjoint
+# --------------------------------------
 #
-# The backsolved gradient is that of the exact flow. It differs from the others by the discretisation error of velocity
-# Verlet, which is of second order: half the step, a quarter of the difference.
+# Backsolve gives the gradient of the exact flow. It differs from the other gradients by the
+# discretisation error of velocity Verlet, which is of second order: half the step makes a quarter
+# of the difference.
 
 exact = continuous.estimates["backsolve"].grad["potential.sigma"]
 coarse = discrete.estimates["reversible"].grad["potential.sigma"]
@@ -241,5 +248,6 @@ finer = compared(adjsim.VelocityVerlet(DT / 2), ["reversible"], 100)
 fine = finer.estimates["reversible"].grad["potential.sigma"]
 ratio = float((coarse - exact) / (fine - exact))
 print(f"difference at dt {float(coarse - exact):.2e}, at dt/2 {float(fine - exact):.2e}, ratio {ratio:.2f}")
-# The next term of the error is dt^2 smaller; a tenth covers it and the tolerances of the ODE solver.
+# The next term of the error is dt^2 smaller; a tenth covers it and the tolerances of the ODE
+# solver.
 assert abs(ratio - 4) < 0.4

@@ -2,12 +2,14 @@
 Barrier crossing in a double well
 =================================
 
-A particle sits in the left well of :math:`U = b\\,(q^2 - 1)^2` and noise carries it over the barrier. Three questions are
-asked. How long does it take? The overdamped answer is known exactly and the simulation is held against it. How does the share
-that has crossed change with the barrier, the friction and the temperature? That gradient is taken through the noisy paths. And
-how far back can a path with friction be followed?
+A particle starts in the left well of :math:`U = b\\,(q^2 - 1)^2`, and noise carries it over the
+barrier. This example answers three questions. How long does the crossing take? For overdamped
+dynamics the exact answer is known and checks the simulation. How does the share of particles that
+has crossed change with the barrier, the friction and the temperature? This gradient is taken
+through the noisy paths. And how far back can a path with friction be reversed?
 
-Lengths are in units of the distance of a well from the barrier and masses in units of the particle's. Friction 1 sets the time.
+Lengths are in units of the distance of a well from the barrier and masses in units of the
+particle's. Friction 1 sets the time.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -33,13 +35,15 @@ def parameter(value):
 # The time to cross
 # -----------------
 #
-# For the overdamped equation with unit friction the mean time from -1 to a point :math:`e` is a double integral,
+# For the overdamped equation with unit friction the mean time from -1 to a point :math:`e` is a
+# double integral,
 #
 # .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
 #
-# Euler-Maruyama sees the path at its steps only and misses excursions over the target between them. On average that moves the
-# target out by 0.5826 standard deviations of a step's noise (Broadie, Glasserman and Kou, Math. Finance 7, 325 (1997)), so the
-# exact time is taken to the target so moved. Paths are run in blocks, and those that have arrived are dropped.
+# Euler-Maruyama sees the path at its steps only and misses excursions over the target between them.
+# On average this has the effect of a target that is 0.5826 standard deviations of a step's noise
+# further out (Broadie, Glasserman and Kou, Math. Finance 7, 325 (1997)). So the exact time is
+# computed for the shifted target. Paths are run in blocks, and those that have arrived are dropped.
 
 DT, REPLICAS, BLOCK = 0.01, 4096, 500
 
@@ -54,7 +58,7 @@ def exact_time(kT, end):
 
 
 def crossing_times(kT, generator):
-    """First times at or beyond 1 of paths from -1."""
+    """Return the first times at or beyond 1 of paths from -1."""
     dynamics = adjsim.OverdampedLangevin(adjsim.DoubleWell(BARRIER), kT=kT)
     position, elapsed, found = -torch.ones(REPLICAS, 1, 1), 0.0, []
     while len(position) > 0:
@@ -94,8 +98,8 @@ ax.legend()
 plt.show()
 
 # %%
-# Kramers' formula, :math:`2\pi\,e^{b/kT}/\sqrt{U''(-1)\,|U''(0)|}`, is the limit of a high barrier. The simulation has no such
-# limit.
+# Kramers' formula, :math:`2\pi\,e^{b/kT}/\sqrt{U''(-1)\,|U''(0)|}`, holds in the limit of a high
+# barrier. The simulation holds for any barrier.
 
 off = (np.array(measured) - expected) / errors
 print("standard errors off:", np.round(off, 2))
@@ -105,9 +109,10 @@ assert np.abs(off).max() < 4
 # The gradient of having crossed
 # ------------------------------
 #
-# A step function has no useful derivative along a path, so the crossing is made smooth: the mean of a sigmoid of the position
-# after a time T. Here with inertia, by BAOAB. Momenta start thermal. :class:`~adjsim.Pathwise` averages the
-# gradient over replicas, and :class:`~adjsim.ReversibleAdjoint` retraces each path, its noise drawn again.
+# A step function has no useful derivative along a path. So the observable is smooth: the mean of a
+# sigmoid of the position after a time T. The particle has inertia here, is integrated by BAOAB, and
+# starts with thermal momenta. :class:`~adjsim.Pathwise` averages the gradient over replicas.
+# :class:`~adjsim.ReversibleAdjoint` reverses each path and draws its noise again.
 
 kT, FRICTION, TIME, DT = 0.6, 1.0, 2.0, 0.05
 crossed = adjsim.Final(lambda state: torch.sigmoid(6 * state.position[:, 0, 0]))
@@ -117,7 +122,8 @@ def simulation(solver, time=TIME, **values):
     values = {"potential.barrier": BARRIER, "kT": kT, "friction": FRICTION, **values}
     potential = adjsim.DoubleWell(parameter(values["potential.barrier"]))
     dynamics = adjsim.Langevin(potential, kT=parameter(values["kT"]), friction=parameter(values["friction"]))
-    # The starts do not move with kT: every estimator holds them fixed, and so must the differences below.
+    # The starts do not depend on kT: every estimator holds them fixed, and so must the differences
+    # below.
     thermal = adjsim.Langevin(potential, kT=kT)
 
     def initial(replicas, generator):
@@ -133,7 +139,7 @@ def estimate(solver, adjoint, seed, time=TIME):
 
 
 def value(name, at):
-    """The mean on the noise of seed 2, which is a function of the seed alone."""
+    """Return the mean on the noise of seed 2, which is a function of the seed alone."""
     generator = torch.Generator().manual_seed(2)
     run = simulation(adjsim.BAOAB(DT), **{name: at})
     return adjsim.Pathwise()(run, crossed, replicas=16384, chunks=32, generator=generator).value.item()
@@ -161,8 +167,9 @@ ax.legend()
 plt.show()
 
 # %%
-# On the same noise the adjoint and the difference quotient are the same derivative. On other noise the two solvers agree within
-# their errors. A higher barrier keeps the particle and heat frees it.
+# On the same noise the adjoint and the difference quotient give the same derivative. On other noise
+# the two solvers agree within their errors. A higher barrier keeps the particle in its well, and a
+# higher temperature frees it.
 
 for name in names:
     gradient, stderr = splitting.grad[name].item(), splitting.grad_stderr[name].item()
@@ -173,8 +180,9 @@ assert splitting.grad["potential.barrier"] < -10 * splitting.grad_stderr["potent
 assert splitting.grad["kT"] > 10 * splitting.grad_stderr["kT"]
 
 # %%
-# Paths part at the top of the barrier, so single gradients grow with the length of the run while their mean does not. The error
-# of the mean grows with them. For much longer runs take the equilibrium question instead (see :doc:`/choosing_an_adjoint`).
+# Paths part at the top of the barrier, so the gradients of single paths grow with the length of the
+# run, while their mean does not. The error of the mean grows with them. For much longer runs ask
+# the equilibrium question instead (see :doc:`/choosing_an_adjoint`).
 
 lengths = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 longer = [estimate(adjsim.BAOAB(DT), adjsim.ReversibleAdjoint(), seed=4, time=time) for time in lengths]
@@ -184,13 +192,14 @@ for name in names:
     assert bars[name][-1] > 10 * bars[name][0]
 
 # %%
-# How far back
-# ------------
+# Reversal under friction
+# -----------------------
 #
-# Going back, friction is antifriction. Reversed without checkpoints, a path is lost as :math:`e^{\gamma t}`: rounding of
-# 1e-16 is multiplied by that. The default stores a state every so many steps and keeps the error under its tolerance at any
-# length. The continuous adjoint of the SDE has the discretisation error of its solver where the reversed splitting has
-# rounding, and has so much less room to grow. It is refused beyond :math:`\gamma T = 5` between save times.
+# Backward, friction acts as antifriction. A path that is reversed without checkpoints is lost as
+# :math:`e^{\gamma t}`, the factor by which rounding of 1e-16 is amplified. By default the adjoint
+# stores checkpoints, which keep the error under its tolerance at any length. The continuous adjoint
+# of the SDE starts from the discretisation error of its solver instead of from rounding, so its
+# error has much less room to grow. It is refused beyond :math:`\gamma T = 5` between save times.
 
 DT = 1 / 64
 products = np.array([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
@@ -239,8 +248,9 @@ assert 0.7 < slope < 1.3
 assert max(kept) < 1e-6
 
 # %%
-# The limit of five is no promise. Some of these 64 paths linger at the barrier, whose instability comes on top of friction,
-# and at the limit the first digit of the continuous gradient is wrong. Save more often, or use the splitting.
+# The limit of five is no guarantee. Some of these 64 paths stay at the barrier, whose instability
+# adds to that of friction. At the limit the first digit of the continuous gradient is wrong. Save
+# more often, or use the splitting.
 
 print("continuous adjoint off by", ", ".join(f"{error:.1e}" for error in solved))
 assert max(solved[:4]) < 0.01 < 0.05 < solved[4]

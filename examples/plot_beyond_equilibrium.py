@@ -2,14 +2,17 @@ r"""
 Beyond equilibrium
 ==================
 
-Three questions that have no equilibrium answer. How likely has a walker crossed a barrier after a given time? How long does it
-take until it first does? What force, that changes with time and is the gradient of nothing, steers it across at the least cost?
+Three questions have no equilibrium answer. How likely has a walker crossed a barrier after a given
+time? How long does the first crossing take? And which force, time-dependent and not the gradient of
+an energy, steers the walker across at the least cost?
 
-Each is asked of :class:`~adjsim.Pathwise`, :class:`~adjsim.Girsanov` and :class:`~adjsim.FiniteDifference`. The first two
-have answers to many digits, and the third a bound that no control can beat. The stationary estimators have nothing to say to
-any of them. They are asked all the same, and give a reason instead of a number.
+:class:`~adjsim.Pathwise`, :class:`~adjsim.Girsanov` and :class:`~adjsim.FiniteDifference` answer
+each question. The first two questions have answers known to many digits, and the third has a lower
+bound on the cost of any control. The stationary estimators cannot answer any of them. They are
+asked all the same, and give a reason instead of a number.
 
-Lengths, energies and friction are 1. The walkers are overdamped and stepped by :class:`~adjsim.EulerMaruyama`.
+Lengths, energies and friction are 1. The walkers are overdamped and integrated by
+:class:`~adjsim.EulerMaruyama`.
 """
 
 # sphinx_gallery_thumbnail_number = 6
@@ -39,7 +42,7 @@ def seeded(seed):
 
 
 def refused(comparison, reason="equilibrium mean"):
-    """See to it that the stationary estimators, and they alone, have a reason and no number."""
+    """Check that the stationary estimators, and only they, have a reason instead of a number."""
     assert set(comparison.failures) == {"ScoreFunction", "Reweighting"}
     assert not set(comparison.failures) & set(comparison.estimates)
     assert all(reason in text for text in comparison.failures.values())
@@ -49,16 +52,18 @@ def refused(comparison, reason="equilibrium mean"):
 # The exact answer
 # ----------------
 #
-# A walker starts in the left well of :math:`b\,(x^2-1)^2` at a barrier of two kT. A step of Euler-Maruyama takes it from
-# :math:`x` to a Gaussian about :math:`m(x) = x + F(x)\,\Delta t` of variance :math:`s^2 = 2\,kT\,\Delta t`. So the density
-# after a step is an integral over that before,
+# A walker starts in the left well of :math:`b\,(x^2-1)^2`, with a barrier of two kT. A step of
+# Euler-Maruyama takes it from :math:`x` to a Gaussian about :math:`m(x) = x + F(x)\,\Delta t` of
+# variance :math:`s^2 = 2\,kT\,\Delta t`. So the density after a step is an integral over the
+# density before,
 #
 # .. math:: p_{n+1}(y) = g(y)\int \mathrm dx\;p_n(x)\,K(x, y),\qquad K(x, y) = \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
 #
-# with :math:`g = 1` for now. On nodes with weights the integral is a product with a matrix, and it converges exponentially
-# fast: what follows is exact for these steps, and has no bias of :math:`\Delta t`. The share beyond the barrier is a sum over
-# the nodes, with the last step in closed form where the edge is sharp. Forward-mode differentiation gives the derivative by the
-# barrier at all times at once.
+# with :math:`g = 1` for now. On nodes with weights the integral becomes a product with a matrix,
+# and it converges exponentially fast. So the answers below are exact for these steps and have no
+# bias of :math:`\Delta t`. The share beyond the barrier is a sum over the nodes, with the last step
+# in closed form where the edge is sharp. Forward-mode differentiation gives the derivative with
+# respect to the barrier at all times at once.
 
 KT, DT, EDGE, WIDTH, LIFETIME = 0.5, 0.05, 2.6, 0.1, 0.2
 S, START = math.sqrt(2 * KT * DT), torch.tensor([-1.0])
@@ -74,7 +79,7 @@ def kernel(b, x, nodes):
 
 
 def densities(b, steps, nodes, alive=torch.ones_like):
-    """Weights times the density after 1, 2, ... steps."""
+    """Compute weights times the density after 1, 2, ... steps."""
     matrix, p = kernel(b, nodes[0], nodes), [alive(START) * kernel(b, START, nodes)[0] * alive(nodes[0])]
     for _ in range(steps - 1):
         p.append((p[-1] @ matrix) * alive(nodes[0]))
@@ -82,7 +87,7 @@ def densities(b, steps, nodes, alive=torch.ones_like):
 
 
 def whole_line():
-    """The trapezoid rule, whose error falls exponentially for what is analytic and vanishes at both ends."""
+    """Make the trapezoidal rule, whose error falls exponentially for such analytic functions."""
     x = torch.linspace(-EDGE, EDGE, 1 + math.ceil(8 * EDGE / S))
     return x, torch.full_like(x, float(x[1] - x[0]))
 
@@ -100,7 +105,7 @@ def smooth_share(b, steps, width=WIDTH):
 
 
 def exact(function, *args):
-    """Values and derivatives by the barrier after 1, 2, ... steps, at b = 1."""
+    """Compute values and derivatives with respect to the barrier after 1, 2, ... steps, at b = 1."""
     values, slopes = torch.func.jvp(lambda b: function(b, *args), (torch.tensor(1.0),), (torch.tensor(1.0),))
     return values.numpy(), slopes.numpy()
 
@@ -109,10 +114,11 @@ def exact(function, *args):
 # Transition probability
 # ----------------------
 #
-# The share beyond the barrier is the mean of a step function. Along a path that has no derivative: :class:`~adjsim.Pathwise`
-# finds zero, and says what that is worth. So it is given a sigmoid instead of the step, which is another question with another
-# answer. :class:`~adjsim.Girsanov` needs values only and takes both at once. Finite differences see the step too if theirs is
-# large enough.
+# The share beyond the barrier is the mean of a step function, which has no derivative along a path.
+# :class:`~adjsim.Pathwise` finds zero, and warns that its zero means nothing. So it gets a sigmoid
+# instead of the step, which is another question with another answer. :class:`~adjsim.Girsanov`
+# needs values only and answers both questions. Finite differences see the step too, if their own
+# step is large enough.
 
 
 def well(duration, every_step=False):
@@ -153,18 +159,19 @@ refused(comparison)
 assert comparison.difference("FiniteDifference") < 1e-4
 
 # %%
-# On the same noise the pathwise gradient and the difference quotient are one number, but for the square of the relative step.
-# Girsanov's score is another estimator, and agrees within errors. Now on noise of their own, for runs of six lengths.
+# On the same noise the pathwise gradient and the difference quotient are the same number, up to the
+# square of the relative step. Girsanov's score is another estimator, and agrees within errors. The
+# next figure has independent noise, for runs of six lengths.
 
 
 def entry(estimate, i=None):
-    """Value, gradient and their standard errors, of one of several observables."""
+    """Return value, gradient and their standard errors, of one of several observables."""
     parts = (estimate.value, estimate.grad[BARRIER], estimate.value_stderr, estimate.grad_stderr[BARRIER])
     return [float(part if i is None else part[i]) for part in parts]
 
 
 def measure(problem, sharp, smooth, pair, durations, replicas, seed, trusted=math.inf):
-    """By method and question: rows of value, gradient and errors, one for each length; those along paths while trusted."""
+    """Estimate, by method and question, rows of value, gradient and errors, one for each length."""
     found = {}
     for i, t in enumerate(durations.tolist()):
         run = problem(t)
@@ -193,7 +200,7 @@ SHIFTS = {
 
 
 def show(found, durations, curves, labels):
-    """Values and gradients with two standard errors, beside the exact curves."""
+    """Draw values and gradients with two standard errors, beside the exact curves."""
     _, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     steps = DT * np.arange(1, len(curves["sharp"][0]) + 1)
     for column, (ax, name) in enumerate(zip(axes, labels, strict=True)):
@@ -213,7 +220,7 @@ def show(found, durations, curves, labels):
 
 
 def hold(found, durations, curves, quotients):
-    """Every number within four of its standard errors of what is exact; the coarse quotients of an exact one."""
+    """Check that every number is within four of its standard errors of the exact answer."""
     at = np.round(durations / DT).astype(int) - 1
     for (method, kind), rows in found.items():
         value, slope = (curve[at[: len(rows)]] for curve in curves[kind])
@@ -225,7 +232,7 @@ def hold(found, durations, curves, quotients):
 
 
 def quotient(function, *args):
-    """What a sharp difference quotient estimates."""
+    """Compute the number that a sharp difference quotient estimates."""
     up, down = (function(torch.tensor(1 + d), *args).numpy() for d in (coarse.h, -coarse.h))
     return (up - down) / (2 * coarse.h)
 
@@ -236,16 +243,18 @@ curves = {"sharp": exact(sharp_share, steps), "smooth": exact(smooth_share, step
 found = measure(
     well, adjsim.Final(crossed), adjsim.Final(nearly), adjsim.Final(both), durations, REPLICAS, seed=100, trusted=2.0
 )
-left, right = show(found, durations, curves, ("share beyond the barrier", "its gradient by the barrier"))
+left, right = show(found, durations, curves, ("share beyond the barrier", "its gradient, with respect to the barrier"))
 left.legend(fontsize="small")
 plt.show()
 hold(found, durations, curves, quotient(sharp_share, steps))
 
 # %%
-# Bars are two standard errors, circles the sigmoid and squares the step. The shift along the axis is for legibility. Every mark
-# is within four of its standard errors of the exact answer, the coarse quotient of the step of an exact coarse quotient. Paths
-# on the same noise part at the top of the barrier, so the error of the pathwise gradient, and of the quotient that follows it,
-# grows fast with the time they have for it. Girsanov propagates nothing, and its error grows more slowly.
+# Bars are two standard errors, circles the sigmoid and squares the step. The marks are shifted
+# along the axis for legibility. Every mark is within four of its standard errors of the exact
+# answer. (The coarse quotient of the step is compared with an exact coarse quotient.) Paths on the
+# same noise part at the top of the barrier. So the error of the pathwise gradient, and of the
+# quotient that follows it, grows fast with time. Girsanov propagates no tangents, and its error
+# grows more slowly.
 
 spread = {method: found[method, "smooth"][:, 3] for method in COLORS}
 for method, errors in spread.items():
@@ -255,9 +264,10 @@ assert spread["Pathwise"][3] > 1.5 * spread["Girsanov"][3]
 assert spread["Pathwise"][3] / spread["Pathwise"][0] > 2 * spread["Girsanov"][3] / spread["Girsanov"][0]
 
 # %%
-# Longer runs of Pathwise, and of the quotient that follows it, are left out for a reason. Fewer and fewer paths carry the
-# gradient, those that linger at the top. If each path is given a barrier of its own, the derivatives by these are the gradients
-# g of single paths, and :math:`(\sum|g|)^2/\sum g^2` counts the ones that matter.
+# Longer runs of Pathwise, and of the quotient that follows it, are left out, since fewer and fewer
+# paths carry the gradient: those that stay near the top. If each path has a barrier of its own, the
+# derivatives with respect to these barriers are the gradients g of single paths, and
+# :math:`(\sum|g|)^2/\sum g^2` counts the paths that matter.
 
 
 def carriers(t, seed):
@@ -280,15 +290,15 @@ for seed in range(4):
     print(f"T = {late:g}: {slope:.3f} +- {error:.3f}, {abs(slope - curves['smooth'][1][-1]) / error:.1f} standard errors off")
 
 # %%
-# A batch of long runs may have none of the paths that matter, and then neither its mean nor its error bar knows what is
-# missing. The last lines say how far that leaves four batches of the longest run from the exact gradient, in their own standard
-# errors.
+# A batch of long runs may contain none of the paths that matter. Then neither its mean nor its
+# error bar shows that they are missing. The last lines print how far four batches of the longest
+# run are from the exact gradient, in their own standard errors.
 #
-# How wide to smooth
-# ------------------
+# The width of the sigmoid
+# ------------------------
 #
-# A narrow sigmoid asks nearly the sharp question, of the few walkers that stand on it. A wide one asks another. The bias falls
-# as the error rises.
+# A narrow sigmoid is close to the sharp question, but few walkers are on its slope. A wide sigmoid
+# is another question. As the width falls, the bias falls and the error rises.
 
 
 def blurred(width):
@@ -312,7 +322,7 @@ ax.plot(line, curve, "k--", lw=1, label="exact, smooth")
 ax.errorbar(widths, grad, 2 * error, fmt="o", ms=5, capsize=3, color=COLORS["Pathwise"], label="Pathwise, smooth")
 style = {"fmt": "s", "ms": 5, "capsize": 3, "color": COLORS["Girsanov"], "mfc": "white"}
 ax.errorbar([0.006], score[1], 2 * score[3], label="Girsanov, sharp", **style)
-ax.set(xlabel="width of the sigmoid", ylabel=f"gradient of the share by the barrier, T = {at:g}", xscale="log")
+ax.set(xlabel="width of the sigmoid", ylabel=f"gradient of the share\nwith respect to the barrier, T = {at:g}", xscale="log")
 ax.set_xticks([0.006, *widths], ["sharp", *(f"{width:g}" for width in widths)])
 ax.minorticks_off()
 ax.legend()
@@ -327,15 +337,17 @@ assert abs(curve[-1] - sharp) > 3 * abs(curve[0] - sharp)
 # Mean first-passage time
 # -----------------------
 #
-# The time until a walker is first seen beyond the barrier, or the length of the run if it is not:
-# :func:`~adjsim.first_passage_time` of a rate that is infinite beyond it. A smooth rate,
-# :math:`\operatorname{sigmoid}(x/w)/\tau`, is the question that Pathwise can take. The exact answer has
-# :math:`g = e^{-\mathrm{rate}\,\Delta t}`, the share of the walkers that a visit leaves alive, and sums the survivors,
+# The observable is the time until a walker is first seen beyond the barrier, or the length of the
+# run if it is not seen there: :func:`~adjsim.first_passage_time` of a rate that is infinite beyond
+# the barrier. Pathwise needs a smooth rate, :math:`\operatorname{sigmoid}(x/w)/\tau`. The exact
+# answer has :math:`g = e^{-\mathrm{rate}\,\Delta t}`, the share of walkers that survive a visit,
+# and sums the survivors,
 #
 # .. math:: \langle T\rangle = \Delta t\,\Bigl(g(-1) + \sum_{n=1}^{N-1} \int \mathrm dx\;p_n(x)\Bigr) .
 #
-# For the sharp edge the nodes are those of Gauss and Legendre on the side that is left alive. Without an end of the run the sum
-# is a geometric series of the matrix, and one linear solve.
+# For the sharp edge the nodes are those of Gauss and Legendre on the side where walkers survive.
+# For a run without an end the sum is a geometric series of the matrix, which takes one linear
+# solve.
 
 
 def sharp_rate(x):
@@ -359,7 +371,7 @@ def passage_times(b, steps, nodes, rate):
 
 
 def forever(b):
-    """The mean first-passage time of runs without an end, with a sharp edge."""
+    """Compute the mean first-passage time of runs without an end, with a sharp edge."""
     nodes = left_side()
     matrix, first = kernel(b, nodes[0], nodes), kernel(b, START, nodes)[0]
     return DT * (1 + first @ torch.linalg.solve(torch.eye(len(first)) - matrix, torch.ones_like(first))).reshape(1)
@@ -393,7 +405,7 @@ found = measure(watched, passage(sharp_rate), passage(smooth_rate), pair, durati
 print(
     f"mean first-passage time {limit:.4f}, its gradient {slope:.4f}; within T = {durations[-1]:g}, {curves['sharp'][0][-1]:.4f}"
 )
-left, right = show(found, durations, curves, ("mean first-passage time within T", "its gradient by the barrier"))
+left, right = show(found, durations, curves, ("mean first-passage time within T", "its gradient, with respect to the barrier"))
 for ax, level in ((left, limit), (right, slope)):
     ax.axhline(level, color="0.6", lw=1, ls=":", label="exact, sharp, no end")
 left.legend(fontsize="small")
@@ -401,20 +413,23 @@ plt.show()
 hold(found, durations, curves, quotient(passage_times, steps, left_side(), sharp_rate))
 
 # %%
-# The first-passage time within T grows to the mean first-passage time as the run gets long, and its gradient follows later. A
-# smooth rate absorbs some walkers before the barrier and lets others return from beyond it.
+# As the run gets long, the first-passage time within T grows to the mean first-passage time, and
+# its gradient follows later. A smooth rate absorbs some walkers before the barrier and lets others
+# return from beyond the barrier.
 #
 # Optimal control
 # ---------------
 #
-# Two wells at :math:`(\pm1, 0)` are joined by a bent channel, :math:`U = (x^2-1)^2 + \tfrac32\,(y + x^2 - 1)^2`, and kT is a
-# quarter of the barrier. A walker in the left well is to be in the right one after a time T, too short for it to go there by
-# itself. A network gives it a force :math:`u_\theta(t, q)`, which is paid for:
+# A bent channel joins two wells at :math:`(\pm1, 0)`, :math:`U = (x^2-1)^2 + \tfrac32\,(y + x^2 -
+# 1)^2`, and kT is a quarter of the barrier. A walker in the left well should be in the right well
+# after a time T that is too short for a free crossing. A network gives it a force
+# :math:`u_\theta(t, q)`, which has a cost:
 #
 # .. math:: J(\theta) = \Bigl\langle |q_T - q^*|^2 + \lambda\int_0^T |u_\theta(t, q_t)|^2\,\mathrm dt\Bigr\rangle .
 #
-# Such a force depends on time and need not be the gradient of an energy: it is a :class:`~adjsim.ForceField`. The observable is
-# a function of the whole trajectory, and of the parameters by itself too.
+# Such a force depends on time and need not be the gradient of an energy: it is a
+# :class:`~adjsim.ForceField`. The observable is a function of the whole trajectory, and also
+# depends on the parameters explicitly.
 
 KT, DT, TIME, PRICE, STIFFNESS = 0.25, 0.04, 1.0, 0.1, 3.0
 SIGMA = math.sqrt(2 * KT * DT)
@@ -432,7 +447,7 @@ def wells(q):
 
 
 class Steered(adjsim.ForceField):
-    """The force of the wells, and a network's on top."""
+    """The force of the wells plus the force of a network."""
 
     def __init__(self, hidden=16):
         super().__init__()
@@ -457,12 +472,12 @@ def miss(position):
 
 
 def cost(simulation):
-    """J, with the field as it will be when it is asked."""
+    """Make J as an observable, with the simulation's current field."""
     field = simulation.dynamics.potential
 
     def observable(run):
-        push = field.control(run.times[:-1].reshape(-1, 1, 1, 1), run.position[:-1])
-        return miss(run.position[-1]) + PRICE * DT * (push**2).sum((0, -1, -2))
+        control_force = field.control(run.times[:-1].reshape(-1, 1, 1, 1), run.position[:-1])
+        return miss(run.position[-1]) + PRICE * DT * (control_force**2).sum((0, -1, -2))
 
     return observable
 
@@ -472,19 +487,20 @@ def flat(parts):
 
 
 # %%
-# The stationary estimators are asked for this mean, and for a time average under this force.
+# The stationary estimators get this mean, and a time average under this force.
 
 simulation = steered()
 asked = {"Pathwise": adjsim.Pathwise(), **stationary}
 average = adjsim.TimeAverage(lambda state: miss(state.position))
-for observable, reason in ((cost(simulation), "equilibrium mean"), (average, "does not sample a density")):
+for observable, reason in ((cost(simulation), "equilibrium mean"), (average, "no known stationary density")):
     comparison = adjsim.compare(simulation, observable, asked, replicas=256, generator=seeded(3))
     refused(comparison, reason)
     print(*comparison.remarks(), sep="\n")
 
 # %%
-# Even the time average is refused: under a force that is no gradient there is no known density to take the score of. Now every
-# entry of the gradient, at the start of the training, by the three that answer.
+# Even the time average is refused: under a force that is not a gradient no stationary density is
+# known, so there is no score. The three path estimators give every entry of the gradient at the
+# start of the training.
 
 
 def taken(estimator, replicas, seed, **rest):
@@ -522,22 +538,25 @@ assert noisier > 1.5
 assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 
 # %%
-# Bars, and the grey band, are two standard errors. On the same noise a difference quotient is the pathwise gradient; Girsanov's
-# score, on noise of its own, is within the errors.
+# Bars, and the grey band, are two standard errors. On the same noise a difference quotient equals
+# the pathwise gradient. Girsanov's score, on noise of its own, agrees within the errors.
 #
-# What is the least that any control could cost? A force moves the mean of a step's noise by :math:`u\,\Delta t`. The relative
-# entropy of controlled to free walkers is therefore the mean of :math:`\sum|u|^2\Delta t/4kT`, and the cost is the mean of the
-# miss and :math:`c = 4\lambda\,kT` times that. The least of such a sum over all distributions is known (Kappen, Phys. Rev.
+# What is the least cost of any control? A force moves the mean of a step's noise by
+# :math:`u\,\Delta t`. So the relative entropy of controlled to free walkers is the mean of
+# :math:`\sum|u|^2\Delta t/4kT`, and the cost is the mean of the miss plus :math:`c = 4\lambda\,kT`
+# times this entropy. The minimum of such a sum over all distributions is known (Kappen, Phys. Rev.
 # Lett. 95, 200201 (2005)):
 #
 # .. math:: J \ge -c\,\ln\psi(0, q_0),\qquad \psi(t, q) = \bigl\langle e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
 #
-# That holds for the steps as they are. The distribution that attains it gives a step from :math:`q` the mean force
+# The bound holds for the discrete steps. The distribution that attains it gives a step from
+# :math:`q` the mean force
 #
 # .. math:: u(t, q) = 2\,kT\,\nabla_m \ln\bigl\langle\psi(t+\Delta t,\,m + \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
 #
-# In the limit of short steps that is all it does, and a force attains the bound. Here :math:`\psi` is taken back in time on
-# nodes in the plane, as the densities went forward on the line.
+# In the limit of short steps the optimal distribution changes nothing but this force, so a force
+# attains the bound. Here :math:`\psi` is propagated backward on nodes in the plane, as the
+# densities were propagated forward on the line.
 
 C, SPACING = 4 * PRICE * KT, SIGMA / 2
 nodes_x, nodes_y = torch.arange(-1.9, 2.1, SPACING), torch.arange(-1.8, 2.4, SPACING)
@@ -549,7 +568,7 @@ def gaussian(nodes, middle):
 
 
 def back(psi, q):
-    """The mean of psi after a step from each q, and the force that it asks for."""
+    """Compute the mean of psi after a step from each q, and the optimal force."""
     middle = (q + wells(q) * DT).requires_grad_()
     mean = ((gaussian(nodes_x, middle[:, 0]) @ psi) * gaussian(nodes_y, middle[:, 1])).sum(-1)
     (slope,) = torch.autograd.grad(torch.log(mean).sum(), middle)
@@ -559,13 +578,13 @@ def back(psi, q):
 psi, forces = torch.exp(-miss(plane[..., None, :]) / C), []
 for _ in range(round(TIME / DT)):
     bound = -C * math.log(back(psi, HOME[None])[0].item())
-    psi, push = back(psi, plane.reshape(-1, 2))
-    psi, forces = psi.reshape(plane.shape[:2]), [push.reshape(plane.shape), *forces]
+    psi, control_force = back(psi, plane.reshape(-1, 2))
+    psi, forces = psi.reshape(plane.shape[:2]), [control_force.reshape(plane.shape), *forces]
 print(f"no control costs less than {bound:.4f}")
 
 
 class Tabled(adjsim.ForceField):
-    """The force of the bound, as it is at the nearest node."""
+    """The optimal force, at the nearest node."""
 
     def control(self, t, position):
         step = torch.round((t + torch.zeros_like(position[..., 0:1])) / DT).long()[..., 0]
@@ -577,8 +596,8 @@ class Tabled(adjsim.ForceField):
 
 
 # %%
-# Training is by Adam, with the gradients of the one and of the other: ``estimate.accumulate(dynamics)`` adds them into
-# ``.grad``, as ``backward()`` does.
+# Adam trains with the gradients of Pathwise, and with those of Girsanov.
+# ``estimate.accumulate(dynamics)`` adds them into ``.grad``, as ``backward()`` does.
 
 ITERATIONS, RATE = 60, 0.2
 
@@ -599,7 +618,7 @@ def train(estimator, seed):
 
 
 def price(simulation, seed):
-    """The cost and its standard error, on fresh noise."""
+    """Compute the cost and its standard error, on fresh noise."""
     with torch.no_grad():
         run = adjsim.simulate(
             simulation.dynamics,
@@ -638,12 +657,12 @@ for mean, error in [*reached.values(), (table, table_error)]:
     assert mean - bound < 0.1 * (before - bound)
 
 # %%
-# Bands are intervals of 95 % from four chunks of replicas. Both lead down alike, although Girsanov's gradients are the noisier.
-# The dotted line is the force that belongs to the bound, looked up at the nearest node: steps this long keep it from the bound
-# itself.
+# Bands are 95 % intervals from four chunks of replicas. Both trainings reduce the cost alike,
+# although Girsanov's gradients are noisier. The dotted line is the cost of the optimal force,
+# looked up at the nearest node. It does not reach the bound because of the finite step.
 #
-# Walkers before and after, over the contours of the energy. Below, the trained force at two times, where walkers are, beside
-# the one that belongs to the bound.
+# The last figure shows walkers before and after training, over the contours of the energy. Below,
+# it shows the trained force at two times, where walkers are, beside the optimal force.
 
 mesh_x, mesh_y = np.meshgrid(np.linspace(-1.8, 1.8, 121), np.linspace(-1.2, 1.8, 101))
 height = energy(torch.tensor(np.stack([mesh_x, mesh_y], -1))).numpy()
@@ -661,17 +680,17 @@ for ax, part in zip(axes[1], (0.25, 0.75), strict=True):
     time, cloud = run.times[step].item(), run.position[step, :400, 0]
     best = forces[step]
     i, j = torch.round((cloud - plane[0, 0]) / SPACING).long().T
-    there, push = best[i, j], field.control(time, plane[i, j][:, None]).detach()[:, 0]
-    apart = ((push - there).norm() / there.norm()).item()
+    there, control_force = best[i, j], field.control(time, plane[i, j][:, None]).detach()[:, 0]
+    apart = ((control_force - there).norm() / there.norm()).item()
     print(f"t = {time:g}: where walkers are, the network's force differs from the bound's by {100 * apart:.0f} % of its size")
     assert apart < 0.5
     places, best = plane[::3, ::3].reshape(-1, 2), best[::3, ::3].reshape(-1, 2)
     near = torch.cdist(places, cloud).min(1).values < 0.15
-    push = field.control(time, places[near][:, None]).detach()[:, 0]
+    control_force = field.control(time, places[near][:, None]).detach()[:, 0]
     ax.plot(*cloud.T, ".", ms=2, color="0.6")
     arrows = {"angles": "xy", "scale_units": "xy", "scale": 15, "width": 0.004}
     ax.quiver(*places[near].T, *best[near].T, color="k", label="of the bound", **arrows)
-    ax.quiver(*places[near].T, *push.T, color=COLORS["Pathwise"], label="of the network", **arrows)
+    ax.quiver(*places[near].T, *control_force.T, color=COLORS["Pathwise"], label="of the network", **arrows)
     ax.set(title=f"the force at t = {time:g}")
 axes[1, 0].legend(loc="lower left", fontsize="small")
 for ax in axes[:, 0]:
@@ -682,12 +701,13 @@ axes[0, 0].set(xlim=(-1.8, 1.8), ylim=(-1.2, 1.8))
 plt.show()
 
 # %%
-# The trained force is no gradient: it has a curl, :math:`\partial_x u_y - \partial_y u_x`. It also changes with time.
+# The trained force is not a gradient: it has a curl, :math:`\partial_x u_y - \partial_y u_x`. It
+# also changes with time.
 
 times = run.times[:-1].reshape(-1, 1, 1, 1)
 places = run.position[:-1, :64].requires_grad_()
-push = field.control(times, places)
-along_x, along_y = (torch.autograd.grad(push[..., i].sum(), places, retain_graph=True)[0] for i in range(2))
+control_force = field.control(times, places)
+along_x, along_y = (torch.autograd.grad(control_force[..., i].sum(), places, retain_graph=True)[0] for i in range(2))
 curl = (along_y[..., 0] - along_x[..., 1]).square().mean().sqrt().item()
 size = torch.cat([along_x, along_y], -1).square().sum(-1).mean().sqrt().item()
 print(f"root mean square curl {curl:.2f}, of a derivative of size {size:.2f}")

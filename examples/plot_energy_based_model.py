@@ -2,15 +2,16 @@ r"""
 Training an energy-based model by contrastive divergence
 ========================================================
 
-A network is an energy :math:`U_\theta`, and the density it stands for is :math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient
-of the likelihood of data needs samples of that density, and Langevin chains of k steps make them. Three ways to the gradient
-are compared. The score function takes the ends of chains that start from data as samples. The persistent way does too, but lets
-the same chains go on from one iteration to the next. The pathwise way starts from data and also differentiates through the
-chains.
+A network is an energy :math:`U_\theta`, and represents the density
+:math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient of the likelihood of data needs samples of
+this density, which Langevin chains of k steps provide. This example compares three methods for the
+gradient. The score function takes the ends of chains that start from data as samples. The
+persistent method does the same, but continues the same chains from one iteration to the next. The
+pathwise method starts from data and also differentiates through the chains.
 
-The data are in the plane, and their density is known in closed form. So is :math:`Z_\theta`, by quadrature. What a way has
-learnt is measured as the Kullback-Leibler divergence of the model from the truth, beside that of the exact gradient of the
-likelihood. kT and friction are 1.
+The data are in the plane, and their density is known in closed form. Quadrature gives
+:math:`Z_\theta`. The quality of a method is the Kullback-Leibler divergence of its model from the
+truth, compared with that of the exact gradient of the likelihood. kT and friction are 1.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -44,9 +45,10 @@ def seeded(seed):
 # Truth and model
 # ---------------
 #
-# The truth is a crescent with a disc above it. Its energy is minus the logarithm of its density, so that Z = 1. A potential is
-# any module that takes positions ``(*batch, 1, 2)`` to energies ``(*batch,)``. The model is a small network in a wide confining
-# well, without which Z might be infinite.
+# The truth is a crescent with a disc above it. Its energy is minus the logarithm of its density, so
+# that Z = 1. A potential is any module that takes positions ``(*batch, 1, 2)`` to energies
+# ``(*batch,)``. The model is a small network in a wide confining well, without which Z might be
+# infinite.
 
 SHARE, BEND, BASE, ACROSS, ALONG, HEIGHT = 0.3, 0.35, -1.8, 0.45, 1.2, 1.4
 WIDTH = 2.0  # of the Gaussian density of the confining well alone
@@ -63,7 +65,7 @@ class Truth(nn.Module):
 
 
 def draw(count, generator):
-    """Samples of the truth, (count, 1, 2)."""
+    """Draw samples of the truth, (count, 1, 2)."""
     a, b = torch.randn(2, count, generator=generator)
     disc = torch.rand(count, generator=generator) < SHARE
     x = torch.where(disc, ACROSS * a, ALONG * a)
@@ -110,7 +112,7 @@ ENTROPY, TRUE_SHARE = (weight @ truth(fine.points)).item(), weight[disc].sum().i
 
 
 def measure(model, region):
-    """KL(truth || model), and the model's probability of a region."""
+    """Compute KL(truth || model), and the model's probability of a region."""
     log_density = fine.log_density(model)
     return -(weight @ log_density).item() - ENTROPY, log_density[region].exp().sum().item() * fine.cell
 
@@ -125,8 +127,8 @@ assert abs(total - 1) < 1e-3
 # The chains
 # ----------
 #
-# Which integrator? Chains that start from draws of the truth, and move in the energy of the truth, should stay there. The mean
-# change of their energy is the bias.
+# Which integrator is unbiased enough? Chains that start from draws of the truth, in the energy of
+# the truth, should keep its distribution. The mean change of their energy is the bias.
 
 true_dynamics, starts, bias = adjsim.OverdampedLangevin(truth), draw(20000, seeded(2)), {}
 for solver in (adjsim.EulerMaruyama(DT), adjsim.LeimkuhlerMatthews(DT)):
@@ -140,66 +142,74 @@ assert abs(bias["LeimkuhlerMatthews"]) < 4
 assert bias["EulerMaruyama"] > 5
 
 # %%
-# The chains of Euler-Maruyama end too high, and a network trained on them would have to make up for it.
-# :class:`~adjsim.LeimkuhlerMatthews` costs the same and shows no bias, so it is used throughout.
+# The chains of Euler-Maruyama end at too high an energy, and a network trained on them would have
+# to compensate for it. :class:`~adjsim.LeimkuhlerMatthews` costs the same and shows no bias, so it
+# is used throughout.
 #
 # Three terms
 # -----------
 #
-# Let :math:`p_0` be the density of the data, and :math:`p_k` that of the ends of chains that start from them. The gradient of
-# minus the log likelihood is
+# Let :math:`p_0` be the density of the data, and :math:`p_k` that of the ends of chains that start
+# from them. The gradient of minus the log likelihood is
 #
 # .. math:: \frac{\mathrm d}{\mathrm d\theta}\,\mathrm{KL}(p_0\|p_\theta)
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_\theta} .
 #
-# The second mean is a score function, the derivative of :math:`-\log Z`. Nothing is propagated through a chain. Contrastive
-# divergence (Hinton, Neural Comput. 14, 1771 (2002)) puts :math:`p_k` for :math:`p_\theta` there. It is motivated by
+# The second mean is a score function, the derivative of :math:`-\log Z`. No tangent is propagated
+# through a chain. Contrastive divergence (Hinton, Neural Comput. 14, 1771 (2002)) replaces
+# :math:`p_\theta` by :math:`p_k` there. It is motivated by
 #
 # .. math:: L = \mathrm{KL}(p_0\|p_\theta) - \mathrm{KL}(p_k\|p_\theta)
 #    = \langle U\rangle_{p_0} - \langle U\rangle_{p_k} + H(p_k) - H(p_0) ,
 #
-# in which Z cancels. But the chains move with :math:`\theta`, and so the gradient of L has a third term, which is left out
-# there:
+# in which Z cancels. But the chains depend on :math:`\theta`, so the gradient of L has a third
+# term, which contrastive divergence leaves out:
 #
 # .. math:: \frac{\mathrm dL}{\mathrm d\theta}
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_k}
 #    - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle - H(p_k)\Big] ,
 #
-# where :math:`\bar U` is U with its parameters held fixed. The bracket is :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of
-# :math:`p_k`. Its derivative is a pathwise gradient, taken through the chain.
+# where :math:`\bar U` is U with its parameters held fixed. The bracket is
+# :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a pathwise
+# gradient, taken through the chain.
 #
-# What does the third term do? Close to the fit, let :math:`\log p_\theta - \log p_0 = \varepsilon\,\varphi`, with
-# :math:`\varphi` a mode of unit variance that the chain relaxes as :math:`e^{-\lambda t}`. The derivatives by
-# :math:`\varepsilon` are, for chains of length t,
+# What is the effect of the third term? Close to the fit, let :math:`\log p_\theta - \log p_0 =
+# \varepsilon\,\varphi`, with :math:`\varphi` a mode of unit variance that the chain relaxes as
+# :math:`e^{-\lambda t}`. The derivatives with respect to :math:`\varepsilon` are, for chains of
+# length t,
 #
 # .. math:: \underbrace{\varepsilon}_{\text{likelihood}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})}_{\text{two terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-2\lambda t})}_{\text{three terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third with the opposite sign}}
 #
-# All vanish at the fit. They differ in slow modes, such as the weight of the disc against the crescent. There three terms give
-# twice as much as two, and the last is of second order.
+# All vanish at the fit. They differ in slow modes, such as the weight of the disc against the
+# crescent. There the three terms give twice as much as two, and the last expression is of second
+# order.
 #
-# The last matters because it is in use. Du, Li, Tenenbaum and Mordatch, "Improved contrastive divergence training of
-# energy-based models" (ICML 2021), showed that the term can be estimated. The code published with it adds the bracket to the
-# loss, for the last step of chains from a replay buffer. That draws the chains closer to the model. The gradient of L pushes
-# them away. Both signs are tried below.
+# The last expression matters because it is in use. Du, Li, Tenenbaum and Mordatch, "Improved
+# contrastive divergence training of energy-based models" (ICML 2021), showed that the term can be
+# estimated. The code published with the paper adds the bracket to the loss, for the last step of
+# chains from a replay buffer. This draws the chains closer to the model, while the gradient of L
+# pushes them away. This example tries both signs.
 #
-# The entropy comes from the distances between the ends (Kozachenko and Leonenko, Probl. Inf. Transm. 23, 95 (1987)),
+# The entropy comes from the distances between the ends (Kozachenko and Leonenko, Probl. Inf.
+# Transm. 23, 95 (1987)),
 #
 # .. math:: H \approx \psi(n) - \psi(m) + \ln\pi + 2\,\langle\ln r_m\rangle ,
 #
-# with :math:`r_m` the distance from one of n ends to its m-th neighbour. The derivative of the logarithm is :math:`1/r_m`. In
-# the plane :math:`r_1^2` is distributed exponentially, so :math:`1/r_1^2` has no mean, and the variance of the gradient from
-# nearest neighbours is infinite. For m > 1 it is finite. The bias grows with m. Here m = 8.
+# with :math:`r_m` the distance from one of n ends to its m-th neighbour. The derivative of the
+# logarithm is :math:`1/r_m`. In the plane :math:`r_1^2` is distributed exponentially, so
+# :math:`1/r_1^2` has no mean, and the variance of the gradient from nearest neighbours is infinite.
+# For m > 1 it is finite. The bias grows with m. Here m = 8.
 
 NEIGHBOUR = 8
 
 
 def entropies(position, neighbour=NEIGHBOUR):
-    """Numbers whose mean is the entropy of the density that the positions are drawn from."""
+    """Return numbers whose mean is the entropy of the density that the positions are drawn from."""
     x = position.squeeze(-2)
     with torch.no_grad():
         other = torch.cdist(x, x).topk(neighbour + 1, largest=False).indices[:, -1]
@@ -208,7 +218,9 @@ def entropies(position, neighbour=NEIGHBOUR):
 
 
 def two_means(potential, neighbour=NEIGHBOUR):
-    """Of the ends of chains: the energy with the ends held fixed, and the fixed energy less the entropy."""
+    """Return, for ends of chains, the energy with the ends fixed, and the fixed energy less the
+    entropy.
+    """
     fixed = copy.deepcopy(potential).requires_grad_(False)
 
     def means(state):
@@ -219,7 +231,7 @@ def two_means(potential, neighbour=NEIGHBOUR):
 
 
 def chains(dynamics, starts):
-    """The simulation of chains from given positions."""
+    """Make the simulation of chains from given positions."""
     solver = adjsim.LeimkuhlerMatthews(DT)
     return adjsim.Simulation(dynamics, lambda replicas, generator: dynamics.init(starts), [0.0, STEPS * DT], solver)
 
@@ -232,12 +244,13 @@ assert abs(off.mean()) < 0.1
 # The sign
 # --------
 #
-# First where all is known. The data are normal with variance 1, and :math:`U = \kappa\,|x|^2/2`. The ends of the chains are
-# then normal too, and their variance follows from the steps. So L is known, and its derivative.
+# The first test has exact answers. The data are normal with variance 1, and :math:`U =
+# \kappa\,|x|^2/2`. The ends of the chains are then normal too, and their variance follows from the
+# steps. So L and its derivative are known.
 
 
 def exact_terms(kappa, h=1e-5):
-    """The first two terms of dL/dkappa together, and the third, for the steps of LeimkuhlerMatthews."""
+    """Compute the first two terms of dL/dkappa together, and the third, for LeimkuhlerMatthews."""
 
     def variance(kappa):
         a, s = 1 - kappa * DT, math.sqrt(2 * DT)
@@ -274,11 +287,12 @@ assert errors[1] > 4 * errors[NEIGHBOUR]
 assert errors[NEIGHBOUR] > stderr[0]
 
 # %%
-# The third term has the sign of the other two together, as derived, and the three are less than twice the two. With nearest
-# neighbours the noise would drown it. With the eighth it is still noisier than the other two together.
+# The third term has the sign of the other two together, as derived, and the three are less than
+# twice the two. With nearest neighbours the noise would hide it. With the eighth neighbour it is
+# still noisier than the other two together.
 #
-# Then for the network. The pathwise derivative of the bracket along a random direction of the parameters is held against a
-# central difference on the same noise.
+# The second test uses the network. The pathwise derivative of the bracket along a random direction
+# of the parameters is compared with a central difference on the same noise.
 
 torch.manual_seed(0)
 untrained = Energy()
@@ -286,7 +300,7 @@ direction, observable = [torch.randn_like(p) for p in untrained.parameters()], t
 
 
 def moved(h):
-    """The estimate when the energy that moves the chains is changed, and the one that is observed is not."""
+    """Estimate with a changed energy for the chains, and the same energy as observable."""
     dynamics = adjsim.OverdampedLangevin(copy.deepcopy(untrained))
     with torch.no_grad():
         for p, along in zip(dynamics.parameters(), direction, strict=True):
@@ -304,10 +318,12 @@ assert abs(slope - quotient) < 1e-5 * abs(quotient)
 # Training
 # --------
 #
-# A way takes the dynamics, a batch of data and where its chains are. It returns a loss with the gradient in question, and where
-# the chains are now. In training no error bars are wanted, so the chains come from :func:`~adjsim.simulate`, and ``backward``
-# goes through them for the third term. The persistent chains (Tieleman, ICML 2008) begin as draws of the confining well. All
-# ways have the same network at the start, the same batches and the same optimizer, whose rate falls to a tenth.
+# A method is a function of the dynamics, a batch of data and the current positions of its chains.
+# It returns a loss with its gradient, and the new positions of the chains. Training needs no error
+# bars, so the chains come from :func:`~adjsim.simulate`, and for the third term ``backward`` goes
+# through them. The persistent chains (Tieleman, ICML 2008) begin as draws of the confining well.
+# All methods have the same initial network, the same batches and the same optimizer, whose rate
+# falls to a tenth.
 
 
 def ends_of(dynamics, starts, generator):
@@ -316,7 +332,7 @@ def ends_of(dynamics, starts, generator):
 
 
 def likelihood(dynamics, batch, at, generator):
-    """The exact gradient, which needs quadrature."""
+    """Return the exact gradient, which needs quadrature."""
     model = dynamics.potential
     return model(batch).mean() + coarse.log_partition(model(coarse.points)), at
 
@@ -346,7 +362,7 @@ def pathwise(dynamics, batch, at, generator, sign=-1.0):
 
 
 def train(model, way, region, at=None, iterations=ITERATIONS, rate=RATE):
-    """Train the model. Returns :func:`measure` every so many iterations, and the seconds that training took."""
+    """Train the model; return :func:`measure` at regular iterations, and the seconds of training."""
     dynamics, batches, noise = adjsim.OverdampedLangevin(model), seeded(7), seeded(8)
     at = WIDTH * torch.randn(CHAINS, 1, 2, generator=noise) if at is None else at
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -382,7 +398,7 @@ for name, way in ways.items():
     print(f"{name}: KL(truth || learnt) = {kl:.3f}, disc {share:.3f} of {TRUE_SHARE:.3f}, {seconds[name]:.1f} s")
 
 # %%
-# The colours go as the root of the density, so that thin density shows.
+# The colours scale as the root of the density, so that thin density shows.
 
 SIDE = 4.2
 norm = PowerNorm(0.5, 0.0, weight.max().item() / fine.cell)
@@ -403,7 +419,7 @@ fig.colorbar(image, ax=axes, label="density", shrink=0.8)
 plt.show()
 
 # %%
-# What is learnt on the way. The weight of the disc is the slow mode.
+# The next figure shows the progress of training. The weight of the disc is the slow mode.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.3), layout="constrained")
 right.axhline(TRUE_SHARE, color="0.75", lw=4, label="truth")
@@ -426,16 +442,18 @@ ratio = seconds["pathwise"] / seconds["score function"]
 print(f"pathwise takes {ratio:.1f} times as long as the score function")
 
 # %%
-# On average over the second half of the iterations, the plain score function is within a factor of two of the exact gradient,
-# and the pathwise way within a factor of two of the score function. But that takes longer, so the third term does not pay here
-# for its noise and its cost. With the opposite sign the network stays further from the truth.
+# On average over the second half of the iterations, the plain score function is within a factor of
+# two of the exact gradient, and the pathwise method within a factor of two of the score function.
+# But the pathwise method takes longer, so here the third term is not worth its noise and its cost.
+# With the opposite sign the network stays further from the truth.
 #
-# The weight of the disc is what the chains determine least. Its swing is the standard deviation after the first quarter of the
-# iterations, and that of the score function is larger than that of the exact gradient. Persistent chains swing most of the
-# three and lag behind, since they have to follow a model that moves while they cross between its parts.
+# The weight of the disc is what the chains determine least. Its swing is the standard deviation
+# after the first quarter of the iterations. The swing of the score function is larger than that of
+# the exact gradient. Persistent chains swing most of the three and lag behind, since they have to
+# follow a changing model while they cross between its parts.
 #
-# Contrastive divergence is known to leave density where its chains do not come. Here the three ways leave little where the
-# density of the truth is below 1e-4 of its largest.
+# Contrastive divergence is known to leave density in regions that its chains do not visit. Here the
+# three methods leave little where the density of the truth is below 1e-4 of its maximum.
 
 three = ("score function", "persistent", "pathwise")
 assert late["score function"] < 2 * late["likelihood, by quadrature"]
@@ -451,10 +469,11 @@ assert max(astray[name] for name in three) < 0.03
 # Density that no chain sees
 # --------------------------
 #
-# The model was wide at the start, so the chains saw where it had to be lowered. It need not be. Now the network taught by the
-# score function is given a hole in its energy, far from the data and deep enough to hold three tenths of the density, and is
-# trained on. The persistent chains start from data here. They are tried with and without a share of 5 % that is restarted in
-# every iteration, as draws of the confining well.
+# The model was wide at the start, so the chains visited every region where it had to be lowered.
+# This need not be so. Now the network trained by the score function gets a hole in its energy, far
+# from the data and deep enough to hold three tenths of the density, and training continues. The
+# persistent chains start from data here. They are tried with and without restarting a share of 5 %
+# in every iteration, as draws of the confining well.
 
 
 class Holed(nn.Module):
@@ -506,9 +525,10 @@ fig.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
-# Some of the restarted chains fall into the hole, and the network fills it. Chains from the data do not come there, so none of
-# the three terms knows of it, and more than a third of it is left without restarts. So a model that is wide from the start can
-# be taught by the score function. Where it is not known to be, restart some of the chains.
+# Some of the restarted chains fall into the hole, and the network fills the hole. Chains from the
+# data do not reach it, so none of the three terms contains it, and without restarts more than a
+# third of the hole is left. So the score function can train a model that is wide from the start.
+# Where the model may be narrow, restart some of the chains.
 
 assert mended.pop("persistent, 5 % restarted") < 0.05
 assert min(mended.values()) > 0.1

@@ -2,15 +2,17 @@ r"""
 Two questions and their estimators
 ==================================
 
-How does a mean change with a parameter? After a given time from a given start, or at equilibrium. These are two questions. Each
-estimator answers one of them and says which.
+How does a mean change with a parameter? After a given time from a given start, or at equilibrium.
+These are two questions. Each estimator answers one of them, and its estimate carries the label of
+the question.
 
-The equilibrium question comes first, in a harmonic well, where everything is known: the estimators against the exact gradient,
-how their errors fall with the number of replicas, and a fit. Then both questions are asked in a double well, over longer and
-longer runs.
+The equilibrium question comes first, in a harmonic well, where the exact answer is known. The
+example compares the estimators with the exact gradient, shows how their errors fall with the number
+of replicas, and makes a fit. Then it asks both questions in a double well, for runs of increasing
+length.
 
-Lengths, masses and friction are 1. The overdamped particle is stepped by :class:`~adjsim.LeimkuhlerMatthews`, which samples a
-harmonic well without bias.
+Lengths, masses and friction are 1. The overdamped particle is stepped by
+:class:`~adjsim.LeimkuhlerMatthews`, which samples a harmonic well without bias.
 """
 
 # sphinx_gallery_thumbnail_number = 4
@@ -42,7 +44,7 @@ def position(state):
 
 
 def pair(estimate, name):
-    """A gradient and its standard error, as floats."""
+    """Return a gradient and its standard error, as floats."""
     return estimate.grad[name].item(), estimate.grad_stderr[name].item()
 
 
@@ -50,9 +52,10 @@ def pair(estimate, name):
 # The equilibrium mean in a well
 # ------------------------------
 #
-# :math:`\langle x^2\rangle = kT/k`, so :math:`\mathrm d\langle x^2\rangle/\mathrm dk = -kT/k^2`. All replicas start at the
-# bottom of the well. The first relaxation times are left out, and the rest is averaged. In one well paths on the same noise
-# meet, so the pathwise gradient of a long run comes to the stationary one too.
+# :math:`\langle x^2\rangle = kT/k`, so :math:`\mathrm d\langle x^2\rangle/\mathrm dk = -kT/k^2`.
+# All replicas start at the bottom of the well. The first relaxation times are left out, and the
+# rest is averaged. In one well paths on the same noise meet, so the pathwise gradient of a long run
+# approaches the stationary one.
 
 
 def well(k, duration, dt):
@@ -95,7 +98,7 @@ for shift, (name, rows) in zip((0.94, 1.0, 1.06), found.items(), strict=True):
     left.errorbar(stiffness * shift, -grad, 2 * stderr, **style)
     right.errorbar(stiffness * shift, grad / exact, np.abs(np.array([high - grad, grad - low]) / exact), **style)
     assert (np.abs(grad - exact) < 4 * stderr).all()
-left.set(xlabel="k", ylabel="minus the gradient of <x²> by k")
+left.set(xlabel="k", ylabel="minus the gradient of <x²>\nwith respect to k")
 right.set(xlabel="k", ylabel="gradient / exact", xscale="log")
 for ax in (left, right):
     ax.set_xticks(stiffness, [f"{k:g}" for k in stiffness])
@@ -104,15 +107,16 @@ left.legend()
 plt.show()
 
 # %%
-# On the left two standard errors are drawn, on the right the intervals of 95 %: Student's t over 16 chunks of replicas. The
-# shift along k is for legibility.
+# The bars on the left are two standard errors. Those on the right are 95 % intervals of Student's t
+# over 16 chunks of replicas. The marks are shifted along k for legibility.
 #
-# How the error falls
+# Errors and replicas
 # -------------------
 #
-# The variance of each falls as one over the number of replicas N. Here it is the square of the standard error that each
-# estimate reports, from 64 chunks. Such a variance is itself uncertain, by a share of :math:`\sqrt{2/63}` if chunks are large
-# enough for their means to be Gaussian, and so is the fitted slope.
+# The variance of each estimator falls as one over the number of replicas N. Here it is the square
+# of the standard error that each estimate reports, from 64 chunks. Such a variance is itself
+# uncertain, by a share of :math:`\sqrt{2/63}` if chunks are large enough for their means to be
+# Gaussian, and so is the fitted slope.
 
 CHUNKS, sizes = 64, np.array([1024, 4096, 16384, 65536, 262144])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -140,11 +144,13 @@ plt.show()
 # A fit
 # -----
 #
-# Find k so that :math:`\langle x^2\rangle` is that of a well with k = 1, from four times as much. The loss is
-# :math:`(\ln\langle x^2\rangle - \ln\text{target})^2`. ``estimate.surrogate(dynamics)`` is a number with the estimate's value
-# and gradient, so that a loss is made of it as of any other tensor, and ``backward()`` gives the gradient of the loss. A new
-# run is made for every iteration, but for Reweighting, which weighs the frames it has until half of them are worn out. The
-# particle has inertia here, since BAOAB samples the harmonic well without bias at any step and all five estimators know it.
+# The fit seeks the k of a well with a given :math:`\langle x^2\rangle`, that of k = 1, and starts
+# from four times this k. The loss is :math:`(\ln\langle x^2\rangle - \ln\text{target})^2`.
+# ``estimate.surrogate(dynamics)`` is a tensor with the value and the gradient of the estimate, so a
+# loss can use it as any other tensor, and ``backward()`` gives the gradient of the loss. Every
+# iteration makes a new run, except with Reweighting, which reweights its frames until their
+# effective share falls below one half. The particle has inertia here, since BAOAB samples the
+# harmonic well without bias at any step and all five estimators support it.
 
 TARGET, ITERATIONS = KT / 1.0, 30
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -171,7 +177,7 @@ def fit(estimator, seed):
         optimizer.step()
         info = estimate.diagnostics
         history.append((loss.item(), info["energy_evaluations"], info.get("sampled", True)))
-    # What is left: the error of the last mean, as an error of k.
+    # The error that remains: that of the last mean, as an error of k.
     return k.item(), abs(estimate.value_stderr / estimate.grad["potential.k"]).item(), history
 
 
@@ -196,21 +202,22 @@ left.legend(title="dots: a new run")
 plt.show()
 
 # %%
-# The loss falls until the noise of the mean is reached. Reweighting stays with its frames, so that it finds the minimum of the
-# loss on them, as far down as one likes. That is not the exact k. What separates the two is the error of the frames, which the
-# printed standard error has.
+# The loss falls until it reaches the noise of the mean. Reweighting keeps its frames, so it finds
+# the minimum of the loss on these frames, to any number of digits. This minimum is not the exact k.
+# The difference is the sampling error of the frames, which the printed standard error contains.
 #
 # Path and stationary
 # -------------------
 #
-# Both questions, as the run gets longer. On the left the harmonic well with k = 1 and the square of the last position. The
-# exact line is the second moment of the steps, differentiated. On the right a particle with inertia in the double well
-# :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, stepped by BAOAB, and its last position. Every run starts at rest,
-# in the right panel in the left well.
+# The figure shows both questions for increasing lengths of the run. On the left is the harmonic
+# well with k = 1 and the square of the last position. Its exact line is the derivative of the
+# second moment of the steps. On the right is the last position of a particle with inertia in the
+# double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, integrated by BAOAB. Every
+# run starts at rest, on the right in the left well.
 
 
 def exact_path(duration, dt, k=1.0, h=1e-5):
-    """The derivative by k of the second moment of LeimkuhlerMatthews' steps from 0, whose noise is shared by two steps."""
+    """Differentiate the second moment of LeimkuhlerMatthews' steps from 0 with respect to k."""
 
     def moment(k):
         a, s = 1 - k * dt, np.sqrt(2 * KT * dt)
@@ -232,7 +239,7 @@ def double_well(duration, b=0.0):
 
 
 def exact_stationary(b, kT=0.5, h=1e-4):
-    """d<x>/db by quadrature."""
+    """Compute d<x>/db by quadrature."""
     x = np.linspace(-4, 4, 8001)
 
     def mean(b):
@@ -283,11 +290,12 @@ right.legend(loc="lower left")
 plt.show()
 
 # %%
-# Bars are two standard errors. ScoreFunction stands at the right edge, since no length belongs to it. In one well the pathwise
-# gradient is right for the path at every length, and comes to the stationary one after a few relaxation times. In two wells
-# that takes many crossings, and paths on the same noise part at the barrier each time. So the bias, as an answer to the
-# stationary question, falls while the spread grows, and there is no length at which both are small. The bars beyond the frame
-# are in the next figure.
+# Bars are two standard errors. ScoreFunction stands at the right edge, since its answer has no
+# length. In one well the pathwise gradient is right for the path at every length, and approaches
+# the stationary one after a few relaxation times. In two wells this takes many crossings, and paths
+# on the same noise part at the barrier each time. So its bias, as an answer to the stationary
+# question, falls while its spread grows, and no length makes both small. The next figure shows the
+# bars beyond the frame.
 
 truth = np.array([exact_path(t, 0.05) for t in lengths])
 assert (np.abs(grad - truth) < 4 * error).all()
@@ -300,13 +308,15 @@ for one, two in zip(*across.values(), strict=True):
     assert abs(a[0] - b[0]) < 4 * np.hypot(a[1], b[1])
 
 # %%
-# What the score of a path costs
-# ------------------------------
+# The error of a path score
+# -------------------------
 #
-# :class:`~adjsim.Girsanov` propagates nothing. Its error is the spread of the score S, whose variance grows in proportion to
-# the time. Here :math:`\partial F/\partial b = -1` everywhere, so S is Gaussian with variance :math:`T/(2\gamma\,m\,kT)`, and
-# weights for a b that is moved by :math:`\delta` leave a share :math:`e^{-\delta^2\operatorname{var}S}` of the paths.
-# ``diagnostics["ess"]`` counts them for a tenth of the parameter, or 0.1 where the parameter is zero, as here.
+# :class:`~adjsim.Girsanov` propagates no tangents. Its error is the spread of the score S, whose
+# variance grows in proportion to the time. Here :math:`\partial F/\partial b = -1` everywhere, so S
+# is Gaussian with variance :math:`T/(2\gamma\,m\,kT)`. Weights for a change :math:`\delta` of b
+# leave an effective share :math:`e^{-\delta^2\operatorname{var}S}` of the paths.
+# ``diagnostics["ess"]`` is this number of paths for a change by a tenth of the parameter, or by 0.1
+# if it is zero, as here.
 
 spread = {name: np.array([pair(e, "potential.asymmetry")[1] for e in rows]) for name, rows in across.items()}
 share = np.array([estimate.diagnostics["ess"] for estimate in across["Girsanov"]]) / REPLICAS

@@ -2,11 +2,12 @@
 Exact reversal
 ==============
 
-A step that can be undone needs no stored states for its gradient. In floating point the undoing is off by rounding. Chaos and
-friction multiply that error until the path is lost. ``Splitting(..., exact=True)`` carries the steps out on a lattice, where
-each is a bijection, and undoes them bit for bit. What friction takes from the momenta is kept in information buffers
-(:ref:`theory <exact>`). Here the two are set side by side, on a hot drop of 13 Lennard-Jones atoms. Then the bits in the
-buffers are counted.
+A step that can be undone needs no stored states for its gradient. In floating point the undone step
+is off by rounding, and chaos and friction amplify this error until the path is lost.
+``Splitting(..., exact=True)`` runs the steps on a lattice, where each step is a bijection, and
+undoes them bit for bit. Information buffers keep the bits that friction removes from the momenta
+(:ref:`theory <exact>`). This example compares the two on a hot drop of 13 Lennard-Jones atoms. Then
+it counts the bits in the buffers.
 
 Units are reduced: energies in epsilon, lengths in sigma, masses in the mass of an atom.
 """
@@ -36,9 +37,10 @@ def parameter(value):
 # The drop
 # --------
 #
-# The cluster starts at its icosahedral minimum, with momenta hot enough to melt it. It is run at constant energy by velocity
-# Verlet, and at friction 1 by BAOAB. The gradient is that of the atoms' mean squared distance from the origin at the end of the
-# run, with respect to epsilon and sigma, and with the bath to its temperature and friction too.
+# The cluster starts at its icosahedral minimum, with momenta hot enough to melt it. It runs at
+# constant energy by velocity Verlet, and at friction 1 by BAOAB. The gradient is that of the atoms'
+# mean squared distance from the origin at the end of the run, with respect to epsilon and sigma,
+# and under friction also to the bath's temperature and friction.
 
 momentum = math.sqrt(HOT) * torch.randn(13, 3, generator=torch.Generator().manual_seed(3))
 momentum = momentum - momentum.mean(0)
@@ -52,7 +54,7 @@ def drop(scheme, friction=1.0):
 
 
 def gradient(scheme, time, adjoint, exact):
-    """The gradient, and what the run has to say of itself."""
+    """Return the gradient and the stats of the run."""
     dynamics = drop(scheme)
     run = adjsim.simulate(
         dynamics,
@@ -74,10 +76,11 @@ def difference(found, true):
 # Reversal in floating point and on the lattice
 # ---------------------------------------------
 #
-# Plain reversal is made to go all the way, with no checkpoints and no tolerance. By default it would raise where the error
-# exceeds 1e-6. The exact one is left as it comes. The gradient of each is held against that of
-# :class:`~adjsim.CheckpointAdjoint` on the same steps, which runs them again from stored states and is never wrong. Over the
-# shorter horizons the exact one is also held against backpropagation.
+# Plain reversal runs to the start here, without checkpoints and without a tolerance. By default it
+# would raise an error above 1e-6. Exact reversal runs with its defaults. Both gradients are
+# compared with that of :class:`~adjsim.CheckpointAdjoint` on the same steps, which runs the steps
+# again from stored states and is always exact. Over the shorter horizons the exact gradient is also
+# compared with backpropagation.
 
 horizons = {"BAB": [2, 5, 10, 15, 20], "BAOAB": [2, 5, 8, 11, 15]}
 FAR, SHORT = 25, 8
@@ -95,7 +98,7 @@ for scheme, times in horizons.items():
         if time <= SHORT:
             off_direct[key] = difference(exact, gradient(scheme, time, adjsim.DirectAdjoint(), exact=True)[0])
         size[key] = exact.norm().item()
-    # And further, where there is nothing left to compare with.
+    # A longer horizon, where no reference is left to compare with.
     kept[scheme, FAR] = gradient(scheme, FAR, adjsim.ReversibleAdjoint(), exact=True)[1]["reconstruction_error"]
 
 names = {"BAB": "constant energy", "BAOAB": "friction 1"}
@@ -103,7 +106,7 @@ styles = {"BAB": {"color": "C0", "marker": "o"}, "BAOAB": {"color": "C1", "marke
 
 
 def axis_with_zero(ax, bottom):
-    """A logarithmic axis whose lower end stands for zero."""
+    """Make a logarithmic axis whose lower end stands for zero."""
     ticks = [10.0**k for k in range(-15, 4, 3)]
     ax.set_yscale("log")
     ax.set_yticks([bottom, *ticks], ["0", *(f"$10^{{{round(math.log10(t))}}}$" for t in ticks)])
@@ -112,7 +115,7 @@ def axis_with_zero(ax, bottom):
 
 
 def at_zero(ax, values, scheme, label):
-    """Points at the lower end of the axis; only what is zero may stand there."""
+    """Draw points at the lower end of the axis, after checking that they are zero."""
     times = [time for (word, time), value in values.items() if word == scheme and value == 0.0]
     style = {**styles[scheme], "mfc": "none", "ms": 9 if scheme == "BAB" else 5, "ls": ""}
     ax.plot(times, [ax.get_ylim()[0]] * len(times), **style, label=label, clip_on=False, zorder=5)
@@ -131,8 +134,9 @@ ax.legend(loc="center right", fontsize="small", bbox_to_anchor=(1.0, 0.33))
 plt.show()
 
 # %%
-# In floating point the error of the state found at the start grows exponentially with the horizon, and faster under friction.
-# By the end of either curve the path is lost. On the lattice the state found is the start, also where the curves have stopped.
+# In floating point the error of the recovered start grows exponentially with the horizon, and
+# faster under friction. At the end of either curve the path is lost. On the lattice the recovered
+# state equals the start, also beyond the ends of the curves.
 
 for key, error in lost.items():
     print(f"{names[key[0]]}, horizon {key[1]:2}: state off by {error:.1e}, gradient by {off[key]:.1e}; exact {kept[key]:g}")
@@ -146,7 +150,8 @@ assert all(error == 0.0 for error in kept.values())
 # The gradient
 # ------------
 #
-# The states being the same bits, so is everything that is computed from them.
+# The recovered states have the same bits, so the gradients computed from them have the same bits
+# too.
 
 fig, ax = plt.subplots(figsize=(9.5, 4), layout="constrained")
 axis_with_zero(ax, 1e-17)
@@ -164,29 +169,34 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 plt.show()
 
 # %%
-# Direct adds the same products up in another order, so it differs by rounding. The gradient itself grows with the horizon,
-# since nearby paths part. That is no error: it is the gradient of this one path. It is of no use as that of an average
+# The direct adjoint adds the same products in another order, so it differs by rounding. The
+# gradient itself grows with the horizon, since nearby paths part. This is not an error: it is the
+# gradient of this one path. As the gradient of an average it is useless
 # (:doc:`/choosing_an_adjoint`).
 
 for scheme, times in horizons.items():
     print(f"{names[scheme]}: size of the gradient", ", ".join(f"{size[scheme, time]:.1e}" for time in times))
     assert off[scheme, times[-1]] > 1e-3
-    # The same bits on this machine; elsewhere a sum may be taken in another order.
+    # The same bits on this machine; on another a sum may be taken in another order.
     assert max(off_exact[scheme, time] for time in times) < 1e-12
 assert max(off_direct.values()) < 1e-11
 
 # %%
-# What the buffers hold
-# ---------------------
+# The bits in the buffers
+# -----------------------
 #
-# Without friction nothing has to be kept. Friction multiplies momenta by :math:`e^{-\gamma\Delta t}` in a step, and so sends
-# :math:`e^{\gamma\Delta t}` values of each to one. To know which it was takes :math:`\gamma\,\Delta t/\ln 2` bits. In the long
-# run no inverse can do with less. ``trajectory.stats`` has the bits that the buffers took in, for each step and degree of
-# freedom, and this bound. The runs start twice as hot as the bath, since half of the heat goes into the bonds at once.
+# Without friction the buffers stay empty. Friction multiplies momenta by :math:`e^{-\gamma\Delta
+# t}` in a step, so :math:`e^{\gamma\Delta t}` values of each momentum go to one. To record which
+# value it was takes :math:`\gamma\,\Delta t/\ln 2` bits. In the long run no inverse needs less.
+# ``trajectory.stats`` has the bits that the buffers took, for each step and degree of freedom, and
+# this bound. The runs start twice as hot as the bath, since half of the heat goes into the bonds at
+# once.
 
 
 def counted(friction, steps):
-    """Bits for each step and degree of freedom, the bound, and the heat that friction took in units of kT ln 2."""
+    """Return bits a step and degree of freedom, the bound, and the heat removed by friction in kT
+    ln 2.
+    """
     dynamics = drop("BAOAB", friction)
     with torch.no_grad():
         run = adjsim.simulate(
@@ -220,21 +230,24 @@ axes[1].legend(loc="upper left")
 plt.show()
 
 # %%
-# The buffer holds the entropy of the bath. In a step friction takes the heat :math:`\gamma\,\Delta t\,p^2/m` out of a degree of
-# freedom, on average :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT` that is an entropy of :math:`\gamma\,\Delta t` (in
-# units of Boltzmann's constant), which a real bath would keep in the motion of its molecules. Noise brings as much heat back.
-# It is a function of the seed, so there is nothing to be kept of it.
+# The buffer holds the entropy of the bath. In a step friction takes the heat :math:`\gamma\,\Delta
+# t\,p^2/m` from a degree of freedom, on average :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT`
+# this is an entropy of :math:`\gamma\,\Delta t` (in units of Boltzmann's constant), which a real
+# bath would keep in the motion of its molecules. Noise returns as much heat. The noise is a
+# function of the seed, so it needs no memory.
 #
-# The count is not the bound to the last bit. A system's buffers are emptied 32 bits at a time, with one more word to say which
-# system it was: one in 39 here. And buffers that hold a few bits only are short of the bound by a fraction of one.
+# The count does not equal the bound exactly. A system's buffers are emptied 32 bits at a time, with
+# one more word that names the system: one word in 39 here. And buffers that hold only a few bits
+# are below the bound by a fraction of a bit.
 
 for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
     print(f"friction {gamma:5g}: {b:.5f} bits, bound {least:.5f}, ratio {b / least:.3f}, heat over kT ln 2 {h:.5f}")
 for (gamma, n), (b, least, _) in found.items():
-    # A bit or two, and the word that says which system.
+    # A bit or two, and the word that names the system.
     assert abs(n * b - n * least) < 2 + n * least / 39, (gamma, n)
     assert abs(least / (gamma * DT / math.log(2)) - 1) < 1e-6
-# Over many relaxation times the mean kinetic energy of 39 degrees of freedom is thermal within a few hundredths.
+# Over many relaxation times the mean kinetic energy of 39 degrees of freedom is thermal within a
+# few hundredths.
 assert all(abs(h / least - 1) < 0.1 for least, h in zip(bound, heat, strict=True))
 per_step = momentum.numel() * found[1.0, 2000][1]
 print(f"a million steps at friction 1 put {1e6 * per_step / 8e3:.0f} kB into the buffers; their states would be 624 MB")

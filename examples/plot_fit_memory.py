@@ -2,10 +2,11 @@
 Fitting a memory kernel to a velocity autocorrelation
 =====================================================
 
-A particle in a double well is coupled to a bath that remembers: the friction is
-:math:`K(t) = \\sum_i s_i\\,e^{-r_i t}` with two exponentials. Only the velocity autocorrelation of the particle is known, with
-its statistical error. The rates and strengths are sought. In a well that is not harmonic no formula leads from the one to the
-other, so each trial bath is simulated, and the gradient of the misfit goes through the noisy momentum trajectories.
+A particle in a double well is coupled to a bath with a memory: the friction is :math:`K(t) =
+\\sum_i s_i\\,e^{-r_i t}` with two exponentials. The data are the velocity autocorrelation of the
+particle, with its statistical error. The fit seeks the rates and strengths. In a well that is not
+harmonic no formula gives the kernel from the autocorrelation. So each trial bath is simulated, and
+the gradient of the misfit is taken through the noisy momentum trajectories.
 
 Mass, kT and the height of the barrier are 1 and known.
 """
@@ -31,14 +32,15 @@ potential = adjsim.DoubleWell(1.0)
 DIRECT, REVERSIBLE = adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()
 
 # %%
-# What is simulated
-# -----------------
+# The simulation
+# --------------
 #
-# Starts are drawn from equilibrium: positions by inverting the distribution function, momenta and memory by ``init``.
-# The run is at equilibrium from its first step, so it needs no burn-in, and its frames serve as time origins. Many short runs
-# are better here than few long ones, because the gradient of a path grows with its length at the barrier. The bath is rebuilt
-# from the logarithms of its numbers at every trial, since the constructor takes tensors with a graph. The generator is seeded
-# alike at every trial, which makes the misfit a smooth function of the bath.
+# Starts are drawn from equilibrium: positions by inverting the distribution function, momenta and
+# memory by ``init``. So the run needs no burn-in, and its frames serve as time origins. Many short
+# runs are better here than few long ones, because the gradient of a path grows with its length at
+# the barrier. Every trial rebuilds the bath from the logarithms of its parameters, since the
+# constructor takes tensors with a graph. Every trial seeds the generator alike, which makes the
+# misfit a smooth function of the bath.
 
 x = torch.linspace(-3, 3, 6001)
 cumulative = torch.exp(-potential(x.reshape(-1, 1, 1))).cumsum(0)
@@ -50,7 +52,7 @@ def positions(generator):
 
 
 def correlations(logarithms, seed, adjoint=DIRECT):
-    """The velocity autocorrelation of each replica, (lags, replicas)."""
+    """Compute the velocity autocorrelation of each replica, (lags, replicas)."""
     rates, strengths = torch.exp(logarithms).reshape(2, 2)
     dynamics = adjsim.GeneralizedLangevin(potential, rates=rates, strengths=strengths)
     generator = torch.Generator().manual_seed(seed)
@@ -74,9 +76,10 @@ target = known.mean(1)
 # The misfit
 # ----------
 #
-# The lags of a measured autocorrelation err together, so the misfit weighs the residual with the inverse of its
-# covariance, which the spread of the replicas gives. Simulation and target have the same number of replicas and independent
-# noise, hence twice the covariance of one. For the right bath the misfit is then a chi-square per lag, 1 on average.
+# The errors of a measured autocorrelation are correlated between lags. So the misfit weights the
+# residual with the inverse of its covariance, which comes from the spread of the replicas.
+# Simulation and target have the same number of replicas and independent noise, hence twice the
+# covariance of one. For the true bath the misfit is then a chi-square per lag, 1 on average.
 
 covariance = 2 * torch.cov(known) / REPLICAS
 weight = torch.linalg.inv(covariance)
@@ -107,7 +110,7 @@ with torch.no_grad():
 print("gradient at the guess", np.round(gradient, 3))
 print("central differences  ", np.round(quotients, 3))
 assert np.linalg.norm(gradient - direct.numpy()) < 1e-7 * np.linalg.norm(gradient)
-# A few paths linger on the barrier and bend within even this step.
+# A few paths stay near the barrier and add curvature even within this step.
 assert np.linalg.norm(gradient - quotients) < 2e-4 * np.linalg.norm(gradient)
 
 # %%
@@ -138,12 +141,13 @@ axes[1].legend()
 plt.show()
 
 # %%
-# What is known now
-# -----------------
+# What the data determine
+# -----------------------
 #
-# With :math:`J` the derivative of the autocorrelation by the logarithms and :math:`C` the covariance, the errors of the fit
-# have the covariance :math:`(J^\top C^{-1} J)^{-1}`. Its eigenvectors say what the data determine. The best known combination
-# is known tens of times better than the worst.
+# With :math:`J` the derivative of the autocorrelation with respect to the logarithms and :math:`C`
+# the covariance, the errors of the fit have the covariance :math:`(J^\top C^{-1} J)^{-1}`. Its
+# eigenvectors show which combinations the data determine. The best combination is known tens of
+# times more precisely than the worst.
 
 with torch.no_grad():
     columns = [
@@ -167,9 +171,10 @@ assert LAGS * fit.fun < chi2.ppf(0.999, LAGS - 4)
 assert widths[-1] > 1000 * widths[0]
 
 # %%
-# The fast pair is known to a few per cent, the slow pair to tens. The autocorrelation sees the kernel, and the two slow numbers
-# err together so that the slow part of the kernel stays nearly the same over the lags that were fitted. So the kernel is the
-# thing to show. Its error, carried over from the four, is small where the data reach.
+# The fast pair is known to a few per cent, the slow pair to tens of per cent. The autocorrelation
+# depends on the kernel. The errors of the two slow numbers are correlated so that the slow part of
+# the kernel stays nearly the same over the fitted lags. So the kernel itself is plotted. Its error,
+# propagated from the four parameters, is small where the data reach.
 
 
 def kernel(logarithms, t):
@@ -202,5 +207,6 @@ with torch.no_grad():
 residual = fresh - target
 unseen = float(residual @ weight @ residual)
 print(f"chi-square on unseen noise: {unseen:.1f} for {LAGS} lags")
-# The target's own noise has been fitted to, with four numbers, and that of the run is counted twice at most.
+# The fit has adapted to the target's own noise, with four parameters, and the noise of the run is
+# counted twice at most.
 assert unseen < chi2.ppf(0.999, LAGS) + 2 * chi2.ppf(0.999, 4)

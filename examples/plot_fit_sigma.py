@@ -2,12 +2,14 @@
 Fitting sigma through a trajectory
 ==================================
 
-A trajectory is given, and one parameter of the force that made it is sought. Here the target comes from the 13-atom
-Lennard-Jones cluster with a known sigma. The fit starts from a wrong one. It compares pair distances along both
-trajectories and follows the gradient of their mean squared difference, which :class:`~adjsim.ReversibleAdjoint` takes in
-memory that does not grow with the number of steps.
+Given a trajectory, the fit seeks one parameter of the force that made it. Here the target comes
+from the 13-atom Lennard-Jones cluster with a known sigma, and the fit starts from a wrong sigma. It
+compares pair distances along the two trajectories and follows the gradient of their mean squared
+difference. :class:`~adjsim.ReversibleAdjoint` takes this gradient in memory that does not grow with
+the number of steps.
 
-Lengths are in units of the true sigma, energies in epsilon, masses in the mass of an atom, which fixes the unit of time.
+Lengths are in units of the true sigma, energies in epsilon, masses in the mass of an atom, which
+fixes the unit of time.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -31,7 +33,9 @@ momentum -= momentum.mean(0)
 
 
 def distances(sigma, horizon, frames=10):
-    """Pair distances at equal intervals along a run, (frames, pairs); differentiable in sigma."""
+    """Return pair distances at equal intervals along a run, (frames, pairs), differentiable in
+    sigma.
+    """
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon=1.0, sigma=sigma))
     trajectory = adjsim.simulate(
         dynamics,
@@ -52,9 +56,11 @@ def loss(sigma, target, horizon):
 # The loss and the horizon
 # ------------------------
 #
-# The root of the loss is drawn for three lengths of the run, by forward runs alone. A longer run knows more of sigma, and its
-# loss is steeper near the truth. Over the longest the loss is rugged further off. That is what instability does to a fit: the
-# gradient stays right, and its direction is good for a shorter and shorter way. So the fit uses a short run.
+# The figure shows the root of the loss for three lengths of the run, from forward runs alone. A
+# longer run carries more information on sigma, and its loss is steeper near the truth. For the
+# longest run the loss is rugged further away. This is the effect of instability on a fit: the
+# gradient stays right, but its direction is useful over a shorter and shorter distance. So the fit
+# uses a short run.
 
 HORIZONS = [0.5, 2.0, 8.0]
 scan = np.linspace(0.95, 1.05, 51)
@@ -81,8 +87,9 @@ assert valleys[0] == valleys[1] == 1 < valleys[2]
 # The fit
 # -------
 #
-# Sigma is an ``nn.Parameter``, so the potential keeps it trainable. SciPy's L-BFGS-B asks for the loss and its gradient. Bounds
-# keep its first step, which knows no scale, from leaving the range where the cluster holds together.
+# Sigma is an ``nn.Parameter``, so the potential keeps it trainable. SciPy's L-BFGS-B calls for the
+# loss and its gradient. Its first step has no scale, so bounds keep it in the range where the
+# cluster holds together.
 
 horizon = HORIZONS[0]
 target = targets[horizon]
@@ -114,8 +121,8 @@ for ax in axes:
 plt.show()
 
 # %%
-# The truth comes back. The target has no noise, and the model that made it is the model that is fitted, so nothing but
-# rounding and the optimiser limits the answer.
+# The fit recovers the true sigma. The target has no noise, and the model that made the target is
+# the model of the fit, so only rounding and the optimiser limit the precision.
 
 print(f"sigma = {found.x[0]:.10f} after {len(history)} evaluations")
 assert abs(found.x[0] - TRUTH) < 1e-7
@@ -124,8 +131,9 @@ assert abs(found.x[0] - TRUTH) < 1e-7
 # The gradient itself
 # -------------------
 #
-# At the first guess it agrees with a central difference. The loss bends sharply there, so the difference quotient has an error
-# of its own, the square of its step times a large third derivative. Six digits are asked for.
+# At the first guess the gradient agrees with a central difference. The loss has a large curvature
+# there, so the difference quotient has an error of its own, the square of its step times a large
+# third derivative. The check asks for six digits.
 
 h = 1e-5
 with torch.no_grad():

@@ -2,12 +2,13 @@ r"""
 solve_ivp: a bouncing ball aimed at a target
 ============================================
 
-A ball is thrown against the floor and shall hit a target after two bounces. Its path breaks where it bounces, and
-the time of each bounce depends on the throw. A derivative that forgets this is wrong: behind a bounce at time
-:math:`t_b` a later bounce means a longer fall, which the reset of the velocity alone does not see.
+A ball is thrown against the floor and should hit a target after two bounces. Its velocity jumps at
+each bounce, and the time of each bounce depends on the throw. A derivative that ignores this time
+is wrong: after a bounce at time :math:`t_b` a later bounce means a longer fall, which the reset of
+the velocity alone does not contain.
 
-Here a bounce is an event with a reset, and the target's plane an event that ends the flight. The gradient goes through all of
-them.
+Here a bounce is an event with a reset, and the target's plane is an event that ends the flight. The
+gradient goes through all of them.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -27,7 +28,7 @@ WALL, TARGET = 3.0, 0.6
 
 
 def flight(t, state):
-    """State: x, height, and their velocities."""
+    """Compute the rates of x, height, and their velocities."""
     return torch.stack([state[2], state[3], torch.zeros(()), torch.tensor(-GRAVITY)])
 
 
@@ -56,7 +57,8 @@ def throw(angle, **options):
 # Aiming
 # ------
 #
-# Newton's method on the height at the wall, from a throw downward that bounces twice and hits the wall too low.
+# Newton's method on the height at the wall, from a throw downward that bounces twice and hits the
+# wall too low.
 
 history, angle = [], math.radians(-56)
 for _ in range(6):
@@ -89,11 +91,12 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# Between bounces the ball flies a parabola, so the height at the wall can be written down, and its derivative had from that.
+# Between bounces the ball flies a parabola, so the height at the wall has a closed form, and so has
+# its derivative.
 
 
 def by_hand(angle, bounces=2):
-    """The height at the wall after that many bounces, from the parabolas."""
+    """Compute the height at the wall after that many bounces, from the parabolas."""
     vx, vy = SPEED * torch.cos(angle), SPEED * torch.sin(angle)
     left, height = WALL / vx, torch.tensor(HEIGHT)
     for _ in range(bounces):

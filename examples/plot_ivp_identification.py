@@ -1,13 +1,15 @@
 r"""
-solve_ivp: what a trajectory says of mass, damping and stiffness
-================================================================
+solve_ivp: identifying mass, damping and stiffness
+==================================================
 
-An oscillator, :math:`m \ddot x + c \dot x + k x = 0`, is released and its position measured, with noise. Which mass,
-damping and stiffness does it have? The fit finds numbers that go through the data, whatever it starts from. But all three can
-be doubled without any change of the motion, so the data cannot know them. A fit should say so.
+An oscillator, :math:`m \ddot x + c \dot x + k x = 0`, is released and its position measured, with
+noise. What are its mass, damping and stiffness? The fit finds numbers that describe the data, from
+any start. But doubling all three leaves the motion unchanged, so the data do not determine them. A
+fit should report this.
 
-The gradient gives the answer: the derivative of every predicted point by every parameter, one adjoint solve a point. A
-direction of the parameters that moves no point is one that the data do not identify.
+The gradient shows it: the derivative of every predicted point with respect to every parameter, one
+adjoint solve a point. A direction of the parameters that moves no point is not identified by the
+data.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -47,8 +49,8 @@ data = clean + NOISE * torch.randn(len(times), generator=torch.Generator().manua
 # The fit
 # -------
 #
-# In logarithms of the parameters, which keeps them positive and compares their relative changes. The gradient of chi squared
-# takes one adjoint solve, which stops at every point that was measured.
+# The fit uses logarithms of the parameters, which keeps them positive and compares their relative
+# changes. The gradient of chi squared takes one adjoint solve, which stops at every measured point.
 
 
 def chi_squared(logs):
@@ -64,8 +66,9 @@ for fit in fits:
     print(f"{listed}; chi squared {fit.fun:.4f} of {len(times)} points, {fit.nfev} solutions")
 
 # %%
-# Both go through the data equally well, with other numbers. The derivatives say why: those of every point by every parameter,
-# one adjoint solve a point, have a singular value that is zero.
+# Both fits describe the data equally well, with different numbers. The derivatives explain it:
+# those of every point with respect to every parameter, one adjoint solve a point, have a singular
+# value that is zero.
 
 
 def derivatives(logs):
@@ -96,7 +99,8 @@ axes[1].set(ylabel="part of the direction", title="the direction that moves no p
 plt.show()
 
 # %%
-# It is (1, 1, 1) in logarithms: a common factor of all three. What the data do know are two ratios, and these have error bars.
+# This direction is (1, 1, 1) in logarithms: a common factor of all three. The data determine two
+# ratios, which have error bars.
 
 assert singular[-1] < 1e-6 * singular[0] < singular[-2]
 assert np.allclose(blind, 1 / np.sqrt(3), atol=1e-6)
@@ -116,8 +120,8 @@ for label, way in {"damping / mass": [-1, 1, 0], "stiffness / mass": [-1, 0, 1]}
 # The derivatives against the closed solution
 # -------------------------------------------
 #
-# An underdamped oscillator that starts at one and at rest is at
-# :math:`e^{-at} (\cos\omega t + (a/\omega) \sin\omega t)`, with :math:`a = c/2m` and :math:`\omega^2 = k/m - a^2`.
+# An underdamped oscillator that starts at one and at rest is at :math:`e^{-at} (\cos\omega t +
+# (a/\omega) \sin\omega t)`, with :math:`a = c/2m` and :math:`\omega^2 = k/m - a^2`.
 
 
 def by_hand(logs):

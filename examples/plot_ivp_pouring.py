@@ -2,13 +2,14 @@ r"""
 solve_ivp: pouring a drink
 ==========================
 
-A jug that holds :math:`V_0` is tilted at a steady rate :math:`\omega`. Tilted by :math:`\theta` it can hold
-:math:`V_0 (1 - \theta/\theta_m)`, and what is above that runs out at a rate in proportion to it:
+A jug that holds :math:`V_0` is tilted at a steady rate :math:`\omega`. At a tilt :math:`\theta` it
+can hold :math:`V_0 (1 - \theta/\theta_m)`, and any volume above this runs out at a rate
+proportional to it:
 
 .. math:: \dot V = -k \left( V - V_0 (1 - \theta/\theta_m) \right), \qquad \dot\theta = \omega.
 
-After two seconds 0.6 of the jug shall be in the cup. How fast is it to be tilted? The rate enters as an argument, the
-loss is one number at the end, and one adjoint solve gives the gradient.
+After two seconds 0.6 of the jug should be in the cup. Which rate of tilting achieves this? The rate
+is an argument, the loss is one number at the end, and one adjoint solve gives the gradient.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -28,7 +29,7 @@ FULL, FLAT, RATE, END, TARGET = 1.0, math.pi / 2, 5.0, 2.0, 0.6
 
 
 def pour(t, state, omega):
-    """State: what is in the jug, and its tilt."""
+    """Compute the rates of the volume in the jug and of its tilt."""
     volume, tilt = state
     return torch.stack([-RATE * (volume - FULL * (1 - tilt / FLAT)), omega])
 
@@ -54,7 +55,8 @@ omega = found.x[0]
 print(f"tilt it at {omega:.9f} radians a second ({len(history)} solutions)")
 
 # %%
-# It starts late, since the jug is not tilted at first, and the cup is at 0.6 when time is up.
+# Pouring starts slowly, since the jug is not tilted at first, and the cup is at 0.6 after two
+# seconds.
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 times = torch.linspace(0, END, 100)
@@ -74,8 +76,8 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# The equation is linear: what runs behind is :math:`(V_0 \omega/\theta_m k) (1 - e^{-kt})`, so the cup holds
-# :math:`(V_0 \omega/\theta_m) (T - (1 - e^{-kT})/k)`.
+# The equation is linear. The volume lags behind by :math:`(V_0 \omega/\theta_m k) (1 - e^{-kt})`,
+# so the cup holds :math:`(V_0 \omega/\theta_m) (T - (1 - e^{-kT})/k)`.
 
 by_hand = TARGET * FLAT / FULL / (END + math.expm1(-RATE * END) / RATE)
 print(f"by hand    {by_hand:.9f}")

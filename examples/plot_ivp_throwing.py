@@ -2,12 +2,12 @@ r"""
 solve_ivp: throwing with drag, as far as possible
 =================================================
 
-A ball is thrown from the ground at 10 m/s. Air brakes it in proportion to its velocity, :math:`\dot v = -k v - g` with
-k = 0.5/s and g = 9.81 m/s². Without air 45 degrees would be the best angle. With it, the best is lower, since time in the air
-costs way.
+A ball is thrown from the ground at 10 m/s. Air brakes it in proportion to its velocity, :math:`\dot
+v = -k v - g` with k = 0.5/s and g = 9.81 m/s². Without air the best angle would be 45 degrees. With
+air it is lower, since time in the air costs distance.
 
-The ball lands when its height is zero again. That is an event, and its time depends on the angle: the gradient of the range
-goes through it.
+The ball lands when its height is zero again. This is an event whose time depends on the angle, and
+the gradient of the range goes through this time.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -27,7 +27,7 @@ SPEED, DRAG, GRAVITY = 10.0, 0.5, 9.81
 
 
 def flight(t, state):
-    """State: x, height, and their velocities."""
+    """Compute the rates of x, height, and their velocities."""
     return torch.stack([state[2], state[3], -DRAG * state[2], -DRAG * state[3] - GRAVITY])
 
 
@@ -48,7 +48,8 @@ def throw(angle, **options):
 # The best angle
 # --------------
 #
-# The last state is that at the event. Its gradient by the angle has two parts: the path changes, and it ends at another time.
+# The last state is that at the event. Its gradient with respect to the angle has two parts: the
+# path changes, and so does its end.
 
 history = []
 
@@ -76,15 +77,15 @@ axes[0].set(xlabel="x (m)", ylabel="height (m)", title="20 to 70 degrees")
 axes[0].legend()
 axes[1].plot(*zip(*history, strict=True), "o-")
 axes[1].annotate("start", history[0], textcoords="offset points", xytext=(-28, 4))
-axes[1].set(xlabel="angle (degrees)", ylabel="range (m)", title="the way of the optimiser")
+axes[1].set(xlabel="angle (degrees)", ylabel="range (m)", title="the steps of the optimiser")
 plt.show()
 
 # %%
 # The same by hand
 # ----------------
 #
-# Linear drag has a closed solution. Its range is the root of one equation, and the best angle the zero of a difference
-# quotient.
+# Linear drag has a closed solution. Its range is the root of one equation, and the best angle the
+# zero of a difference quotient.
 
 
 def reach_by_hand(angle):

@@ -2,13 +2,16 @@ r"""
 solve_ivp: from differentiating the solver to the adjoint
 =========================================================
 
-Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, at :math:`\mu = 5` from (2, 0): how does y at t = 10 depend on
-:math:`\mu`? The answer, -0.631501703, is known. The naive way writes the solver in PyTorch and differentiates
-through its steps, which is right and keeps every one of them. An adjoint solves one more equation backward and keeps less.
-Which one matters: the oscillator contracts so strongly that an adjoint which integrates the state backward is lost.
+Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, starts at :math:`\mu = 5` from (2, 0).
+How does y at t = 10 depend on :math:`\mu`? The answer, -0.631501703, is known. A direct approach
+writes the solver in PyTorch and differentiates through its steps. The result is right, but every
+step stays in memory. An adjoint solves one more equation backward and stores less. The choice of
+adjoint matters: the oscillator contracts so strongly that an adjoint which integrates the state
+backward fails.
 
-Time, memory and error of each are taken here side by side: backpropagation through torchdiffeq's solver and its adjoint, and
-the adjoints of :func:`~adjsim.solve_ivp`, all by the same method of Dormand and Prince at the same tolerances.
+This example compares time, memory and error: of backpropagation through torchdiffeq's solver, of
+its adjoint, and of the adjoints of :func:`~adjsim.solve_ivp`, all by the same method of Dormand and
+Prince at the same tolerances.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -39,7 +42,8 @@ def field(t, y, mu):
 # The solution
 # ------------
 #
-# SciPy solves it, so its steps are SciPy's. Where the solution turns they are ten times shorter than where it creeps.
+# SciPy solves the equation, so the steps are SciPy's. They are ten times shorter where the solution
+# turns.
 
 with torch.no_grad():
     solution = adjsim.solve_ivp(field, (0, END), [2.0, 0.0], args=(torch.tensor(MU),), rtol=1e-6, atol=1e-9)
@@ -57,7 +61,7 @@ plt.show()
 
 
 class Oscillator(torch.nn.Module):
-    """The same for torchdiffeq, whose adjoint finds parameters of a module alone."""
+    """The equation for torchdiffeq, whose adjoint finds only the parameters of a module."""
 
     def __init__(self):
         super().__init__()
@@ -101,8 +105,8 @@ WAYS = {
 # Time, memory and error
 # ----------------------
 #
-# Each measurement is a process of its own, split off from this one, which sees how far its resident set grows. Python's own
-# tracer would not see tensors.
+# Each measurement runs in a process of its own, forked from this one, which measures the growth of
+# its resident set. Python's own tracer does not see tensors.
 
 
 def measure(gradient, rtol, answers):
@@ -137,11 +141,12 @@ for name, rows in results.items():
         print(f"   rtol {rtol:.0e}: {seconds:6.2f} s, {size / 1e6:6.1f} MB, {error}")
 
 # %%
-# Backpropagation is right, as far as its solution is, and its memory grows with the number of steps, each with all its
-# stages. The adjoints that integrate the state backward either fail, which is the better case, or return some other number.
-# Those that read the forward solution are right, within 0.05 at a relative tolerance of 1e-3 and 1e-7 at 1e-9, in about the
-# time that backpropagation takes. For so few steps of two numbers, interpolants take less than the solvers that are
-# kept as checkpoints.
+# Backpropagation is as accurate as its solution, and its memory grows with the number of steps,
+# each with all its stages. The adjoints that integrate the state backward either fail, which is the
+# better case, or return a wrong number. Those that read the forward solution are right, within 0.05
+# at a relative tolerance of 1e-3 and 1e-7 at 1e-9, in about the time of backpropagation. For so few
+# steps of two numbers, interpolants take less memory than the solvers that are stored as
+# checkpoints.
 
 fig, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
 for i, (name, rows) in enumerate(results.items()):

@@ -2,9 +2,10 @@
 Potentials and integrators
 ==========================
 
-What the library simulates, and how well. The potentials are drawn, velocity Verlet is checked for its order, two deterministic
-samplers are compared with averages that are known exactly, and every integrator is run in one well, its density beside the
-exact one. All quantities are in reduced units.
+This example shows the systems that the library simulates, and the accuracy of its integrators. It
+draws the potentials, checks the order of velocity Verlet, compares two deterministic samplers with
+exact averages, and runs every integrator in one well beside the exact density. All quantities are
+in reduced units.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -22,8 +23,8 @@ torch.set_num_threads(1)
 # Potentials
 # ----------
 #
-# A potential maps positions of shape ``(*batch, atoms, dim)`` to energies of shape ``(*batch,)``. So a curve or a surface is
-# one call, with the points as the batch.
+# A potential maps positions of shape ``(*batch, atoms, dim)`` to energies of shape ``(*batch,)``.
+# So one call evaluates a curve or a surface, with its points as the batch.
 
 fig, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
 
@@ -53,8 +54,9 @@ plt.show()
 # Energy error of velocity Verlet
 # -------------------------------
 #
-# Velocity Verlet is symplectic and of second order. Its energy does not drift away; it swings about a constant, and the swing
-# shrinks with the square of the step. A particle in the double well shows it.
+# Velocity Verlet is symplectic and of second order. Its energy does not drift but oscillates about
+# a constant, and the amplitude falls with the square of the step. A particle in the double well
+# shows this.
 
 dynamics = adjsim.Hamiltonian(adjsim.DoubleWell())
 start = dynamics.init(torch.tensor([[1.5]]), torch.tensor([[0.0]]))
@@ -68,7 +70,8 @@ with torch.no_grad():
         swings.append(float((run.record - run.record[0]).abs().max()))
 slope, offset = np.polyfit(np.log(steps), np.log(swings), 1)
 print(f"the energy error falls as dt to the power {slope:.3f}")
-# The next term of the error is dt^2 smaller than the first: less than a hundredth here, which moves the fit by less than that.
+# The next term of the error is dt^2 smaller than the first: less than a hundredth here, which moves
+# the fit by less than that.
 assert abs(slope - 2) < 0.03
 
 fig, ax = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
@@ -81,8 +84,8 @@ ax.legend()
 plt.show()
 
 # %%
-# The phase portrait has closed orbits: inside one well below the barrier, around both above it. One call runs all of them, as a
-# batch of replicas.
+# The phase portrait has closed orbits: inside one well below the barrier, around both wells above
+# it. One call runs all orbits, as a batch of replicas.
 
 position = torch.tensor([1.05, 1.15, 1.25, 1.35, 1.4, 1.43, 1.5, 1.58])
 position = torch.cat([position, -position[position < 2**0.5]])[:, None, None]
@@ -108,8 +111,8 @@ assert torch.equal(crosses, energy > 1)  # the barrier is 1
 # A Nose-Hoover chain
 # -------------------
 #
-# A harmonic oscillator with a chain of three thermostats samples the canonical distribution, without noise. Its position is
-# Gaussian with variance kT/k.
+# A harmonic oscillator with a chain of three thermostats samples the canonical distribution without
+# noise. Its position is Gaussian with variance kT/k.
 
 k, kT, dt = 1.5, 0.8, 0.1
 chain = adjsim.NoseHooverChain(adjsim.Harmonic(k), kT=kT, tau=1.0, length=3)
@@ -123,7 +126,7 @@ with torch.no_grad():
         solver=adjsim.Splitting("NBABN", dt),
         record=lambda state: state.position[..., 0, 0],
     )
-samples = run.record[200:]  # the first 20 time units are left to the start
+samples = run.record[200:]  # without the first 20 time units
 variance = adjsim.mean_with_error(samples**2)
 print(f"<q^2> = {variance.value:.4f} +- {variance.stderr:.4f}; exact {kT / k:.4f}")
 # Four standard errors, and the step's own bias, which for this scheme is below (omega dt)^2 / 4.
@@ -133,10 +136,11 @@ assert abs(variance.value - kT / k) < 4 * variance.stderr + k * dt**2 / 4 * kT /
 # Energy-sampling dynamics
 # ------------------------
 #
-# :class:`~adjsim.ESH` moves at unit rate along a direction that the force turns. Frames are equally spaced in scaled time, not
-# in physical time, so a plain average over them is not canonical. Weighted by the speed it is, at kT = 1.
-# :func:`~adjsim.canonical_weights` gives the weights. One particle in the plane has four wells here, at plus and minus one in
-# each coordinate.
+# :class:`~adjsim.ESH` moves at unit rate along a direction, which the force turns. Frames are
+# equally spaced in scaled time, not in physical time, so a plain average over them is not
+# canonical. The average weighted by the speed is canonical, at kT = 1;
+# :func:`~adjsim.dynamics.canonical_weights` returns these weights. One particle in the plane has
+# four wells here, at plus and minus one in each coordinate.
 
 barrier, ds = 1.5, 0.1
 esh = adjsim.ESH(adjsim.DoubleWell(barrier))
@@ -144,7 +148,7 @@ generator = torch.Generator().manual_seed(2)
 start = esh.init(torch.randn(200, 1, 2, generator=generator), generator=generator)
 with torch.no_grad():
     path = adjsim.simulate(esh, start, torch.arange(3001) * ds, solver=adjsim.Splitting("EAE", ds))
-weights = adjsim.canonical_weights(path.log_speed)
+weights = adjsim.dynamics.canonical_weights(path.log_speed)
 
 grid = torch.linspace(-3, 3, 4001)
 density = torch.exp(-adjsim.DoubleWell(barrier)(grid[:, None, None]))
@@ -175,7 +179,8 @@ axes[2].plot(path.position[:1501, 0, 0, 0], path.position[:1501, 0, 0, 1], lw=0.
 axes[2].set(xlabel="x (reduced units)", ylabel="y (reduced units)", title="one ESH path", aspect="equal")
 plt.show()
 
-# Four standard errors, and a hundredth for the step ds and for a start that was not drawn from the distribution.
+# Four standard errors, plus a hundredth for the step ds and for a start that was not drawn from the
+# distribution.
 assert abs(mean - exact) < 4 * stderr + 0.01 * exact
 assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
 
@@ -183,10 +188,11 @@ assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
 # Every integrator in one well
 # ----------------------------
 #
-# The same two wells in each of two coordinates, at kT = 1, under each dynamics of the library: one path, and the density of all
-# replicas over the second half of the run beside the exact one. Conserved energy samples nothing by itself; what it does is
-# leave a density alone that its starts were drawn from, momenta and all. The others start at one point. Frames of ESH are
-# weighted as above, and its time is the scaled one.
+# The figure shows the same two wells in each of two coordinates, at kT = 1, under each dynamics of
+# the library: one path, and the density of all replicas over the second half of the run beside the
+# exact density. Dynamics at constant energy does not sample the canonical density, but preserves
+# it, so its starts are drawn from it, with momenta. The other runs start at one point. Frames of
+# ESH are weighted as above, and its time is the scaled time.
 
 potential, replicas = adjsim.DoubleWell(1.0), 400
 reference = torch.exp(-potential(grid[:, None, None]))
@@ -220,9 +226,10 @@ for (left, right), (name, (dynamics, solver, position)) in zip(axes, cases.items
     frames = run.position[..., 0, 0]
     left.plot(times, frames[:, 0], lw=0.7)
     left.set(ylabel="x", title=name, ylim=(-2.2, 2.2), xlim=(0, float(times[-1])))
-    weights = adjsim.canonical_weights(run.log_speed) if name.startswith("ESH") else torch.ones_like(frames)
+    weights = adjsim.dynamics.canonical_weights(run.log_speed) if name.startswith("ESH") else torch.ones_like(frames)
     half = slice(len(times) // 2, None)
-    # One histogram for each replica gives the error of their mean, however correlated the frames of one are.
+    # One histogram for each replica gives the error of their mean, for any correlation between its
+    # frames.
     counts = np.stack(
         [
             np.histogram(frames[half, i], bins=edges, weights=weights[half, i] / weights[half, i].sum())[0]

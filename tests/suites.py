@@ -10,7 +10,7 @@ from adjsim.dynamics.base import Dynamics, Term
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.sources import At
+from adjsim.dynamics.sources import MoveContext
 from adjsim.potentials.base import DeferredVJP, derivative, force, force_vjp
 
 
@@ -34,9 +34,9 @@ def drawn(term: Term, state: State, seed: int | None = 1) -> tuple[Tensor, ...] 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=state.position.dtype).unbind(0)
 
 
-def at(dynamics: Dynamics, letter: str, coefficients, noise: tuple[Tensor, ...] | None) -> At:
+def at(dynamics: Dynamics, letter: str, coefficients, noise: tuple[Tensor, ...] | None) -> MoveContext:
     """Where a flow takes place, with the forces of the dynamics' potential and its parameters."""
-    return At(0.0, letter, coefficients, noise, ForceEvaluator(dynamics.potential, parameters=dynamics.trainable()))
+    return MoveContext(0.0, letter, coefficients, noise, ForceEvaluator(dynamics.potential, parameters=dynamics.trainable()))
 
 
 def flow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:

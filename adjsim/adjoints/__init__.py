@@ -1,4 +1,4 @@
-"""How the gradient is taken."""
+"""Adjoints: ways to take a gradient."""
 
 from adjsim.adjoints.backsolve import BacksolveAdjoint
 from adjsim.adjoints.base import Adjoint, ReconstructionError

@@ -13,21 +13,22 @@ from adjsim.solvers.continuous import ContinuousSolver
 
 
 class BacksolveAdjoint(Adjoint):
-    """Solve the adjoint equation backward in time (optimise, then discretise), through torchdiffeq or torchsde.
+    """The continuous adjoint: its equation is solved backward in time, by torchdiffeq or torchsde.
 
-    With ``dy/dt = f(t, y; theta)`` and ``a = dL/dy``, going back from the last save time::
+    With ``dy/dt = f(t, y; theta)`` and ``a = dL/dy``, from the last save time backward::
 
         da/dt = -a^T df/dy        dL/dtheta = int a^T df/dtheta dt
 
-    together with y itself, which is set to the stored solution again at every save time. Memory does not grow with the
-    number of steps. The gradient is that of the exact flow, not of the steps taken: it approaches the solver's own as
-    tolerances tighten. Between save times the state is integrated backward, which loses it where the flow contracts or is
-    chaotic (after T of about 10 to 15 decay or Lyapunov times): save more often there, or use a splitting with
-    :class:`ReversibleAdjoint`.
+    together with y itself, which is set to the stored solution at every save time (optimise, then
+    discretise). Memory does not grow with the number of steps. The gradient is that of the exact
+    flow, not of the discrete steps: it approaches the solver's own gradient as tolerances tighten.
+    Between save times the state is integrated backward, which loses it where the flow contracts or
+    is chaotic, after about 10 to 15 decay or Lyapunov times. Save more often there, or use a
+    splitting with :class:`ReversibleAdjoint`.
 
-    For an SDE the noise of the forward run is drawn again; friction loses the gradient as exp(friction t) between save times
-    (with the midpoint rule at dt = 1/64, about 10 % of it at friction t = 10 and all of it at 15), so that runs beyond
-    friction t = 5 are refused.
+    For an SDE the noise of the forward run is drawn again. Friction loses the gradient as
+    exp(friction t) between save times: with the midpoint rule at dt = 1/64, about 10 % of it at
+    friction t = 10 and all of it at 15. Runs beyond friction t = 5 are refused.
 
     Args:
         rtol, atol: tolerances of the backward solve of an ODE; None: the solver's own.
@@ -47,15 +48,22 @@ class BacksolveAdjoint(Adjoint):
     def run(self, problem: Problem) -> Result:
         states, record, final = problem.solver.solve(problem, self._options())
         kind = type(final)
-        guarded = None if states is None else kind(*(_Once.apply(x) for x in states))
-        return guarded, None if record is None else _Once.apply(record), kind(*(_Once.apply(x) for x in final))
+        guarded = None if states is None else kind(*(_OnceDifferentiable.apply(x) for x in states))
+        return (
+            guarded,
+            None if record is None else _OnceDifferentiable.apply(record),
+            kind(*(_OnceDifferentiable.apply(x) for x in final)),
+        )
 
     def _options(self) -> dict[str, Any]:
         return {"rtol": self.rtol, "atol": self.atol}
 
 
-class _Once(torch.autograd.Function):
-    """The identity, which cannot be differentiated twice: the libraries' adjoints would return a gradient that is cut off."""
+class _OnceDifferentiable(torch.autograd.Function):
+    """The identity, differentiable once.
+
+    The libraries' adjoints would lose part of a second gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every adjoint is: a way to run a problem so that its result can be differentiated."""
+"""Adjoints: ways to run a problem so that its result can be differentiated."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ Result = tuple[State | None, Tensor | None, State]
 
 
 class ReconstructionError(RuntimeError):
-    """Going back along a run did not give back what was stored of it."""
+    """Raised when the backward sweep does not recover the stored states of its run."""
 
 
 def refuse_graph() -> None:
-    """Called in a backward that has no graph of its own: refuse to be part of one."""
+    """Refuse a backward pass with create_graph, where the gradient has no graph of its own."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "this gradient was swept backward in constant memory and has no graph of its own, so it cannot be "
-            "differentiated again (create_graph=True, double backward, torch.func). Use DirectAdjoint() for that."
+            "this gradient was swept backward in constant memory and has no graph of its own, so "
+            "it cannot be differentiated again (create_graph=True, double backward, torch.func). "
+            "Use DirectAdjoint() for that."
         )
 
 
 class Adjoint(ABC):
-    """How a gradient is taken. ``accepts`` lists the kinds of solver it goes with."""
+    """A way to take a gradient.
+
+    ``accepts`` lists the kinds of solver that it goes with.
+    """
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 
     @abstractmethod
     def run(self, problem: Problem) -> Result:
-        """Frames (None if recorded), record (None if not) and final state, connected to autograd."""
+        """Return frames (None with a record), record (or None) and final state, with their graph."""
 
     def check(self, problem: Problem) -> None:
-        """Refuse, before any work, a problem this adjoint cannot take."""
+        """Refuse, before any work, a problem that this adjoint cannot take."""
         return
 
     def __repr__(self) -> str:

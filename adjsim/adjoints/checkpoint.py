@@ -1,4 +1,4 @@
-"""Recomputation from stored states."""
+"""The checkpoint adjoint: segments are run again from stored states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from adjsim._inputs import as_whole
 from adjsim._state import State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -19,12 +19,13 @@ from adjsim.solvers.base import Problem, SteppingSolver
 
 
 class CheckpointAdjoint(Adjoint):
-    """Exact backpropagation that stores the state at segment ends and runs each segment again on the way back.
+    """Exact backpropagation that stores the ends of segments and runs each segment again.
 
-    The gradient equals :class:`DirectAdjoint`'s for any scheme, reversible or not, chaotic or dissipative. With n steps in
-    s segments, s + n/s states are held: the root of n at the default. It costs one more forward run. Use it where
-    :class:`ReversibleAdjoint` refuses, or when its error is in doubt. A segment that is run again has to end in the state that
-    was stored, so that a force that is random, or that has changed since, is an error.
+    The gradient equals that of :class:`DirectAdjoint` for any scheme, reversible or not, chaotic or
+    dissipative. With n steps in s segments, s + n/s states are stored: about sqrt(n) by default. It
+    costs one more forward run. Use it where :class:`ReversibleAdjoint` refuses, or when its error
+    is in doubt. A segment that is run again has to end in the stored state, so a force that is
+    random, or that has changed since the run, is an error.
 
     Args:
         segments: number of segments; None: about sqrt(steps).
@@ -42,7 +43,7 @@ class CheckpointAdjoint(Adjoint):
         return run_swept(problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last)))
 
     def _length(self, last: int) -> int:
-        """Steps of a segment."""
+        """Return the number of steps in a segment."""
         return math.ceil(last / (self.segments or max(1, round(math.sqrt(last)))))
 
 
@@ -67,26 +68,26 @@ class Checkpoints(History):
 
 
 class Recompute(Rewind):
-    """States that are found by running a segment again.
+    """Earlier states, found by running a segment again.
 
     Args:
-        kept: the states at the ends of segments.
-        inputs: what the run read.
-        forces: where the forces of the segments are evaluated.
+        history: the states at the ends of segments.
+        inputs: the inputs of the run.
+        forces: evaluates the forces of the segments.
     """
 
-    def __init__(self, kept: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.kept, self.stepper, self.inputs, self.forces = kept, kept.stepper, inputs, forces
-        self.tolerance = closeness(inputs.state.position.dtype)
-        # Of the segment that is being gone back through: the states before each move of each of its steps.
+    def __init__(self, history: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
+        self.history, self.stepper, self.inputs, self.forces = history, history.stepper, inputs, forces
+        self.tolerance = rounding_tolerance(inputs.state.position.dtype)
+        # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[State]] = []
 
     def final(self) -> State:
-        return self.kept.stored[self.stepper.clock.last]
+        return self.history.stored[self.stepper.clock.last]
 
     def before(self, step: int) -> Sequence[State]:
         if not self.segment:
-            self._run_again((step - 1) // self.kept.length * self.kept.length, step)
+            self._run_again((step - 1) // self.history.length * self.history.length, step)
         return self.segment.pop()
 
     def restore(self, step: int, state: State) -> State:
@@ -94,26 +95,24 @@ class Recompute(Rewind):
 
     @torch.no_grad()
     def _run_again(self, start: int, stop: int) -> None:
-        stepper, state = self.stepper, self.kept.stored[start]
+        stepper, state = self.stepper, self.history.stored[start]
         for k in range(start, stop):
-            t, seen = stepper.clock.of(k), stepper.seen(k)
-            *before, state = stepper.program.trail(t, state, self.inputs.coefficients, seen, self.forces)
+            t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
+            *before, state = stepper.program.intermediate_states(t, state, self.inputs.coefficients, noise, self.forces)
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
-        self._compare(state, self.kept.stored[stop], start, stop)
+        self._compare(state, self.history.stored[stop], start, stop)
 
     @staticmethod
     def _compare(found: State, stored: State, start: int, stop: int) -> None:
-        # The same operations on the same numbers give the same bits; kernels that add in any order differ in the last ones,
-        # which a chaotic segment enlarges.
+        # The same operations on the same numbers give the same bits. Kernels that add in varying
+        # order differ in the last bits, which a chaotic segment amplifies.
         for name, x, y in zip(stored._fields, found, stored, strict=True):
-            allowed = closeness(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
+            allowed = rounding_tolerance(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
             if not float((x - y).abs().amax()) <= allowed:
                 raise ReconstructionError(
-                    f"running steps {start} to {stop} again did not give back their end ({name} is "
-                    f"{float((x - y).abs().amax()):.1e} off), so the gradient would be wrong. The force is random (dropout?), "
-                    "or "
-                    "something that it reads has changed since the run (a plain attribute, a mode). Make it reproducible, or "
-                    "use "
-                    "DirectAdjoint()."
+                    f"running steps {start} to {stop} again did not recover their end ({name} is "
+                    f"{float((x - y).abs().amax()):.1e} off), so the gradient would be wrong. The "
+                    "force is random (dropout?), or reads a value that has changed since the run "
+                    "(a plain attribute, a mode). Make it reproducible, or use DirectAdjoint()."
                 )

@@ -12,7 +12,7 @@ it. All that asks for the force at one position is then in one iteration, so tha
 share their loop over pairs. What comes before the first iteration and after the last is compiled with the loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
-(:mod:`adjsim.adjoints.settings`).
+(:mod:`adjsim.adjoints.cache_key`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim._progress import shown
+from adjsim._progress import with_progress
 from adjsim._state import State
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
@@ -72,7 +72,7 @@ class ForwardLoops:
             inputs = Inputs(state, driver.fixed.coefficients, driver.fixed.parameters)
             with torch.no_grad():
                 state = driver.stepper.step(0, state, inputs, self.forces)
-            self.force, start = self.forces.kept(state.position), 1
+            self.force, start = self.forces.cached(state.position), 1
         while start < stop:
             count = min(driver.length, stop - start)
             averaging = driver.averages(start + 1)
@@ -83,7 +83,7 @@ class ForwardLoops:
             )
             carry = driver.run(FORWARD, averaging, type(state), start, count, carry)
             if averaging:
-                recording.total, recording.come_to = carry.total[0], start + count
+                recording.total, recording.last_step = carry.total[0], start + count
             self.force = driver.unpack(carry.force[0]) if carry.force else None
             state = type(state)(*map(driver.unpack, carry.state))
             start += count
@@ -95,7 +95,7 @@ class ForwardLoops:
         if recording.total is None:
             with torch.no_grad():
                 value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
-            recording.add(torch.zeros_like(value), recording.come_to)
+            recording.add(torch.zeros_like(value), recording.last_step)
         assert recording.total is not None
         return recording.total
 
@@ -103,28 +103,28 @@ class ForwardLoops:
     def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, ForwardCarry]:
         """One step an iteration."""
 
-        def start(given: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
-            return torch.zeros_like(given.steps), carry
+        def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+            return torch.zeros_like(constants.steps), carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k < count
 
-        def body(given: LoopConstants, k: Tensor, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
-            stats, t = {"energy_evaluations": 0}, driver.time(given, k)
+        def body(constants: LoopConstants, k: Tensor, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+            stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
             state = kind(*map(driver.unpack, carry.state))
             known = (state.position, driver.unpack(carry.force[0])) if carry.force else None
-            program = driver.program.with_spacings(given.spacings)
+            program = driver.program.with_spacings(constants.spacings)
             forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
-            state = program.step(t, state, given.coefficients, driver.seen(given, k), forces)
+            state = program.step(t, state, constants.coefficients, driver.noise_of(constants, k), forces)
             total = carry.total
             if averaging:
                 value = driver.recorder.value(driver.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
             force = (driver.pack(forces.force(state.position, t(1.0))),) if carry.force else ()
-            loop.each = stats["energy_evaluations"]
+            loop.evaluations_per_step = stats["energy_evaluations"]
             return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
 
-        def finish(given: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
+        def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
             return carry
 
         return LoopSpec(start, more, body, finish)
@@ -139,14 +139,14 @@ class BackwardLoops:
     def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
         """Take the cotangents from the last state back to the start, which is returned."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
-        for start, stop in shown(pairs, "backward", len(pairs), progress):
+        for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.driver.recorder.average is None:
                 saved.accumulate(stop, self.driver.stepper.from_lattice(state), cotangents, self.forces)
-            state = self._over(state, stop, start, cotangents, saved.of_average)
+            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent)
             state = rewind.restore(start, state)
         return state
 
-    def _over(self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None) -> State:
+    def _traverse(self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None) -> State:
         """From the state after ``stop`` steps back to that after ``start``, with the cotangents taken along."""
         driver, fields = self.driver, cotangents.fields
         coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
@@ -159,8 +159,8 @@ class BackwardLoops:
         while stop > start:
             count = min(driver.length, stop - start)
             averaging = average is not None and driver.averages(stop)
-            given = [average] if averaging and average is not None else []
-            carry = driver.run(BACKWARD, averaging, type(state), stop - count, count, carry, given)
+            average_cotangents = [average] if averaging and average is not None else []
+            carry = driver.run(BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents)
             stop -= count
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = driver.unpack(cotangent)
@@ -171,30 +171,30 @@ class BackwardLoops:
     @staticmethod
     def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
         """The end of one step and the beginning of the one before it an iteration."""
-        late, early = slice(driver.turn, None), slice(0, driver.turn)
+        late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
 
         class Sweep:
             """The way back inside a trace, from what is carried."""
 
-            def __init__(self, given: LoopConstants, carry: BackwardCarry) -> None:
-                self.given, self.stats = given, {"energy_evaluations": 0}
+            def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
+                self.constants, self.stats = constants, {"energy_evaluations": 0}
                 self.state = kind(*map(driver.unpack, carry.state))
-                trainable = driver.tensors.trainable(given.parameters)
+                trainable = driver.tensors.trainable(constants.parameters)
                 fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
-                self.program = driver.program.with_spacings(given.spacings)
+                self.program = driver.program.with_spacings(constants.spacings)
                 self.forces = self.program.forces(driver.dynamics.potential, parameters=trainable, stats=self.stats)
 
-            def over(self, part: slice, k: Tensor) -> None:
+            def traverse(self, part: slice, k: Tensor) -> None:
                 """Go back over a part of step number k."""
-                t, seen = driver.time(self.given, k), driver.seen(self.given, k)
-                coefficients = self.given.coefficients
-                self.state = self.program.backward(t, self.state, coefficients, seen, self.forces, self.sums, None, part)
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                coefficients = self.constants.coefficients
+                self.state = self.program.backward(t, self.state, coefficients, noise, self.forces, self.sums, None, part)
 
-            def look(self) -> None:
+            def add_average(self) -> None:
                 """Add what a time average says of the state."""
                 if averaging:
-                    (cotangent,), state = self.given.average, driver.stepper.from_lattice(self.state)
+                    (cotangent,), state = self.constants.average, driver.stepper.from_lattice(self.state)
                     RecordSweep(driver.recorder, (), None, 0.0).add_function(state, cotangent, self.sums, self.forces)
 
             def carry(self) -> BackwardCarry:
@@ -206,31 +206,31 @@ class BackwardLoops:
                     tuple(map(driver.pack, self.state)),
                 )
 
-        def start(given: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
-            sweep = Sweep(given, carry)
-            sweep.look()
-            sweep.over(late, given.steps - 1)
+        def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+            sweep = Sweep(constants, carry)
+            sweep.add_average()
+            sweep.traverse(late, constants.steps - 1)
             found = sweep.carry()
-            loop.once += sweep.stats["energy_evaluations"]
-            return given.steps - 1, found
+            loop.fixed_evaluations += sweep.stats["energy_evaluations"]
+            return constants.steps - 1, found
 
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k > 0
 
-        def body(given: LoopConstants, k: Tensor, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
-            sweep = Sweep(given, carry)
-            sweep.over(early, k)
-            sweep.look()
-            sweep.over(late, k - 1)
+        def body(constants: LoopConstants, k: Tensor, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+            sweep = Sweep(constants, carry)
+            sweep.traverse(early, k)
+            sweep.add_average()
+            sweep.traverse(late, k - 1)
             found = sweep.carry()
-            loop.each = sweep.stats["energy_evaluations"]
+            loop.evaluations_per_step = sweep.stats["energy_evaluations"]
             return k - 1, found
 
-        def finish(given: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
-            sweep = Sweep(given, carry)
-            sweep.over(early, torch.zeros_like(given.steps))
+        def finish(constants: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
+            sweep = Sweep(constants, carry)
+            sweep.traverse(early, torch.zeros_like(constants.steps))
             found = sweep.carry()
-            loop.once += sweep.stats["energy_evaluations"]
+            loop.fixed_evaluations += sweep.stats["energy_evaluations"]
             return found
 
         return LoopSpec(start, more, body, finish)

@@ -14,10 +14,10 @@ from adjsim.solvers.continuous import ContinuousSolver
 class DirectAdjoint(Adjoint):
     """Backpropagation through every operation of the solver (BPTT, discretise then optimise).
 
-    The gradient is exact for the discrete steps, to rounding, and may itself be differentiated. Every step's
-    intermediate tensors stay in memory until backward, which grows in proportion to the number of steps: the naive way,
-    and the reference that the others are checked against. For more than some hundred steps use
-    :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
+    The gradient is exact for the discrete steps, to rounding, and may itself be differentiated. The
+    intermediate tensors of every step stay in memory until backward, so memory grows in proportion
+    to the number of steps. It is the reference for the other adjoints. For more than a few hundred
+    steps use :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
     """
 
     def check(self, problem: Problem) -> None:

@@ -1,10 +1,10 @@
-"""Steps carried out one by one."""
+"""The eager driver, which runs steps one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adjsim._progress import shown
+from adjsim._progress import with_progress
 from adjsim._state import State
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.recorder import RecordSweep
@@ -14,12 +14,12 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class EagerDriver:
-    """Carries out steps as they are written.
+    """Runs steps one by one, in Python.
 
     Args:
         stepper: the steps.
-        inputs: what they read.
-        forces: where forces are evaluated.
+        inputs: their inputs.
+        forces: evaluates the forces.
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
@@ -34,12 +34,12 @@ class EagerDriver:
         return state
 
     def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
-        """Take the cotangents from the last state back to the start, which is returned."""
+        """Take the cotangents from the last state back to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
-        for step in shown(range(last, 0, -1), "backward", last, progress):
+        for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, seen, before = stepper.clock.of(step - 1), stepper.seen(step - 1), rewind.before(step)
-            state = stepper.program.backward(t, state, inputs.coefficients, seen, self.forces, cotangents, before)
+            t, noise, before = stepper.clock.time_in_step(step - 1), stepper.noise_of(step - 1), rewind.before(step)
+            state = stepper.program.backward(t, state, inputs.coefficients, noise, self.forces, cotangents, before)
             state = rewind.restore(step - 1, state)
         return state

@@ -1,4 +1,4 @@
-"""Going back along an exact run: by the inverses, bit for bit, with the proof that it was so."""
+"""Reversal of an exact run: the inverses, bit for bit, with a proof."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Iterable, Sequence
 
 from adjsim._state import State, detached
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Fingerprints(History):
-    """What proves that a run on a lattice was retraced.
+    """The proof that a run on a lattice was reversed exactly.
 
-    It keeps the final state with its information buffers, what they spilled, and 128 bits of fingerprint of state and buffers
-    at the start, at every save time, and every so many steps if that is asked for. The start has empty buffers, so its
-    fingerprint proves them empty again.
+    It stores the final state with its information buffers, the spills of the buffers, and
+    fingerprints of state and buffers (128 bits) at the start, at every save time, and every so many
+    steps if asked for. The start has empty buffers, so its fingerprint proves that they are empty
+    again.
     """
 
     def __init__(self, stepper: Stepper, every: int | None) -> None:
         self.stepper, self.every = stepper, every
         self.spills: dict[int, Sequence[Spill]] = {}
-        self.prints: dict[int, bytes] = {}
+        self.fingerprints: dict[int, bytes] = {}
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
@@ -33,7 +34,7 @@ class Fingerprints(History):
         if spills:
             self.spills[step] = spills
         if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
-            self.prints[step] = fingerprint(state)
+            self.fingerprints[step] = fingerprint(state)
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
@@ -46,23 +47,25 @@ class ExactInversion(Rewind):
 
     error = 0.0
 
-    def __init__(self, kept: Fingerprints) -> None:
-        self.kept, self.lattice = kept, kept.stepper.program.lattice
-        self.tolerance = closeness(kept.last[0].dtype)
+    def __init__(self, history: Fingerprints) -> None:
+        self.history, self.lattice = history, history.stepper.program.lattice
+        self.tolerance = rounding_tolerance(history.last[0].dtype)
 
     def final(self) -> State:
-        return self._before_spill(self.kept.stepper.clock.last, self.kept.last)
+        return self._before_spill(self.history.stepper.clock.last, self.history.last)
 
     def restore(self, step: int, state: State) -> State:
-        if step in self.kept.prints and fingerprint(state) != self.kept.prints[step]:
+        if step in self.history.fingerprints and fingerprint(state) != self.history.fingerprints[step]:
             raise ReconstructionError(
-                f"retracing an exact run did not give back the state of step {step}, so the gradient would be wrong. The force "
-                "at a position had other bits on the way back: it is random, depends on something that changed meanwhile (a "
-                "plain attribute, a mode, the number of threads), or comes from kernels that are not deterministic. Make it "
-                "reproducible (see torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
+                f"reversing an exact run did not recover the state of step {step}, so the gradient "
+                "would be wrong. The force at a position had other bits backward than forward: it "
+                "is random, depends on a value that has changed (a plain attribute, a mode, the "
+                "number of threads), or comes from kernels that are not deterministic. Make it "
+                "reproducible (see torch.use_deterministic_algorithms), or use "
+                "CheckpointAdjoint() with exact=False."
             )
         return self._before_spill(step, state)
 
     def _before_spill(self, step: int, state: State) -> State:
         assert self.lattice is not None
-        return self.lattice.refill(state, self.kept.spills.get(step, ()))
+        return self.lattice.refill(state, self.history.spills.get(step, ()))

@@ -1,4 +1,4 @@
-"""What a run keeps so that its earlier states can be had again on the way back."""
+"""The data from which a backward sweep recovers earlier states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Rewind(ABC):
-    """Where the earlier states of a run come from during one backward sweep.
+    """The source of the earlier states of a run during one backward sweep.
 
     Attributes:
-        tolerance: relative difference that values computed on the way back may have from those of the run.
-        error: the largest relative error of a state that was found; None if states are not reconstructed.
+        tolerance: allowed relative difference between values computed again and those of the run.
+        error: the largest relative error of a recovered state; None if states are not
+            reconstructed.
     """
 
     tolerance: float
@@ -29,19 +30,28 @@ class Rewind(ABC):
         """The last state, from which the sweep starts."""
 
     def before(self, step: int) -> Sequence[State] | None:
-        """The states before each move of the step that ends at ``step``; None: by inverting the moves."""
+        """Return the states before each move of the step ending at ``step``.
+
+        None means that the moves are inverted.
+        """
         return None
 
     @abstractmethod
     def restore(self, step: int, state: State) -> State:
-        """Having gone back to ``step``: the state to go on with."""
+        """Return the state from which the sweep continues at ``step``, given the recovered state."""
 
 
 class History(ABC):
-    """What is kept of one run: an observer of its states, of which every backward sweep gets a rewind of its own."""
+    """The stored data of one run, gathered by observing its states.
+
+    It makes a rewind for each backward sweep.
+    """
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        """The steps after which it keeps the state, or does something on the way back; all of them if it does not say."""
+        """Return the steps after which it stores or restores a state.
+
+        These are all steps by default.
+        """
         return range(stepper.clock.last + 1)
 
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
@@ -49,20 +59,20 @@ class History(ABC):
 
     @abstractmethod
     def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
-        """See the state after ``step`` steps, and what its buffers spilled there, and keep what is needed."""
+        """Store what is needed of the state after ``step`` steps, and of its buffers' spills."""
 
     @abstractmethod
     def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
-        """The way back, for one sweep.
+        """Make the rewind of one sweep.
 
         Args:
-            inputs: what the run read.
-            forces: where the sweep's forces are evaluated.
-            frames: the states that were saved, time leading, if whole states were.
+            inputs: the inputs of the run.
+            forces: evaluates the forces of the sweep.
+            frames: the saved states, time leading, if whole states were saved.
             final: the last state of the dynamics.
         """
 
 
-def closeness(dtype: torch.dtype) -> float:
-    """The relative difference that is allowed between a number and the same number computed again by other kernels."""
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the allowed relative difference between two computations of one number."""
     return 100 * torch.finfo(dtype).eps ** 0.5

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
+from adjsim.adjoints.cache_key import UninspectableError, cache_key
 from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
 from adjsim.adjoints.recorder import Recorder
-from adjsim.adjoints.settings import UnseenError, settings
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
 
 # Numbers of noise that are handed to a loop at once: four megabytes of float64.
-DRAWN = 2**19
+NOISE_PER_LOOP = 2**19
 # Steps between finiteness checks.
 FINITE_EVERY = 1024
 
@@ -55,8 +55,8 @@ class Loop:
 
     function: Callable[[LoopConstants, Any], Any] | None = None
     path: str = ""
-    once: int = 0
-    each: int = 0
+    fixed_evaluations: int = 0
+    evaluations_per_step: int = 0
     constants: list[Constant] = field(default_factory=list)
 
 
@@ -94,9 +94,9 @@ class LoopRunner:
         position = problem.state.position
         self.batch, self.device = position.shape[:-2], position.device
         drawn = self.program.draws * position.numel()
-        self.length = max(1, min(FINITE_EVERY, DRAWN // drawn)) if drawn else self.clock.last
+        self.length = max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
         # The last move of a step that writes the position.
-        self.turn = max(i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes)
+        self.last_position_move = max(i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes)
         coefficients = inputs.coefficients
         self.wanted = [(a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad]
         lattice = self.program.lattice
@@ -108,9 +108,9 @@ class LoopRunner:
             tuple(clone(x) for x in inputs.parameters),
             {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
         )
-        self.settings = self._settings()
+        self.cache_key = self._cache_key()
         self.stops: list[int] = []
-        self._kept: tuple[int, int, Tensor] | None = None
+        self._last_noise: tuple[int, int, Tensor] | None = None
         problem.stats.setdefault("compile_seconds", 0.0)
 
     def boundaries(self, wanted: set[int]) -> list[int]:
@@ -146,7 +146,9 @@ class LoopRunner:
         noise = self._noise(first, count)
         constants = self.fixed._replace(steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average)))
         loop = self._look_up(spec, averaging, kind, constants, carry)
-        self.problem.stats["energy_evaluations"] += loop.once + (count - 1 if spec.back else count) * loop.each
+        self.problem.stats["energy_evaluations"] += (
+            loop.fixed_evaluations + (count - 1 if spec.back else count) * loop.evaluations_per_step
+        )
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.back else "compiled_forward"] = loop.path
         return loop.function(constants, carry)
@@ -161,29 +163,29 @@ class LoopRunner:
 
     # How loops are traced.
 
-    def time(self, given: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
+    def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
         """The time at a share of step number ``k`` of the loop."""
-        return lambda share: given.begin + ((given.first + k).to(torch.float64) + share) * self.clock.dt
+        return lambda share: constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
 
-    def seen(self, given: LoopConstants, k: Tensor) -> list[Tensor] | None:
+    def noise_of(self, constants: LoopConstants, k: Tensor) -> list[Tensor] | None:
         """The noise that step number ``k`` of the loop sees."""
-        if not given.noise:
+        if not constants.noise:
             return None
-        steps = [given.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.sees)]
+        steps = [constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.noise_steps)]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
     @contextmanager
-    def _within(self, back: bool, loop: Loop, given: LoopConstants) -> Iterator[LoopConstants]:
+    def _within(self, back: bool, loop: Loop, constants: LoopConstants) -> Iterator[LoopConstants]:
         """Run the dynamics with the tensors of a trace, those as leaves that a gradient is wanted by."""
         if back:
-            leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(given.parameters)]
+            leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(constants.parameters)]
             coefficients = {
                 letter: {name: x.detach().requires_grad_((letter, name) in self.wanted) for name, x in group.items()}
-                for letter, group in given.coefficients.items()
+                for letter, group in constants.coefficients.items()
             }
-            given = given._replace(parameters=tuple(leaves), coefficients=coefficients)
-        with self.tensors.bound(given.parameters), torch.no_grad(), NoCapture(self.tensors.tensors, loop.constants):
-            yield given
+            constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
+        with self.tensors.substituted(constants.parameters), torch.no_grad(), NoCapture(self.tensors.tensors, loop.constants):
+            yield constants
 
     def _look_up(self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
         leaves = tree_leaves((constants, carry))
@@ -197,17 +199,17 @@ class LoopRunner:
             repr(solver),
             solver.dt,
             kind,
-            self.tensors.places,
+            self.tensors.slots,
             shapes,
             gradient,
-            self.settings,
+            self.cache_key,
             threads,
         )
         loop = cache.get(self.dynamics, key)
         for constant in loop.constants if loop is not None else ():
             constant.check()
         if loop is None or any(constant.changed() for constant in loop.constants):
-            if self._settings() != self.settings:
+            if self._cache_key() != self.cache_key:
                 raise RuntimeError(
                     f"something that {type(self.dynamics).__name__}, its potential or the record reads (a plain attribute, a "
                     "mode, a "
@@ -230,23 +232,23 @@ class LoopRunner:
         loop.function, loop.path = compile_loop(made, inside, constants, carry, exact=exact, short=short, what=what)
         return loop
 
-    def _settings(self) -> Any:
+    def _cache_key(self) -> Any:
         average = self.recorder.average
         try:
-            return settings(self.dynamics, None if average is None else average.function)
-        except UnseenError as unseen:
+            return cache_key(self.dynamics, None if average is None else average.function)
+        except UninspectableError as unseen:
             raise CompileError(f"compile=True: {unseen}") from unseen
 
     def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
         """That of the steps of a loop, as many as a loop may have; or none."""
         if self.stepper.noise is None:
             return ()
-        if self._kept is not None and self._kept[:2] == (first, count):
-            return (self._kept[2],)
-        seen = count + self.program.sees - 1
+        if self._last_noise is not None and self._last_noise[:2] == (first, count):
+            return (self._last_noise[2],)
+        seen = count + self.program.noise_steps - 1
         drawn = packed(self.stepper.noise.of_steps(first, seen), self.batch, leading=2)
-        whole = drawn.new_empty((self.length + self.program.sees - 1, *drawn.shape[1:]))
+        whole = drawn.new_empty((self.length + self.program.noise_steps - 1, *drawn.shape[1:]))
         whole[:seen] = drawn
         # The way back begins with what the way forward ended with.
-        self._kept = (first, count, whole)
+        self._last_noise = (first, count, whole)
         return (whole,)

@@ -83,24 +83,24 @@ def compile_loop(
     """
     constants_list, constants_tree = tree_flatten(constants)
     carry_list, carry_tree = tree_flatten(carry)
-    split, kept = len(constants_list), len(carry_list)
+    constants_size, carry_size = len(constants_list), len(carry_list)
 
     def start(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[:split]), constants_tree)) as given:
-            k, first = spec.start(given, tree_unflatten(list(values[split:]), carry_tree))
+        with within(tree_unflatten(list(values[:constants_size]), constants_tree)) as traced:
+            k, first = spec.start(traced, tree_unflatten(list(values[constants_size:]), carry_tree))
         return [k, *tree_leaves(first)]
 
     def more(k: Tensor, count: Tensor) -> list[Tensor]:
         return [spec.more(k, count)]
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
-            k, then = spec.body(given, k, tree_unflatten(list(values[:kept]), carry_tree))
-        return [k, *tree_leaves(then)]
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            k, next_carry = spec.body(traced, k, tree_unflatten(list(values[:carry_size]), carry_tree))
+        return [k, *tree_leaves(next_carry)]
 
     def finish(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[kept:]), constants_tree)) as given:
-            return tree_leaves(spec.finish(given, tree_unflatten(list(values[:kept]), carry_tree)))
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            return tree_leaves(spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree)))
 
     untested = untested_torch()
     try:

@@ -1,4 +1,4 @@
-"""What a run saves, and what that contributes to the backward sweep."""
+"""The saved frames or record of a run, and their part in the backward sweep."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Recorder:
-    """What is saved of the states of a run: they themselves, a function of them, or its time average. Immutable.
+    """The part of its states that a run saves. Immutable.
+
+    This is the states, a function of them, or its time average.
 
     Args:
-        record: what was asked for.
-        clock: of the run.
+        record: the argument ``record=`` of the run.
+        clock: the times of the run.
 
     Attributes:
-        average: the time average, if that is what is saved.
-        frames: the number of the frame that is saved after a step.
+        average: the time average, if the record is one.
+        frames: the number of the frame that is saved after a step, by step.
         first: the first step whose end counts for the time average.
-        weight: of one step in it.
+        weight: the weight of one step in the time average.
     """
 
     def __init__(self, record: Record, clock: Clock) -> None:
@@ -38,29 +40,30 @@ class Recorder:
         self.weight = 1.0 / (clock.last - self.first + 1)
 
     def value(self, state: State) -> Tensor:
-        """The function that is saved or averaged, of a state of the dynamics."""
+        """Evaluate the function that is saved or averaged, on a state of the dynamics."""
         function = self.average.function if isinstance(self.record, TimeAverage) and self.average else self.record
         assert callable(function)
         versions = [None if x.is_inference() else x._version for x in state]
         value = function(state)
         if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
             raise ValueError(
-                "the record writes into the state that it is given, which would change the run. Use clone() there."
+                "the record writes into the state that it is given, which would change the run. Use clone() in the record."
             )
         return value
 
 
 class Recording:
-    """What has been saved of one run: an observer of its states."""
+    """The frames or values saved so far: an observer of the states of one run."""
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
         self.states: list[State] = []
         self.values: list[Tensor] = []
-        # Of a time average: the sum so far in double precision, the type of its terms, and the last step that is in it.
+        # For a time average: the sum so far in double precision, the dtype of its terms, the last
+        # step in it.
         self.total: Tensor | None = None
         self.dtype: torch.dtype | None = None
-        self.come_to = 0
+        self.last_step = 0
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return () if self.recorder.average is not None else stepper.clock.saves
@@ -68,7 +71,7 @@ class Recording:
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
         recorder = self.recorder
         if recorder.average is not None:
-            if step >= recorder.first and step > self.come_to:
+            if step >= recorder.first and step > self.last_step:
                 self.add(recorder.value(self.stepper.from_lattice(state)), step)
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
@@ -80,10 +83,10 @@ class Recording:
     def add(self, value: Tensor, step: int) -> None:
         """Add the value after a step to the time average."""
         self.dtype, value = _average_dtype(value, self.stepper), value.to(sum_dtype(value))
-        self.total, self.come_to = value if self.total is None else self.total + value, step
+        self.total, self.last_step = value if self.total is None else self.total + value, step
 
     def result(self) -> tuple[State | None, Tensor | None]:
-        """Stacked states, or the record."""
+        """Return the stacked states, or the record."""
         if self.recorder.average is not None:
             assert self.total is not None
             return None, (self.total * self.recorder.weight).to(self.dtype)
@@ -93,16 +96,16 @@ class Recording:
 
 
 class RecordSweep:
-    """What the cotangents of the saved contribute to one backward sweep.
+    """The part of the saved frames or record in one backward sweep.
 
-    Values of a function are computed again on the way, and compared with those that were saved: a function that is random, or
-    that has changed in between, has no gradient.
+    The sweep computes the values of a function again and compares them with the saved values: a
+    function that is random, or that has changed since the run, has no gradient.
 
     Args:
-        recorder: what was saved.
+        recorder: of the run.
         cotangents: of the saved fields, or of the record.
-        saved: the record, if that is what was saved.
-        tolerance: relative difference that is allowed between the values and those saved.
+        saved: the record, if the run saved one.
+        tolerance: allowed relative difference between the values and the saved values.
     """
 
     def __init__(self, recorder: Recorder, cotangents: Sequence[Tensor | None], saved: Tensor | None, tolerance: float) -> None:
@@ -111,16 +114,16 @@ class RecordSweep:
         self.state: State | None = None
 
     @property
-    def of_average(self) -> Tensor | None:
+    def average_cotangent(self) -> Tensor | None:
         """The cotangent of the averaged function's value at each step that counts."""
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
     def accumulate(self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator) -> None:
-        """Add what the saved says of the state (of the dynamics) after ``step`` steps."""
+        """Add the cotangents of what was saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
-            cotangent = self.of_average
+            cotangent = self.average_cotangent
             if step >= recorder.first and cotangent is not None:
                 value = self.add_function(state, cotangent, cotangents, forces)
                 value = value.to(sum_dtype(value))
@@ -136,7 +139,7 @@ class RecordSweep:
             self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
     def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
-        """Add what the cotangent of the function's value says of a state, and return the value."""
+        """Add a cotangent's product with the function's derivative; return the value."""
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
             value = self.recorder.value(leaves)
@@ -155,17 +158,21 @@ class RecordSweep:
         known = torch.isfinite(saved) & torch.isfinite(found)
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
-        # What cancels, such as a total momentum that is conserved, is compared with what it is the sum of.
+        # A value that cancels, such as a conserved total momentum, is compared with the terms of
+        # its sum.
         if float(error) > self.tolerance * float(size) and float(error) > self.tolerance * self._terms(state):
             raise ReconstructionError(
-                f"{what} was {float(error):.1e} off when it was computed again on the way back, so its gradient would be "
-                "wrong. "
-                "The function that is recorded is random, or something that it reads has changed since the run (a plain "
-                "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+                f"{what} was {float(error):.1e} off when the backward sweep computed it again, so "
+                "its gradient would be wrong. The recorded function is random, or reads a value "
+                "that has changed since the run (a plain attribute, a mode). Make it "
+                "reproducible, or use DirectAdjoint()."
             )
 
     def _terms(self, state: State | None) -> float:
-        """How large the terms are that make up the function's value at a state: its slopes times the state."""
+        """Return the size of the terms in the function's value.
+
+        It is the derivative at a state, times the state.
+        """
         if state is None:
             return 0.0
         with torch.enable_grad():
@@ -179,11 +186,14 @@ class RecordSweep:
 
 
 def sum_dtype(value: Tensor) -> torch.dtype:
-    """In which sums over many steps keep their digits."""
+    """Choose a dtype in which sums over many steps keep their digits."""
     return torch.complex128 if value.is_complex() else torch.float64
 
 
 def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
-    """That of the values; averages of counts and of true and false are floating-point."""
+    """Choose the dtype of a time average.
+
+    It is that of the values, and floating-point for counts and bools.
+    """
     floating = value.is_floating_point() or value.is_complex()
     return value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)

@@ -1,4 +1,4 @@
-"""Running the steps backward."""
+"""The reversible adjoint: steps are undone by the inverses of their flows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._state import State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.exact_inversion import Fingerprints
-from adjsim.adjoints.history import History, Rewind, closeness
+from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -22,23 +22,26 @@ from adjsim.solvers.splitting import Splitting
 
 
 class ReversibleAdjoint(Adjoint):
-    """The exact gradient of the discrete steps in memory that does not grow with their number.
+    """The exact gradient of the discrete steps, in memory independent of their number.
 
-    Each step is undone by its inverse flow on the way back, and its vector-Jacobian product is taken at the state so
-    found. Rounding makes the states found differ from those that were run; in a chaotic system the difference grows as
-    exp(lambda t), and under friction as exp(friction t). It is measured wherever the true state is known (the start, frames
-    that save whole states, checkpoints), where the sweep also goes on from the true state, and is in
-    ``trajectory.stats["reconstruction_error"]`` after backward: the largest difference in a field divided by the field's
-    largest entry. With ``Splitting(..., exact=True)`` nothing is lost at all: the states found are those that were run, bit for
-    bit, in chaos and under friction, at any length. A fingerprint of state and buffers proves it at the start and at save
-    times.
+    The backward sweep undoes each step by its inverse flow, and takes the step's vector-Jacobian
+    product at the recovered state. Rounding makes the recovered states differ from those of the
+    run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
+    friction. It is measured wherever the true state is known: at the start, at frames that save
+    whole states, and at checkpoints. From there the sweep continues with the true state. After
+    backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
+    divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
+    equal those of the run bit for bit, in chaos and under friction, at any length. A fingerprint of
+    state and buffers proves this at the start and at save times.
 
     Args:
-        checkpoint_every: store the state every so many steps, which bounds the error by what grows in so many; None: store
-            none where there is no friction, and with friction as many as keep the error it makes well under ``tol``
-            (``trajectory.stats["checkpoint_every"]`` says how many; in float32, where rounding alone comes near the default
-            ``tol``, give a larger one). An exact run needs none; there it is how often a fingerprint is taken, so that a force
-            that is not reproducible is found sooner.
+        checkpoint_every: store the state every so many steps, so that the error grows over so many
+            steps only. None: without friction none are stored; with friction, as many as keep the
+            error due to friction well under ``tol``
+            (``trajectory.stats["checkpoint_every"]`` is the number). In float32 rounding alone
+            comes near the default ``tol``: give a larger one. An exact run needs no checkpoints; it
+            takes a fingerprint every so many steps, so that a force that is not reproducible is
+            found sooner.
         tol: the error above which backward raises instead of returning a wrong gradient.
     """
 
@@ -59,8 +62,8 @@ class ReversibleAdjoint(Adjoint):
         for stage, move in program.moves:
             if not move.invertible:
                 raise TypeError(
-                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, so its steps cannot be "
-                    "undone: use CheckpointAdjoint() or DirectAdjoint()."
+                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, "
+                    "so its steps cannot be undone: use CheckpointAdjoint() or DirectAdjoint()."
                 )
 
     def run(self, problem: Problem) -> Result:
@@ -76,10 +79,11 @@ class ReversibleAdjoint(Adjoint):
 
 
 def _spacing(problem: Problem, tol: float) -> int | None:
-    """Steps between checkpoints under friction, or None without.
+    """Choose the number of steps between checkpoints under friction; None without friction.
 
-    Over n steps rounding adds up to about eps sqrt(n), and friction makes the first of it exp(friction dt n) times larger. Of
-    the digits between eps and tol a third is spent on friction; the others are left to the chaos of the potential.
+    Over n steps rounding adds up to about eps sqrt(n), and friction amplifies the first of these
+    errors by exp(friction dt n). A third of the digits between eps and tol is spent on friction;
+    the others are left for the chaos of the potential.
     """
     rate = problem.dynamics.damping(problem.state)
     if rate == 0:
@@ -91,19 +95,19 @@ def _spacing(problem: Problem, tol: float) -> int | None:
 
 
 class Resets(History):
-    """The states that reversed steps are compared with and go on from: the start, saved frames, checkpoints.
+    """The states from which a reversed run continues: the start, saved frames and checkpoints.
 
     Args:
         stepper: the steps of the run.
         every: steps between checkpoints; None: no checkpoints.
-        tol: relative error above which going back raises.
-        stats: where the error goes.
+        tol: relative error above which the sweep raises.
+        stats: receives the error.
     """
 
     def __init__(self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]) -> None:
         self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
         self.stored: dict[int, State] = {}
-        # The largest entry of each field at these steps, which errors are relative to.
+        # The largest entry of each field at these steps; errors are relative to it.
         self.scale: list[torch.Tensor] = []
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -126,19 +130,18 @@ class Resets(History):
 
 
 class FloatInversion(Rewind):
-    """Earlier states found by inverting the moves in floating point, with the error that this makes wherever the true state is
-    known.
+    """Earlier states, found by inverting the moves in floating point, and the error of this.
 
     Args:
-        kept: what the run has kept.
+        history: the stored states of the run.
         known: the true states, by step.
         final: the last state.
     """
 
-    def __init__(self, kept: Resets, known: Mapping[int, State], final: State) -> None:
-        self.kept, self.known, self._final, self.error = kept, known, final, 0.0
-        # A function of the state may be so much more sensitive than the state is wrong.
-        self.tolerance = max(closeness(final[0].dtype), 1e3 * kept.tol)
+    def __init__(self, history: Resets, known: Mapping[int, State], final: State) -> None:
+        self.history, self.known, self._final, self.error = history, known, final, 0.0
+        # A function of the state may be this much more sensitive than the state is wrong.
+        self.tolerance = max(rounding_tolerance(final[0].dtype), 1e3 * history.tol)
 
     def final(self) -> State:
         return self._final
@@ -149,16 +152,17 @@ class FloatInversion(Rewind):
             return state
         error = max(
             float((found - x).abs().amax().double() / torch.where(size > 0, size, 1.0))
-            for found, x, size in zip(state, true, self.kept.scale, strict=True)
+            for found, x, size in zip(state, true, self.history.scale, strict=True)
         )
         assert self.error is not None
-        self.kept.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
-        if not error <= self.kept.tol:
+        self.history.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
+        if not error <= self.history.tol:
             single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
             raise ReconstructionError(
-                f"reversing the steps lost the trajectory: at step {step} the state found is {error:.1e} off the one that "
-                f"was run (tol = {self.kept.tol:g}), and the gradient would be wrong. Use Splitting(..., "
-                f"exact=True), pass checkpoint_every= to ReversibleAdjoint, or use CheckpointAdjoint(){single}. Where the "
-                "force is random, or something that it reads has changed since the run, make it reproducible."
+                f"reversing the steps lost the trajectory: at step {step} the recovered state is "
+                f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "
+                "gradient would be wrong. Use Splitting(..., exact=True), pass checkpoint_every= "
+                f"to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the force is "
+                "random, or reads a value that has changed since the run, make it reproducible."
             )
         return true

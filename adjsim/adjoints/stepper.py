@@ -1,4 +1,4 @@
-"""The steps of a run, as functions of its inputs, and the one loop that runs them."""
+"""The steps of a run, and the one loop that runs them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._noise import Noise
-from adjsim._progress import shown
+from adjsim._progress import with_progress
 from adjsim._state import State, all_finite, detached, in_transform
-from adjsim._trajectory import grid
+from adjsim._trajectory import step_numbers
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import Growth
+from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Problem, Program, SteppingSolver
 
@@ -25,12 +25,13 @@ FINITE_EVERY = 64
 
 
 class Inputs(NamedTuple):
-    """What a run reads, once, at its start.
+    """The inputs of a run, read once at its start.
 
     Attributes:
         state: the start.
         coefficients: by letter and name.
-        parameters: the tensors of the dynamics, each once, in the order of :class:`adjsim._module.ModuleTensors`.
+        parameters: the tensors of the dynamics, each once, in the order of
+            :class:`adjsim._module.ModuleTensors`.
     """
 
     state: State
@@ -54,15 +55,15 @@ class Clock:
 
     @property
     def last(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return self.saves[-1]
 
     def time(self, step: float) -> float:
-        """The time after so many steps, the same number however it was reached."""
+        """Return the time after a number of steps."""
         return self.begin + step * self.dt
 
-    def of(self, step: int) -> Callable[[float], float]:
-        """The time at a share of step number ``step``."""
+    def time_in_step(self, step: int) -> Callable[[float], float]:
+        """Return the time within step number ``step``, by share of the step."""
         return lambda share: self.time(step + share)
 
 
@@ -71,23 +72,29 @@ class StepNoise:
     """The noise of a run's steps, for states ``(*batch, atoms, dim)``.
 
     Attributes:
-        noise: the run's.
+        noise: the noise of the run.
         draws: fields of noise that a step draws.
-        sees: steps whose draws a step sees, its own among them.
+        noise_steps: number of steps whose draws one step uses, its own among them.
         like: a position.
     """
 
     noise: Noise
     draws: int
-    sees: int
+    noise_steps: int
     like: Tensor
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
-        """What step number ``step`` sees of the noise, the same numbers whenever it is asked for."""
-        return tuple(draw for k in range(step, step + self.sees) for draw in self._drawn(k))
+        """Return the noise that step number ``step`` uses.
+
+        It is the same whenever it is asked for.
+        """
+        return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> Tensor:
-        """What is drawn for ``count`` steps from number ``step``: ``(count, draws, *batch, atoms, dim)``."""
+        """Return the draws of ``count`` steps from number ``step``.
+
+        Their shape is ``(count, draws, *batch, atoms, dim)``.
+        """
         *batch, atoms, dim = self.like.shape
         rows = self.noise.span(step, count, self._shape, self.like)
         return rows.reshape(count, *batch, self.draws, atoms, dim).movedim(-3, 1)
@@ -106,26 +113,29 @@ class StepNoise:
 
 
 class Observer(Protocol):
-    """Sees the states of a run."""
+    """Observes the states of a run."""
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
-        """The numbers of steps after which it has to be shown the state."""
+        """Return the numbers of steps after which it observes the state."""
         ...
 
     def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
-        """See the state (on the lattice, if there is one) after ``step`` steps, and what its buffers spilled there."""
+        """Observe the state and the buffers' spills after ``step`` steps.
+
+        The state is on the lattice, if there is one.
+        """
         ...
 
 
 class Driver(Protocol):
-    """Carries out steps: one by one, or in compiled loops."""
+    """Runs steps: one by one, or in compiled loops."""
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
-        """The numbers of steps after which it stops, in order, those wanted among them."""
+        """Return the numbers of steps after which it stops, in order; they include those wanted."""
         ...
 
     def advance(self, state: State, start: int, stop: int) -> State:
-        """The state after ``stop`` steps, from that after ``start``."""
+        """Run from the state after ``start`` steps to the state after ``stop`` steps."""
         ...
 
 
@@ -134,98 +144,109 @@ class Stepper:
     """The steps of one run: immutable, functions of a state and of the run's inputs.
 
     Attributes:
-        program: what a step does.
-        clock: when steps begin and where they are saved.
-        noise: what they see of the noise; None without noise.
-        growth: how the buffers of an exact run fill; None for another run.
+        program: the moves of a step.
+        clock: the times of steps and saves.
+        noise: the noise of the steps; None without noise.
+        growth: how the buffers of an exact run fill; None for any other run.
     """
 
     program: Program
     clock: Clock
     noise: StepNoise | None = None
-    growth: Growth | None = None
+    growth: BufferGrowth | None = None
 
     def to_lattice(self, state: State) -> State:
-        """What the steps step: the state, or the nearest one on the lattice of an exact run, with its buffers."""
+        """Convert a state to the nearest lattice state, with buffers.
+
+        Without a lattice, return it unchanged.
+        """
         return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
 
     def from_lattice(self, state: State) -> State:
-        """The state of the dynamics, of what the steps step."""
+        """Convert a lattice state back to a state of the dynamics."""
         return state if self.program.lattice is None else self.program.lattice.from_lattice(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """The state after step number ``number``, from that before it."""
-        return self.program.step(self.clock.of(number), state, inputs.coefficients, self.seen(number), forces)
+        """Run step number ``number``."""
+        return self.program.step(self.clock.time_in_step(number), state, inputs.coefficients, self.noise_of(number), forces)
 
-    def seen(self, number: int) -> tuple[Tensor, ...] | None:
-        """The noise that step number ``number`` sees."""
+    def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
+        """Return the noise that step number ``number`` uses."""
         return None if self.noise is None else self.noise.of_step(number)
 
     def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
-        """Relieve the buffers of an exact run where they are full: a function of the step and the state alone."""
+        """Spill the buffers of an exact run that are full.
+
+        This is a function of the step and the state alone.
+        """
         if self.program.lattice is None or self.growth is None or step % self.growth.check_every:
             return state, []
         return self.program.lattice.spill(state, self.growth.limit)
 
     def run(self, start: State, inputs: Inputs, driver: Driver, observers: Sequence[Observer], problem: Problem) -> State:
-        """Run all steps from a start on the lattice, show the observers what they want to see, and return the end.
+        """Run all steps from a start, call the observers, return the end.
+
+        The start is on the lattice, if there is one.
 
         Raises:
-            FloatingPointError: numbers that are no longer finite, with the step that made them.
-            OverflowError: numbers that have left the lattice of an exact run, likewise.
+            FloatingPointError: a number is no longer finite; the message names the step.
+            OverflowError: a number has left the lattice of an exact run; the message names the
+                step.
         """
         last, lattice = self.clock.last, self.program.lattice
         stops = driver.stops({last, *(step for observer in observers for step in observer.stops(self) if 0 < step <= last)})
         state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
         for observer in observers:
             observer.visit(0, start, ())
-        for stop in shown(stops, "forward", len(stops), problem.progress):
+        for stop in with_progress(stops, "forward", len(stops), problem.progress):
             state, k = driver.advance(state, k, stop), stop
             state, entries = self.spill(k, state)
             spilled += sum(entry.bits for entry in entries)
             if k - good_step >= FINITE_EVERY or k == last:
-                if not self._sound(state):
-                    self._name_the_step(good, good_step, k, inputs, problem.dynamics.potential)
+                if not self._is_valid(state):
+                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics.potential)
                 good, good_step = detached(state), k
             for observer in observers:
                 observer.visit(k, state, entries)
         if lattice is not None:
-            problem.stats["buffer_bits"] = (spilled + lattice.held(state)) / (last * state.position.numel()) if last else 0.0
+            problem.stats["buffer_bits"] = (
+                (spilled + lattice.buffered_bits(state)) / (last * state.position.numel()) if last else 0.0
+            )
         return state
 
-    def _sound(self, state: State) -> bool:
+    def _is_valid(self, state: State) -> bool:
         if in_transform():
             return True
-        return all_finite(state) if self.program.lattice is None else self.program.lattice.inside(state)
+        return all_finite(state) if self.program.lattice is None else self.program.lattice.in_range(state)
 
     @torch.no_grad()
-    def _name_the_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
+    def _raise_at_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
         k, forces = start, self.program.forces(potential)
-        while self._sound(state) and k < stop:
+        while self._is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
         remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or start from a configuration with smaller forces."
         lattice = self.program.lattice
         if lattice is not None and all_finite(state):
-            raise OverflowError(f"{lattice.describe(state)} {where}. {remedy} A system that spreads is run with exact=False.")
-        raise FloatingPointError(f"the simulation left the finite numbers {where}. {remedy}")
+            raise OverflowError(f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with exact=False.")
+        raise FloatingPointError(f"the simulation reached NaN or infinity {where}. {remedy}")
 
 
 def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> tuple[Stepper, Inputs]:
-    """The steps of a problem, and what it reads, with its graph.
+    """Prepare the steps of a problem and its inputs, with their graph.
 
     Args:
-        problem: what is run.
-        parameters: tensors that stand for those of the dynamics; None: its own.
+        problem: the problem to run.
+        parameters: tensors in place of those of the dynamics; None: its own.
     """
     if parameters is not None:
-        with problem.tensors.bound(parameters):
+        with problem.tensors.substituted(parameters):
             stepper, inputs = prepare(problem)
         return stepper, inputs._replace(parameters=parameters)
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
-    saves = grid(problem.times, solver.dt)
+    saves = step_numbers(problem.times, solver.dt)
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
     lattice, growth = program.lattice, None
     stats: dict[str, Any] = {"steps": saves[-1], "order": program.order}
@@ -237,6 +258,6 @@ def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> t
     noise = None
     if program.draws:
         assert problem.noise is not None
-        noise = StepNoise(problem.noise, program.draws, program.sees, state.position.detach())
+        noise = StepNoise(problem.noise, program.draws, program.noise_steps, state.position.detach())
     clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
     return Stepper(program, clock, noise, growth), Inputs(state, coefficients, problem.tensors.tensors)

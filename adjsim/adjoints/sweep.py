@@ -1,17 +1,19 @@
 """The backward sweep that checkpoint and reversible adjoints share.
 
-With state z_k after k steps, step map Phi and cotangent lambda_k = dL/dz_k, going from the last step to the first::
+With state z_k after k steps, step map Phi and cotangent lambda_k = dL/dz_k, from the last step to
+the first::
 
-    lambda_k     = lambda_k + (what the outputs say of z_k)
+    lambda_k     = lambda_k + (the cotangent of what was saved of z_k)
     z_{k-1}      = Phi^{-1}(z_k)  or  computed again from a stored state
     lambda_{k-1} = (dPhi/dz)^T lambda_k,     theta_bar += (dPhi/dtheta)^T lambda_k
 
-move by move, so that the inverse and the product share their work. The cotangents of coefficients add up on the way and are
-returned as those of inputs; autograd takes them to the parameters once, at the end. Memory is that of one step, plus what the
-:class:`~adjsim.adjoints.history.History` keeps.
+move by move, so that the inverse and the product share their work. The sweep sums the cotangents
+of the coefficients and returns them as those of inputs; autograd takes them to the parameters
+once, at the end. Memory is that of one step plus the :class:`~adjsim.adjoints.history.History`.
 
-The run works on copies of the parameters, forward and backward, and in a sweep these are leaves. So autograd meets the user's
-own tensors, with their hooks and graphs, once, and nothing that becomes of them in between matters.
+The run uses copies of the parameters, forward and backward, and in a sweep these are leaves. So
+autograd meets the user's own tensors, with their hooks and graphs, once, and a change of these
+tensors in between has no effect.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 
 
-def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
+def run_swept(problem: Problem, make_history: Callable[[Stepper], History]) -> Result:
     """Run a problem with a constant-memory gradient.
 
     Args:
-        problem: what is run.
-        keep: what is kept of the run, given its steps.
+        problem: the problem to run.
+        make_history: makes the history of the run from its steps.
     """
-    # Copies, through which autograd comes to the user's own tensors.
+    # Copies, through which autograd reaches the user's own tensors.
     stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
-    run = _Run(problem, stepper, keep(stepper), inputs)
-    outputs = _Swept.apply(run, *run.flat(inputs))
+    run = _SweptRun(problem, stepper, make_history(stepper), inputs)
+    outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
     final = type(problem.state)(*outputs[-width:])
     if problem.record is None:
@@ -50,25 +52,31 @@ def run_swept(problem: Problem, keep: Callable[[Stepper], History]) -> Result:
     return None, outputs[0], final
 
 
-class _Run:
-    """What the forward run and its backward sweeps share. It is written to while the run goes forward, and never after."""
+class _SweptRun:
+    """The shared data of a forward run and its backward sweeps.
+
+    It is written during the forward run only.
+    """
 
     def __init__(self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs) -> None:
         self.problem, self.stepper, self.history = problem, stepper, history
         self.recorder = Recorder(problem.record, stepper.clock)
         self.width, self.kind = len(problem.state), type(problem.state)
         self.keys = [(letter, name) for letter, group in inputs.coefficients.items() for name in group]
-        # The values of all parameters and buffers as they are now.
+        # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """What autograd has to see: the start, the coefficients, and the parameters that a gradient is wanted by."""
+        """List the tensors that autograd sees.
+
+        These are the start, the coefficients and the trainable parameters.
+        """
         coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
         return (*inputs.state, *coefficients, *self.problem.tensors.trainable(inputs.parameters).values())
 
     def inputs(self, flat: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Inputs:
-        """The inputs of which :meth:`flat` was made, with these parameters."""
+        """Rebuild the inputs from which :meth:`flat` was made, with these parameters."""
         coefficients: dict[str, dict[str, Tensor]] = {stage.letter: {} for stage in self.stepper.program.stages}
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
@@ -83,7 +91,7 @@ class _Run:
         else:
             driver = self.compiled.forward(recording)
         start = stepper.to_lattice(inputs.state)
-        with problem.tensors.bound(self.parameters):
+        with problem.tensors.substituted(self.parameters):
             final = stepper.from_lattice(stepper.run(start, inputs, driver, [recording, self.history], problem))
             states, record = recording.result()
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
@@ -96,7 +104,7 @@ class _Run:
         wanted = set(tensors.wanted)
         leaves = tuple(x.detach().requires_grad_(i in wanted) for i, x in enumerate(self.parameters))
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
-        # Detached: an output that kept its graph would hold this run, and this run it, for ever.
+        # Detached: an output with its graph would keep this run alive, and the run the output.
         outputs = tuple(x.detach() for x in outputs)
         final, given = self.kind(*outputs[-self.width :]), cotangents[-self.width :]
         sums = Cotangents(
@@ -110,7 +118,7 @@ class _Run:
             problem.stats["reconstruction_error"] = rewind.error
         saved = RecordSweep(self.recorder, cotangents[: -self.width], None if whole else outputs[0], rewind.tolerance)
         driver = EagerDriver(stepper, inputs, forces) if self.compiled is None else self.compiled.backward(forces)
-        with tensors.bound(leaves):
+        with tensors.substituted(leaves):
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress)
             saved.accumulate(0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces)
             saved.finish()
@@ -122,9 +130,9 @@ class _Run:
         )
 
 
-class _Swept(torch.autograd.Function):
+class _SweptFunction(torch.autograd.Function):
     @staticmethod
-    def forward(run: _Run, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: _SweptRun, *flat: Tensor) -> tuple[Tensor, ...]:
         return run.forward(flat)
 
     @staticmethod
@@ -132,8 +140,8 @@ class _Swept(torch.autograd.Function):
         run, *flat = inputs
         ctx.run = run
         ctx.set_materialize_grads(False)
-        # Whole frames are outputs anyway; keeping them costs nothing more. Parameters are not among what is saved: the run has
-        # copies, and may outlive their next step.
+        # Whole frames are outputs anyway, so keeping them costs nothing more. Parameters are not
+        # saved: the run has copies, and may outlive the next optimiser step.
         ctx.saved = len(run.keys) + run.width
         ctx.save_for_backward(*flat[: ctx.saved], *output)
 

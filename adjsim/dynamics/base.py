@@ -1,8 +1,9 @@
 """Physics as a sum of terms.
 
-A :class:`Term` is one summand of the equations of motion, named by a letter. It knows its drift; where it can be solved
-alone, it gives the moves of its flow for a time h. Continuous solvers sum the drifts, splittings compose the flows; both
-come from the same term. A :class:`Dynamics` is a module that owns the physical numbers and lists its terms.
+A :class:`Term` is one summand of the equations of motion, named by a letter. It has a drift, and,
+if it can be solved alone, the moves of its flow over a time h. Continuous solvers sum the drifts,
+and splittings compose the flows. Both come from the same term. A :class:`Dynamics` is a module that
+owns the physical numbers and lists its terms.
 """
 
 from __future__ import annotations
@@ -23,43 +24,51 @@ from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
 from adjsim.potentials.base import ForceField, refuse_written, version_of
 
-# Shapes of positions that a potential has been found to map as it should.
-_fitting: ModuleCache[bool] = ModuleCache(64)
+# Shapes of positions for which a potential was found to return the right shape.
+_checked_shapes: ModuleCache[bool] = ModuleCache(64)
 
 
 class Term:
-    """One summand of the physics.
+    """One summand of the equations of motion.
 
-    ``advances_time`` marks the term whose flow carries the time along with it (dt/dt = 1): the streaming of positions.
-    ``draws`` is how many fields of standard normal numbers, each of the shape of position, its flow takes in.
+    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
+    positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
+    position, that its flow takes.
     """
 
     advances_time = False
     draws = 0
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        """The rates of change it contributes, by field."""
+        """Compute the rates of change that the term contributes, by field."""
         raise TypeError(f"{type(self).__name__} has no drift.")
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        """The amplitude of its white noise, by field; it must not depend on the state. None for a term without noise."""
+        """Compute the amplitude of its white noise, by field.
+
+        It must not depend on the state, and is empty without noise.
+        """
         return {}
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
-        """What its flow over a time h needs of the parameters, computed once a run; differentiable."""
+        """Compute the coefficients of its flow over a time h, differentiably.
+
+        They are functions of the parameters, computed once a run.
+        """
         return {}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
-        """Its flow over a time h, as moves carried out one after the other."""
+        """List the moves of its flow over a time h, in order."""
         raise TypeError(f"{type(self).__name__} cannot be solved alone.")
 
 
 class Dynamics(nn.Module):
-    """Base of all dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
+    """The base class of all dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
 
     state_type: type = PhaseState
     damping_name = "friction"
-    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and momentum.
+    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
+    # momentum.
     bath_fields: tuple[str, ...] = ()
     potential: nn.Module
     terms: dict[str, Term]
@@ -69,28 +78,32 @@ class Dynamics(nn.Module):
         refuse_uncalled("potential", potential)
         if not isinstance(potential, nn.Module):
             raise TypeError(
-                f"potential must be an nn.Module mapping position to energy; got {type(potential).__name__}. "
+                "potential must be an nn.Module mapping position to energy; got "
+                f"{type(potential).__name__}. "
                 "Wrap a function in one."
             )
         self.potential = potential
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # A named tuple of tensors is safe to load, so that torch.load takes it with weights_only=True.
+        # A named tuple of tensors is safe to load; torch.load then accepts it with
+        # weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> State:
-        """A start at this position; what is not given is drawn from the generator.
+        """Make a start at a position, drawing whatever is not given from the generator.
 
         Args:
-            position: ``(*batch, atoms, dim)``, a tensor or anything that makes one; whole numbers become float64.
+            position: ``(*batch, atoms, dim)``, a tensor or an array or list of numbers; integers
+                become float64.
             momentum: of the same shape; cast to the dtype and device of position.
-            generator: a generator, or a seed. One seed serves the start and the run: they have streams of their own.
+            generator: a generator, or a seed. One seed serves the start and the run, which have
+                separate streams.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it starts.")
+        raise TypeError(f"{type(self).__name__} does not define its start: write init(position, momentum, generator).")
 
     def drift(self, t: Any, state: State) -> State:
-        """dy/dt without its noise: a state of rates, one for each field."""
+        """Compute dy/dt without its noise: a state of rates, one for each field."""
         total: dict[str, Tensor] = {}
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
@@ -99,7 +112,10 @@ class Dynamics(nn.Module):
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
-        """The amplitude of the white noise in each field, zero where there is none: dy = drift dt + diffusion dW."""
+        """Compute the amplitude of the white noise in each field.
+
+        It is zero without noise: dy = drift dt + diffusion dW.
+        """
         amplitude = {name: torch.zeros_like(value) for name, value in state._asdict().items()}
         for term in self.terms.values():
             for name, value in term.diffusion(t, state).items():
@@ -108,45 +124,53 @@ class Dynamics(nn.Module):
 
     @property
     def stochastic(self) -> bool:
-        """Whether there is noise in it."""
+        """Whether the dynamics has noise."""
         return any(term.draws > 0 for term in self.terms.values())
 
     def damping(self, state: State) -> float:
-        """The fastest rate (1/time) at which its friction makes momenta forget: that at which reversed steps lose them."""
+        """Return the fastest rate (1/time) at which momenta decay.
+
+        Reversed steps lose the momenta at this rate.
+        """
         return 0.0
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
-        """How large fields become over such a time where the physics says so, by field; it sets the lattice of exact runs."""
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+        """Return the sizes that fields reach over a time, by field, where they are known.
+
+        They set the lattice of exact runs.
+        """
         return {}
 
     def invariant(self, state: State) -> Energies:
-        """What the exact dynamics conserves, ``(*batch,)``."""
+        """Compute a conserved quantity of the exact dynamics, ``(*batch,)``."""
         raise TypeError(f"{type(self).__name__} conserves nothing.")
 
     def reduced_energy(self, state: State) -> Energies:
-        """Minus the logarithm of the density that it samples, up to a constant, ``(*batch,)``: H/kT where it is canonical, and
-        the terms of a bath's variables.
+        """Compute minus the logarithm of the sampled density, up to a constant, ``(*batch,)``.
 
-        Differentiable in the parameters, of which the density knows the potential's, masses, kT, and for the momenta of a
-        Nose-Hoover chain tau.
+        It is H/kT where the density is canonical, plus the terms of a bath's variables. It is
+        differentiable in the parameters of the density: those of the potential, masses, kT, and tau
+        for the momenta of a Nose-Hoover chain.
         """
         if isinstance(self.potential, ForceField):
             raise TypeError(
-                f"{type(self).__name__} does not sample a density that is known: {type(self.potential).__name__} is a force "
+                f"{type(self).__name__} has no known stationary density: "
+                f"{type(self.potential).__name__} is a force "
                 "that need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
             )
         raise TypeError(
-            f"{type(self).__name__} does not sample a density that is known up to a constant; use dynamics with a temperature, "
+            f"{type(self).__name__} has no stationary density that is known up to a constant; use "
+            "dynamics with a temperature, "
             "such as Langevin."
         )
 
     def check(self, state: State) -> None:
-        """Refuse a state this dynamics cannot step; called before any work is done."""
+        """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
         expected = state.position.shape[:-2]
-        if _fitting.get(self.potential, state.position.shape):
+        if _checked_shapes.get(self.potential, state.position.shape):
             return
-        # A copy, since this is where a potential that writes into its argument is found.
+        # A copy, to find a potential that writes into its argument.
         position = state.position.detach().clone()
         version = version_of(position)
         with torch.no_grad():
@@ -160,19 +184,20 @@ class Dynamics(nn.Module):
             raise ValueError(
                 f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
             )
-        _fitting.put(self.potential, state.position.shape, True)
+        _checked_shapes.put(self.potential, state.position.shape, True)
 
     def trainable(self) -> dict[str, Tensor]:
-        """Everything registered that requires grad, by name."""
+        """Collect everything registered that requires grad, by name."""
         return trainable(self)
 
 
 class MassiveDynamics(Dynamics):
-    """Dynamics of particles that have a mass.
+    """The base class of dynamics with masses.
 
     Args:
         potential: energy module, or a :class:`~adjsim.potentials.ForceField`.
-        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite mass pins its atom: it never moves.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite mass pins its atom: it never
+            moves.
     """
 
     mass: Tensor
@@ -183,19 +208,22 @@ class MassiveDynamics(Dynamics):
         check_per_atom("mass", self.mass)
 
     def masses(self, like: Tensor) -> Tensor:
-        """The masses in the dtype of a field, a scalar or ``(atoms, 1)``: per atom also where atoms equals dim."""
+        """Return the masses in a field's dtype, a scalar or ``(atoms, 1)``.
+
+        They are per atom also where atoms equals dim.
+        """
         return per_atom(self.mass, like)
 
     def mobile(self, like: Tensor) -> Tensor:
-        """1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
+        """Return 1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
         return torch.isfinite(self.masses(like.detach())).to(like)
 
     def mobile_dof(self, position: Tensor) -> float:
-        """Degrees of freedom of one system, pinned atoms left out."""
+        """Count the degrees of freedom of one system, without pinned atoms."""
         return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
 
     def kinetic_energy(self, state: State) -> Energies:
-        """sum p^2 / 2m, ``(*batch,)``."""
+        """Compute ``sum p^2 / 2m``, ``(*batch,)``."""
         return 0.5 * (state.momentum**2 / self.masses(state.momentum)).sum((-1, -2))
 
     def reduced_energy(self, state: State) -> Energies:
@@ -209,19 +237,21 @@ class MassiveDynamics(Dynamics):
         check_entries("mass", self.mass, state)
         if state.momentum.shape != state.position.shape:
             raise ValueError(
-                f"momentum has shape {tuple(state.momentum.shape)} and position {tuple(state.position.shape)}; "
+                f"momentum has shape {tuple(state.momentum.shape)} and position "
+                f"{tuple(state.position.shape)}; "
                 "they must be equal."
             )
 
     def thermal_momentum(self, position: PositionsLike, kT: Number, generator: Seed = None) -> Positions:
-        """sqrt(m kT) xi: Gaussian momenta that carry a gradient to mass and kT, zero on pinned atoms.
+        """Draw momenta sqrt(m kT) xi, zero on pinned atoms.
 
-        xi of replica i is the same in a batch of any size. A seed for the generator may serve the run too.
+        They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size. A
+        seed for the generator may serve the run too.
         """
         at, _ = as_start(position)
         return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
         if kT is None:
             return {}
@@ -229,7 +259,10 @@ class MassiveDynamics(Dynamics):
         return {"momentum": momentum, "position": time * momentum / self.masses(state.momentum)}
 
     def thermal_scale(self, like: Tensor, kT: Tensor) -> Tensor:
-        """sqrt(m kT), the thermal momentum: a scalar or ``(atoms, 1)``, zero on pinned atoms."""
+        """Compute the thermal momentum sqrt(m kT), zero on pinned atoms.
+
+        It is a scalar or ``(atoms, 1)``.
+        """
         mass = self.masses(like)
         mobile = torch.isfinite(mass.detach())
         thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
@@ -237,7 +270,7 @@ class MassiveDynamics(Dynamics):
 
 
 def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> tuple[Positions, Positions | None]:
-    """Position and momentum as tensors of one shape, dtype and device.
+    """Convert position and momentum to tensors of one shape, dtype and device.
 
     Raises:
         ValueError: a position that is not ``(*batch, atoms, dim)``, or a momentum of another shape.
@@ -255,14 +288,17 @@ def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> 
 def standard_normal(
     position: Tensor, generator: Seed, stream: NoiseStream = NoiseStream.MOMENTA, links: tuple[int, ...] = ()
 ) -> Tensor:
-    """Numbers for a start, ``(*batch, *links, atoms, dim)``. Those of replica i are the same in a batch of any size."""
+    """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
+
+    Replica i gets the same numbers in a batch of any size.
+    """
     *batch, atoms, dim = position.shape
     drawn = Noise(seed_from(generator), stream=stream)(0, (math.prod(batch), math.prod((*links, atoms, dim))), position)
     return drawn.reshape((*batch, *links, atoms, dim))
 
 
 def per_atom(value: Tensor, like: Tensor) -> Tensor:
-    """A physical number in the dtype of a field, as a scalar or ``(atoms, 1)``."""
+    """Convert a number to a field's dtype, as a scalar or ``(atoms, 1)``."""
     value = value.to(like)
     return value.reshape(-1, 1) if value.ndim and value.numel() > 1 else value.reshape(())
 

@@ -1,4 +1,7 @@
-"""Information buffers: where a scale on the lattice (:mod:`adjsim.dynamics.lattice`) keeps what it would lose."""
+"""Information buffers, for the bits that a scale would lose.
+
+Scales on the lattice (:mod:`adjsim.dynamics.lattice`) use them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,19 @@ from adjsim._state import State, detached
 
 # The largest denominator of a fraction that stands for a factor.
 LARGEST_DENOMINATOR = 2**26
-# A buffer of 33 bits is spilled. A scale multiplies it by the denominator on the way, and the result must stay below 2^62.
+# A buffer of 33 bits is spilled. A scale multiplies it by the denominator, and the product must
+# stay below 2^62.
 WORD, FULL, LONGEST = 32, 33, 62
 
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field of buffers, of those systems of the batch in which one was full: which they are, a bit for
-    each of the batch or a number for each of them, whichever is shorter."""
+    """The low 32 bits of a field's buffers, in some systems.
+
+    These are the systems of the batch in which a buffer was full. ``systems`` lists these systems
+    as one bit for each system of the batch, or as their numbers (``numbered``), whichever is
+    shorter.
+    """
 
     field: str
     systems: bytes
@@ -38,9 +46,9 @@ def buffer_name(field: str) -> str:
 
 
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
-    """Relieve the buffers of a field in systems in which one is full.
+    """Spill a field's buffers, in systems where one is full.
 
-    A system's buffers do not depend on the batch it is part of.
+    Their low bits move to the spill. A system's buffers do not depend on its batch.
 
     Raises:
         OverflowError: a buffer has reached the limit.
@@ -64,7 +72,7 @@ def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, 
 
 
 def refill(state: State, entry: Spill, systems: int) -> State:
-    """Give a spill back."""
+    """Move the bits of a spill back into the buffers."""
     buffer = getattr(state, buffer_name(entry.field))
     rows = buffer.reshape(systems, -1).clone()
     low = torch.frombuffer(bytearray(entry.words), dtype=torch.int32).to(buffer)
@@ -86,7 +94,7 @@ def _bytes(values: Tensor) -> bytes:
 
 
 def fingerprint(state: State) -> bytes:
-    """128 bits that change with any bit of the state or its buffers."""
+    """Hash the state and its buffers to 128 bits."""
     digest = hashlib.blake2b(digest_size=16)
     for value in detached(state):
         digest.update(value.cpu().contiguous().numpy().tobytes())
@@ -94,7 +102,10 @@ def fingerprint(state: State) -> bytes:
 
 
 def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """n and d, with n/d within 1e-7 of every factor, relative to its distance from 1: friction and temperature are kept so."""
+    """Find fractions n/d near factors.
+
+    They are within 1e-7 of every factor, relative to the factor's distance from 1.
+    """
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}
     n, d = (torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape) for i in (0, 1))
@@ -111,6 +122,6 @@ def _fraction(what: str, factor: float) -> tuple[int, int]:
             return n, d
         limit *= 2
     raise ValueError(
-        f"exact=True: {what} is {factor:.17g} a step, too near to {'0' if factor < 0.5 else '1'} for a fraction. "
-        f"Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
+        f"exact=True: {what} is {factor:.17g} a step, too close to {'0' if factor < 0.5 else '1'} "
+        f"for a fraction. Use a {'smaller' if factor < 0.5 else 'larger'} dt, or exact=False."
     )

@@ -1,4 +1,4 @@
-"""What a backward sweep accumulates."""
+"""The cotangents that a backward sweep accumulates."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from adjsim._layout import is_tracing, materialise
 from adjsim.dynamics.forces import LinearForce
 from adjsim.potentials.base import DeferredVJP
 
-# Entries of small systems that wait to be differentiated together: an eighth of a megabyte of float64.
+# Entries of small systems that are collected and differentiated together: an eighth of a megabyte
+# of float64.
 STACK = 16_384
 
 
 class Cotangents:
-    """Cotangents of the state, and the sums of those of coefficients and parameters; made for one sweep.
+    """The cotangents of the state, coefficients and parameters in one sweep.
 
-    The cotangent of the position is complete only with the products of the forces that have received cotangents. They are taken
-    when it is asked for.
+    Those of coefficients and parameters are sums. The cotangent of the position is complete only
+    with the products of the forces that have received cotangents. These products are taken when the
+    cotangent of the position is read.
 
     Args:
         state: by field.
         parameters: leaves that stand for the parameters, by name.
-        coefficient_sums: by letter and name, of what was swept before.
-        parameter_sums: by name, likewise.
+        coefficient_sums: sums of an earlier part of the sweep, by letter and name.
+        parameter_sums: sums of an earlier part of the sweep, by name.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class Cotangents:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields."""
+        """The names of the fields."""
         return tuple(self._state)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The cotangent of a field."""
+        """Return the cotangent of a field."""
         if name == "position":
             self._take_products()
         return self._state[name]
@@ -61,7 +63,7 @@ class Cotangents:
     def add(self, name: str, value: Tensor, link: int | None = None) -> None:
         """Add to the cotangent of a field, or of one link of it."""
         old = self._state[name]
-        self._state[name] = insert(old, link, take(old, link) + value)
+        self._state[name] = replace_link(old, link, select_link(old, link) + value)
 
     def add_to_force(self, force: LinearForce, value: Tensor) -> None:
         """Add to the cotangent of a force."""
@@ -80,8 +82,10 @@ class Cotangents:
         self.parameter_sums[name] = value if old is None else old + value
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
-        """Add what the cotangent of a function's value says of the state, whose leaves it was computed from, and of the
-        parameters."""
+        """Add a cotangent's product with a function's derivative.
+
+        It is added for the state's leaves and the parameters.
+        """
         if not value.requires_grad:
             return
         found = torch.autograd.grad(value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True)
@@ -93,11 +97,11 @@ class Cotangents:
                 self.add_parameter(name, grad)
 
     def complete(self) -> None:
-        """Take all products that were put off; the sums are complete afterwards."""
+        """Take all deferred products, after which the sums are complete."""
         self._take_products()
-        for waiting in self._deferred.values():
-            if waiting:
-                self._differentiate(waiting)
+        for pending in self._deferred.values():
+            if pending:
+                self._differentiate(pending)
 
     def _take_products(self) -> None:
         for force in self._forces:
@@ -114,27 +118,31 @@ class Cotangents:
         self._forces.clear()
 
     def _defer(self, found: DeferredVJP) -> None:
-        waiting = self._deferred.setdefault(found.function, [])
-        waiting.append(found)
-        if is_tracing() or len(waiting) * found.x.numel() >= STACK:
-            self._differentiate(waiting)
+        pending = self._deferred.setdefault(found.function, [])
+        pending.append(found)
+        if is_tracing() or len(pending) * found.x.numel() >= STACK:
+            self._differentiate(pending)
 
-    def _differentiate(self, waiting: list[DeferredVJP]) -> None:
-        weight, x = torch.stack([d.weight for d in waiting]), torch.stack([d.x for d in waiting])
-        stacked = DeferredVJP(waiting[0].module, waiting[0].function, weight, x)
-        waiting.clear()
+    def _differentiate(self, pending: list[DeferredVJP]) -> None:
+        weight, x = torch.stack([d.weight for d in pending]), torch.stack([d.x for d in pending])
+        stacked = DeferredVJP(pending[0].module, pending[0].function, weight, x)
+        pending.clear()
         grads = stacked.gradient(list(self.parameters.values()))
         for name, grad in zip(self.parameters, grads, strict=True):
             if grad is not None:
                 self.add_parameter(name, grad)
 
 
-def take(value: Tensor, link: int | None) -> Tensor:
-    """One link of a field (an entry of its third-to-last axis), or all of it."""
+def select_link(value: Tensor, link: int | None) -> Tensor:
+    """Return one link of a field, or all of it.
+
+    A link is an entry of the third-to-last axis.
+    """
     return value if link is None else value.select(-3, link)
 
 
-def insert(value: Tensor, link: int | None, part: Tensor) -> Tensor:
-    """The field with one link, or all of it, replaced."""
-    # Links read links: a field that is not stored would be computed again wherever it is read, and again in each of those.
+def replace_link(value: Tensor, link: int | None, part: Tensor) -> Tensor:
+    """Return the field with one link, or all of it, replaced."""
+    # Links read links: without storage the compiler would compute a field again for every reader,
+    # and again for theirs.
     return part if link is None else materialise(torch.select_scatter(value, part, -3, link))

@@ -1,4 +1,4 @@
-"""Energy-sampling Hamiltonian dynamics: deterministic sampling at kT = 1 with a non-Newtonian momentum."""
+"""Energy-sampling Hamiltonian dynamics (ESH), which samples deterministically at kT = 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from adjsim.potentials.base import force
 
 
 class ESHState(NamedTuple):
-    """Position, unit direction of one system ``(*batch, atoms, dim)``, and logarithm of the speed ``(*batch,)``."""
+    """Position and direction ``(*batch, atoms, dim)``, logarithm of the speed ``(*batch,)``.
+
+    The direction of one system has unit length.
+    """
 
     position: Positions
     direction: Positions
@@ -27,7 +30,10 @@ class ESHState(NamedTuple):
 
 
 class Glide(Term):
-    """A: ``dq/ds = u``. Its flow is ``q' = q + h u``."""
+    """The glide, A: ``dq/ds = u``.
+
+    Its flow is ``q' = q + h u``.
+    """
 
     advances_time = True
 
@@ -42,16 +48,19 @@ class Glide(Term):
 
 
 class Turn(Term):
-    """E: ``du/ds = (1 - u u^T) F/d``, ``dr/ds = u . F/d`` at fixed position, d = atoms x dim.
+    """The turn of the direction, E, at fixed position, with d = atoms x dim::
 
-    Solved exactly: with ``e = F/|F|`` and ``delta = h |F|/d``::
+        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
+
+    Its exact flow, with ``e = F/|F|`` and ``delta = h |F|/d``, is::
 
         Z  = cosh delta + (u.e) sinh delta
         u' = (u + e (sinh delta + (u.e)(cosh delta - 1))) / Z
         r' = r + log Z
 
-    and back with -h. A direction exactly along the force is an equilibrium of this flow and is left alone. The direction is
-    normalised again after each turn, which removes rounding only. Keep ``h |F|/d`` below about 1.
+    and its inverse is the flow over -h. A direction exactly along the force is an equilibrium of
+    this flow and stays. The direction is normalised again after each turn, which removes rounding
+    only. Keep ``h |F|/d`` below about 1.
     """
 
     def __init__(self, dynamics: ESH) -> None:
@@ -75,12 +84,15 @@ class Turn(Term):
 
 
 def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """The flow of :class:`Turn`, written in even functions of delta so that it is smooth where the force vanishes."""
+    """Apply the flow of :class:`Turn`.
+
+    It is written in even functions of delta, so that it is smooth at zero force.
+    """
     a = force * (h / (force.shape[-1] * force.shape[-2]))
     square = (a * a).sum((-1, -2), keepdim=True)
     small = square < 1e-4
     delta = torch.where(small, 1.0, square).sqrt()
-    # Series where cosh(delta) - 1 would cancel; the first term left out is below 1e-20.
+    # Series where cosh(delta) - 1 would cancel; the first omitted term is below 1e-20.
     sinhc = torch.where(small, 1 + square / 6 * (1 + square / 20 * (1 + square / 42)), torch.sinh(delta) / delta)
     coshc = torch.where(small, 0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)), (torch.cosh(delta) - 1) / delta**2)
     along = (u * a).sum((-1, -2), keepdim=True)
@@ -91,15 +103,18 @@ def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
 
 
 class ESH(Dynamics):
-    """Hamiltonian dynamics with kinetic energy ``d log |v|``: Ver Steeg and Galstyan, arXiv:2111.02434.
+    """Energy-sampling Hamiltonian dynamics, with kinetic energy ``d log |v|``.
+
+    See Ver Steeg and Galstyan, arXiv:2111.02434.
 
     In scaled time s, with unit direction u, log-speed r and d = atoms x dim::
 
         dq/ds = u        du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
 
-    Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted by the speed are
-    canonical at kT = 1: see :func:`canonical_weights`. It needs two dimensions at least (in one, the direction never turns)
-    and a potential that is itself ergodic for it; scale the potential by 1/kT for another temperature.
+    Terms: A (glide), E (turn). Scheme: "EAE". The invariant is ``U + d r``. Time averages weighted
+    by the speed are canonical at kT = 1: see :func:`canonical_weights`. ESH needs at least two
+    dimensions (in one, the direction never turns) and a potential for which it is ergodic. Scale
+    the potential by 1/kT for another temperature.
 
     Args:
         potential: energy module, in units of kT.
@@ -112,11 +127,12 @@ class ESH(Dynamics):
         self.terms = {"A": Glide(), "E": Turn(self)}
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ESHState:
-        """A start at speed 1, moving along ``momentum`` (drawn at random if not given)."""
+        """Make a start at speed 1 along ``momentum``, which may be drawn."""
         at, p = as_start(position, momentum)
         if at.shape[-1] * at.shape[-2] < 2:
             raise ValueError(
-                "ESH needs at least two dimensions in all (atoms x dim): in one the direction never turns. "
+                "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
+                "never turns. "
                 "Use a Nose-Hoover chain there."
             )
         if p is None:
@@ -137,15 +153,18 @@ class ESH(Dynamics):
             )
 
     def invariant(self, state: State) -> Energies:
-        """``U + d r``."""
+        """Compute ``U + d r``."""
         d = state.position.shape[-1] * state.position.shape[-2]
         return self.potential(state.position) + d * state.log_speed
 
 
 def canonical_weights(log_speed: Float[Tensor, "time *batch"] | Array) -> Float[Tensor, "time *batch"]:
-    """Weights that turn averages over equally spaced ESH frames into canonical averages at kT = 1.
+    """Compute weights that make averages over ESH frames canonical, at kT = 1.
 
-    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one over time::
+    The frames are equally spaced in scaled time.
+
+    The weight of a frame is proportional to the speed ``exp(r)``; each replica's weights sum to one
+    over time::
 
         w = canonical_weights(trajectory.log_speed)
         mean = (w * observable(trajectory.position)).sum(0)

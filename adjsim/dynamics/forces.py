@@ -1,4 +1,4 @@
-"""Where forces, and their products with cotangents, are evaluated."""
+"""The evaluation of forces, and of their products with cotangents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from adjsim.potentials.base import DeferredVJP, ForceField, force, force_vjp
 class LinearForce:
     """A force at one position, and the cotangent that it has received so far.
 
-    The product with the Jacobian is linear in the cotangent, so it is taken once for all that the moves at this position add.
+    The product with the Jacobian is linear in the cotangent, so it is taken once for the sum of all
+    cotangents that the moves at this position add.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
@@ -30,8 +31,10 @@ class LinearForce:
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
     def product(self) -> tuple[Tensor, DeferredVJP | dict[str, Tensor]] | None:
-        """The cotangent's product with the Jacobian: with respect to the position, and with respect to the parameters
-        (deferred, or by name). None if there is none to be taken."""
+        """Take the cotangent's product with the Jacobian, for the position and for the parameters.
+
+        The latter is deferred, or by name. The result is None without a cotangent.
+        """
         if self.cotangent is None:
             return None
         cotangent, self.cotangent = self.cotangent, None
@@ -44,18 +47,20 @@ class LinearForce:
 
 
 class ForceEvaluator:
-    """The force of one potential for one run or sweep, evaluated once at each position however many moves ask for it.
+    """The force of one potential for one run or sweep, evaluated once at each position.
 
-    States are immutable, so a position tensor is its own version: a force is kept for the position object that it was evaluated
-    at, until another position is asked for.
+    States are immutable, so the identity of a position tensor is its version. A force is cached for
+    the position object at which it was evaluated, until another position is asked for.
 
     Args:
         potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
         grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
-        still: whether no time passes while a position stays, so that a force that depends on time may be kept too.
-        parameters: tensors of the potential that gradients are wanted by, as leaves, by name.
-        known: a position and the force there, if it has been evaluated before.
-        stats: passes over the energy are added to its ``energy_evaluations``: one for a force, one for a product.
+        one_time_per_position: whether no time passes while the position stays, so that a
+            time-dependent force can be cached too.
+        parameters: the potential's tensors that a gradient is wanted for, as leaves, by name.
+        known: a position and the force there, if it was evaluated before.
+        stats: its ``energy_evaluations`` counts the passes over the energy: one for a force, one
+            for a product.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class ForceEvaluator:
         potential: nn.Module,
         *,
         grid: Grid | None = None,
-        still: bool = True,
+        one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         stats: dict[str, Any] | None = None,
@@ -71,30 +76,30 @@ class ForceEvaluator:
         self.potential, self.grid, self.parameters = potential, grid, dict(parameters or {})
         self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
         self._position, self._value = known if known is not None else (None, None)
-        self._keeps = still or not isinstance(potential, ForceField)
+        self._caches = one_time_per_position or not isinstance(potential, ForceField)
         self._linear: tuple[Tensor, LinearForce] | None = None
 
     def force(self, position: Tensor, t: Any) -> Tensor:
-        """The force at a position ``(*batch, atoms, dim)`` and a time."""
-        if self._keeps and self._linear is not None and self._linear[0] is position:
+        """Evaluate the force at a position ``(*batch, atoms, dim)`` and a time."""
+        if self._caches and self._linear is not None and self._linear[0] is position:
             return self._linear[1].value
-        value = self.kept(position)
+        value = self.cached(position)
         if value is None:
             value = force(self.potential, position, t, self.grid)
             self.count()
             if value.requires_grad:
-                # Backpropagation through it is another pass.
+                # Backpropagation through the force is another pass.
                 value.register_hook(self.count)
             self._position, self._value = position, value
         return value
 
-    def kept(self, position: Tensor) -> Tensor | None:
-        """The force at a position if it is the last one that was evaluated."""
-        return self._value if self._keeps and self._position is position else None
+    def cached(self, position: Tensor) -> Tensor | None:
+        """Return the force at a position if it is the last one that was evaluated."""
+        return self._value if self._caches and self._position is position else None
 
     def linear(self, position: Tensor, t: Any) -> LinearForce:
-        """The force at a position and a time, ready to receive cotangents."""
-        if not self._keeps or self._linear is None or self._linear[0] is not position:
+        """Evaluate the force at a position and a time, ready to receive cotangents."""
+        if not self._caches or self._linear is None or self._linear[0] is not position:
             self._linear = (position, LinearForce(self, position, t))
             self.count()
         return self._linear[1]
@@ -104,5 +109,8 @@ class ForceEvaluator:
         self.stats["energy_evaluations"] += 1
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
-        """Refuse a value that depends on a tensor that requires grad and is neither known nor a parameter of the run."""
+        """Refuse a value that depends on an unknown tensor that requires grad.
+
+        Unknown is a tensor that is neither in ``known`` nor a parameter of the run.
+        """
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)

@@ -21,7 +21,11 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class MemoryState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; memory ``(*batch, rates, atoms, dim)``, in units of momentum."""
+    """Position, momentum and memory of the particles.
+
+    Position and momentum are ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms,
+    dim)``, in units of momentum.
+    """
 
     position: Positions
     momentum: Positions
@@ -29,17 +33,19 @@ class MemoryState(NamedTuple):
 
 
 class Bath(Term):
-    """G: momentum and memory together, y = (p, z_1, ..., z_n), a linear SDE::
+    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1, ..., z_n)::
 
         dp   = -sum c_i z_i dt
         dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i         c_i = sqrt(strength_i), r_i = rate_i
 
-    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in distribution::
+    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in
+    distribution::
 
         y' = E y + sqrt(m kT) L xi,    E = exp(-M h),    L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
-    E is factored into unit lower, diagonal and unit upper, each applied as shears and scales, so the flow is made of coupling
-    steps. The pivots start at one and must stay positive, which bounds h.
+    E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
+    scales. So the flow is made of coupling steps. The pivots start at one and must stay positive,
+    which bounds h.
     """
 
     def __init__(self, dynamics: GeneralizedLangevin) -> None:
@@ -48,8 +54,8 @@ class Bath(Term):
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         c, r = self.dynamics.couplings(state.momentum)
-        pull = -(c * state.memory).sum(-3)
-        return {"momentum": pull, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
+        memory_force = -(c * state.memory).sum(-3)
+        return {"momentum": memory_force, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         _, r = self.dynamics.couplings(state.momentum)
@@ -57,13 +63,16 @@ class Bath(Term):
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         propagator, covariance = self.dynamics.bath_flow(h)
-        lower, pivots, upper = _triangles(propagator)
+        lower, pivots, upper = _ldu(propagator)
         if not bool((pivots.detach() > 0).all()):
             raise ValueError(
-                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs h < {self._reach(h):.3g}: "
-                "use a smaller dt (h is dt over the number of times G occurs in the scheme), or SDESolver."
+                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
+                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of "
+                "times G occurs in "
+                "the scheme), or SDESolver."
             )
-        # Memory first: its draws are then, to leading order in h, the increments of the Brownian motion of the SDE.
+        # Memory first, so that its draws are, to leading order in h, the Brownian increments of the
+        # SDE.
         scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
         like = state.momentum
         found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
@@ -94,19 +103,22 @@ class Bath(Term):
             return Shear("momentum", source, coefficient)
         return Shear("memory", source, coefficient, link=i - 1)
 
-    def _reach(self, h: float) -> float:
-        """The largest step below h whose pivots are positive, by bisection from one that is short enough."""
+    def _largest_step(self, h: float) -> float:
+        """Find the largest step below h with positive pivots, by bisection."""
         low, high = 0.0, h
         for _ in range(40):
             middle = (low + high) / 2
             with torch.no_grad():
-                _, pivots, _ = _triangles(self.dynamics.bath_flow(middle)[0])
+                _, pivots, _ = _ldu(self.dynamics.bath_flow(middle)[0])
             low, high = (middle, high) if bool((pivots > 0).all()) else (low, middle)
         return low
 
 
-def _triangles(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit lower, diagonal and unit upper factors, by elimination without exchange of rows."""
+def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor into unit lower, diagonal and unit upper matrices.
+
+    Elimination does not exchange rows.
+    """
     size = len(matrix)
     lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
     for j in range(size - 1):
@@ -118,22 +130,23 @@ def _triangles(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GeneralizedLangevin(MassiveDynamics):
-    """Langevin dynamics whose friction remembers, with the noise that the fluctuation-dissipation theorem asks for::
+    """Langevin dynamics with a friction kernel, and the noise of the fluctuation-dissipation theorem::
 
         dq = p/m dt
         dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise,     K(t) = sum_i strengths_i exp(-rates_i t)
 
-    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the memoryless limit. The memory is
-    carried by one extra variable for each exponential (:class:`Bath`); see Ceriotti, Bussi and Parrinello, J. Chem. Theory
-    Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G (bath, solved exactly). Schemes: "BAGAB" (positions exact for
-    harmonic forces), "GBABG", and any other word.
+    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
+    memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
+    Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
+    (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any
+    other word.
 
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
         kT: temperature, energy.
         rates: decay of each exponential, 1/time; numbers or a 1-D tensor.
-        strengths: its weight at t = 0, 1/time^2; as many.
+        strengths: weight of each exponential at t = 0, 1/time^2; as many as rates.
     """
 
     state_type = MemoryState
@@ -162,21 +175,24 @@ class GeneralizedLangevin(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
 
     def couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """sqrt(strengths) and rates, ``(rates, 1, 1)``."""
+        """Return sqrt(strengths) and rates, ``(rates, 1, 1)``."""
         return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(-1, 1, 1)
 
     def bath_matrix(self) -> Tensor:
-        """M, ``(1 + rates, 1 + rates)``, float64, in dy = -M y dt + noise."""
+        """Return M of dy = -M y dt + noise, in float64.
+
+        Its shape is ``(1 + rates, 1 + rates)``.
+        """
         c, r = self.strengths.double().sqrt(), self.rates.double()
         top = torch.cat([c.new_zeros(1), c])
         below = torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)
         return torch.cat([top.unsqueeze(0), below])
 
     def bath_flow(self, h: float) -> tuple[Tensor, Tensor]:
-        """E = exp(-M h) and 1 - E E^T, float64.
+        """Compute E = exp(-M h) and 1 - E E^T, float64.
 
-        The covariance comes from Van Loan's block exponential and not from the difference, which would leave none of the digits
-        of its smallest entry, of order h^3.
+        The covariance comes from Van Loan's block exponential. The difference would leave none of
+        the digits of its smallest entry, of order h^3.
         """
         M, r = self.bath_matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
@@ -188,7 +204,10 @@ class GeneralizedLangevin(MassiveDynamics):
         return propagator, 0.5 * (covariance + covariance.T)
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> MemoryState:
-        """A start with the memory at equilibrium, sqrt(m kT) xi; momenta not given are drawn alike."""
+        """Make a start with the memory drawn at equilibrium.
+
+        Momenta that are not given are drawn as sqrt(m kT) xi.
+        """
         at, p = as_start(position, momentum)
         if p is None:
             p = self.thermal_momentum(at, self.kT, generator)
@@ -205,12 +224,15 @@ class GeneralizedLangevin(MassiveDynamics):
             raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
 
     def reduced_energy(self, state: State) -> Energies:
-        """H/kT and ``sum z_i^2/(2 m kT)``: each memory variable is distributed as a momentum is."""
+        """Compute H/kT plus ``sum z_i^2/(2 m kT)``.
+
+        Each memory variable has the distribution of a momentum.
+        """
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
-        found = super().typical(state, time)
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+        found = super().characteristic_scales(state, time)
         return {**found, "memory": found["momentum"]}
 
     def damping(self, state: State) -> float:

@@ -1,4 +1,4 @@
-"""Newton's equations at constant energy."""
+"""Hamiltonian dynamics: Newton's equations at constant energy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class Hamiltonian(MassiveDynamics):
-    """``dq/dt = p/m``, ``dp/dt = F(q)``: microcanonical dynamics (NVE).
+    """Microcanonical dynamics (NVE): ``dq/dt = p/m``, ``dp/dt = F(q)``.
 
-    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The invariant is the energy
-    ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a temperature use a thermostat.
+    Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
+    invariant is the energy ``sum p^2/2m + U(q)``. It samples one energy shell; for averages at a
+    temperature use a thermostat.
 
     Args:
-        potential: energy module, or a force field (which then has no invariant).
+        potential: energy module, or a force field (without an invariant).
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
     """
 
@@ -26,7 +27,7 @@ class Hamiltonian(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self)}
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
-        """A start. The momentum must be given: without a temperature there is nothing to draw it from."""
+        """Make a start. The momentum must be given: without a temperature it cannot be drawn."""
         at, p = as_start(position, momentum)
         if p is None:
             raise ValueError(
@@ -38,5 +39,5 @@ class Hamiltonian(MassiveDynamics):
         return state
 
     def invariant(self, state: State) -> Energies:
-        """The total energy."""
+        """Compute the total energy."""
         return self.kinetic_energy(state) + self.potential(state.position)

@@ -18,9 +18,9 @@ from adjsim.dynamics.terms import Kick, Stream
 
 
 class OrnsteinUhlenbeck(Term):
-    """O: ``dp = -friction p dt + sqrt(2 friction m kT) dW``. Its flow is exact in distribution.
+    """The Ornstein-Uhlenbeck term, O: ``dp = -friction p dt + sqrt(2 friction m kT) dW``.
 
-    ::
+    Its flow is exact in distribution::
 
         p' = c p + sqrt(m kT (1 - c^2)) xi,    c = exp(-friction h),    xi standard normal
     """
@@ -54,12 +54,12 @@ class Langevin(MassiveDynamics):
         dp = (F(q) - friction p) dt + sqrt(2 friction m kT) dW
 
     It samples the canonical distribution exp(-(U + sum p^2/2m)/kT). Terms: A (stream), B (kick), O
-    (:class:`OrnsteinUhlenbeck`). Schemes: "BAOAB" (positions exact for harmonic forces, the one to begin with; Leimkuhler and
-    Matthews, Appl. Math. Res. Express 2013, 34), "OBABO" (momenta exact for harmonic forces), "ABOBA", and any other word. As
-    an SDE: :class:`~adjsim.SDESolver`.
+    (:class:`OrnsteinUhlenbeck`). Schemes: "BAOAB" (positions exact for harmonic forces, the first
+    choice; Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34), "OBABO" (momenta exact for
+    harmonic forces), "ABOBA", and any other word. As an SDE: :class:`~adjsim.SDESolver`.
 
-    Reversing a step divides momenta by exp(-friction dt), which loses digits as exp(friction t):
-    :class:`~adjsim.ReversibleAdjoint` stores a checkpoint every so many steps here, unless the steps are exact
+    Reversing a step divides momenta by exp(-friction dt), which loses digits as exp(friction t). So
+    :class:`~adjsim.ReversibleAdjoint` stores checkpoints here, unless the steps are exact
     (``Splitting("BAOAB", dt, exact=True)``).
 
     Args:
@@ -80,11 +80,11 @@ class Langevin(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
 
     def frictions(self, like: Tensor) -> Tensor:
-        """The friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
+        """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
-        """A start; momenta not given are drawn as sqrt(m kT) xi."""
+        """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
         at, p = as_start(position, momentum)
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)

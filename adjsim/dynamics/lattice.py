@@ -1,21 +1,24 @@
 """Exact reversal: coupling steps as bijections of a fixed-point lattice.
 
-Every field y holds integer multiples of its spacing ``2^-k``, and no number is as large as ``2^(53-k)``. Sums and differences
-of such numbers are exact in float64, so the state stays an ordinary tensor. On it
+Every field y holds integer multiples of its spacing ``2^-k``, all smaller than ``2^(53-k)``. Sums
+and differences of such numbers are exact in float64, so the state stays an ordinary tensor. On the
+lattice
 
-* a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the same bits from the same x
-  and subtracts them;
-* a scale by n/d, n and d integers, is no bijection: d/n states go to one. What tells them apart is kept in an integer B for
-  each entry, the information buffer (Maclaurin, Duvenaud and Adams, arXiv:1502.03492). With y = X spacing::
+* a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
+  same bits from the same x and subtracts them;
+* a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
+  entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and
+  Adams, arXiv:1502.03492). With y = X spacing::
 
       q, r = X div d, X mod d        B <- B d + r
       u    = B mod n                 B <- B div n        X' = q n + u
 
   Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n and d exchanged. X'
-  is less than n units from X n/d, and B grows by log2(d/n) bits: lost by X, found in B. Where it is full, 32 bits of it
-  go to a stack (:mod:`adjsim.dynamics.buffer`).
+  is less than n units from X n/d, and B grows by the log2(d/n) bits that X loses. When a buffer is full, 32 bits of it go to a
+  stack (:mod:`adjsim.dynamics.buffer`).
 
-Gradients are those of the unrounded flow, taken at the states of the lattice: rounding has the derivative of the identity.
+Gradients are those of the unrounded flow at the lattice states: rounding has the derivative of the
+identity.
 """
 
 from __future__ import annotations
@@ -36,16 +39,17 @@ from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
 from adjsim._state import State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
-from adjsim.dynamics.cotangents import take
-from adjsim.dynamics.couplings import Move, Scale, Shear, put
-from adjsim.dynamics.sources import At, Coefficient, Coefficients, Force
+from adjsim.dynamics.cotangents import select_link
+from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
+from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
-# A field may grow this far beyond its scale; those that are scaled get the finer lattice, since a scale is d units rough.
+# A field may grow this far beyond its scale. Scaled fields get a finer lattice, since a scale has
+# an error of d units.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
-# Steps over which the rate of change at the start gives a scale to a field that starts at zero.
+# Steps over which the rate at the start gives a scale to a field that starts at zero.
 AHEAD = 256
-# Buffers are looked at after so many steps at the latest.
+# The largest number of steps between two checks of the buffers.
 LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
 DENOMINATOR = 2**22
@@ -54,14 +58,14 @@ DENOMINATOR = 2**22
 class Lattice:
     """The lattice of one run.
 
-    Spacings are powers of two, one for each system of a batch (and each link of a field), so that a system does not depend on
-    the batch it is part of. They follow from the largest entry of the start, the thermal momentum, and what the rates of
-    change at the start would add in 256 steps.
+    Spacings are powers of two, one for each system of a batch (and each link of a field), so a
+    system does not depend on its batch. They follow from the largest entry of the start, the
+    thermal momentum, and the change over 256 steps at the rate of the start.
 
     Args:
-        dynamics: whose states are put on it.
+        dynamics: the dynamics of the run.
         state: the start.
-        moves: those of a step, by letter.
+        moves: the moves of a step, by letter.
         dt: the step.
     """
 
@@ -70,12 +74,13 @@ class Lattice:
         every = [(letter, move) for letter, group in moves.items() for move in group]
         self.scaled = tuple(dict.fromkeys(move.field for _, move in every if isinstance(move, Scale)))
         self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
-        self._kind, self._extended = type(state), _extended(type(state), self.scaled)
+        self._kind, self._lattice_type = type(state), _lattice_type(type(state), self.scaled)
         scales = _scales(dynamics, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
         self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
         kicked = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, Force)]
-        # For contributions to forces, which have one more axis; at least as fine as that of the increments they give.
+        # For contributions to forces, which have one more axis; at least as fine as the spacing of
+        # their increments.
         self.force_grid = Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
         if kicked:
             _check_force(dynamics.potential)
@@ -85,19 +90,22 @@ class Lattice:
         self._varies = any(isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every)
 
     def spacings(self) -> dict[str, Tensor]:
-        """The spacing of each field, and that of contributions to the force as ``"force"``."""
+        """Return the spacing of each field, and of contributions to the force as ``"force"``."""
         found = {name: grid.spacing for name, grid in self.grids.items()}
         return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
-        """The same lattice with these tensors as its spacings: inputs of compiled code, in place of constants."""
+        """Return the same lattice with these spacings.
+
+        They are inputs of compiled code instead of constants.
+        """
         other = copy(self)
         other.grids = {name: Grid(spacings[name]) for name in self.grids}
         other.force_grid = None if self.force_grid is None else Grid(spacings["force"])
         return other
 
     def on_lattice(self, move: Move) -> Move:
-        """The move on this lattice."""
+        """Convert a move to its form on this lattice."""
         assert isinstance(move, Shear | Scale)
         grid = self.grids[move.field].link(move.link)
         if isinstance(move, Shear):
@@ -105,15 +113,15 @@ class Lattice:
         return LatticeScale(move.field, move.source, move.link, grid=grid, denominator=self._denominator, half=self._half)
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
-        """The coefficients together with a fraction n/d for each that is a factor."""
+        """Add to the coefficients a fraction n/d for each that is a factor."""
         found: dict[str, Coefficients] = dict(coefficients)
         for letter, name in dict.fromkeys(self._constant):
             n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
         return found
 
-    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> Growth:
-        """How a step's scales fill the buffers."""
+    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> BufferGrowth:
+        """Compute how the scales of a step fill the buffers."""
         bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
         largest = DENOMINATOR if self._varies else 1
         for letter, move in moves:
@@ -121,43 +129,46 @@ class Lattice:
                 n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
                 bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
                 largest = max(largest, int(d.max()), int(n.max()))
-        # A factor that depends on the state is taken to be above a half; the buffers are looked at in time all the same.
+        # A factor that depends on the state is assumed to be above a half; the check of the buffers
+        # finds one that is not.
         fastest = max([1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())])
         spare = LONGEST - FULL - math.log2(largest)
         if fastest > spare:
             raise ValueError(
-                f"exact=True: friction takes {fastest:.3g} bits a step from the momenta, and an information buffer can take in "
+                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta, and an "
+                "information buffer can take "
                 f"{spare:.3g}. Use a smaller dt, or exact=False."
             )
         wait = max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9))))
-        # Half a bit more than is planned for, so that a buffer that grew by all of it is none that overflowed.
-        return Growth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
+        # Half a bit more than planned for, so that a buffer that grew by the plan has not
+        # overflowed.
+        return BufferGrowth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
 
     def to_lattice(self, state: State) -> State:
-        """The nearest state of the lattice, with empty buffers."""
+        """Return the nearest state of the lattice, with empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
         buffers = [torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled]
-        return self._extended(*fields, *buffers)
+        return self._lattice_type(*fields, *buffers)
 
     def from_lattice(self, state: State) -> State:
-        """The state without its buffers."""
+        """Return the state without its buffers."""
         return self._kind(*state[: self.width])
 
-    def inside(self, state: State) -> bool:
-        """Whether every number is finite and small enough for sums to be exact."""
-        return max(self._fill(state).values()) <= 1.0
+    def in_range(self, state: State) -> bool:
+        """Return whether every number is finite and small enough for sums to be exact."""
+        return max(self._used_fractions(state).values()) <= 1.0
 
     def describe(self, state: State) -> str:
-        """Which field has left the lattice, and how large it may be."""
-        fill = self._fill(state)
-        name = max(fill, key=lambda n: fill[n])
-        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].reach:.3g},"
+        """Describe which field has left the lattice, and how large it may be."""
+        used_fraction = self._used_fractions(state)
+        name = max(used_fraction, key=lambda n: used_fraction[n])
+        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].limit:.3g},"
 
-    def _fill(self, state: State) -> dict[str, float]:
-        return {name: self.grids[name].fill(value) for name, value in self.from_lattice(state)._asdict().items()}
+    def _used_fractions(self, state: State) -> dict[str, float]:
+        return {name: self.grids[name].used_fraction(value) for name, value in self.from_lattice(state)._asdict().items()}
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
-        """Relieve the buffers that are full."""
+        """Spill the buffers that are full."""
         entries = []
         for name in self.scaled:
             state, entry = spill(state, name, self.systems, limit)
@@ -171,22 +182,27 @@ class Lattice:
             state = refill(state, entry, self.systems)
         return state
 
-    def held(self, state: State) -> float:
-        """Bits in the buffers of a state."""
+    def buffered_bits(self, state: State) -> float:
+        """Count the bits in the buffers of a state."""
         return sum(float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum()) for name in self.scaled)
 
 
 @dataclass(frozen=True)
-class Growth:
-    """Bits that a step adds to the buffers, by field (None if that depends on the state); the steps between two checks of the
-    buffers, and the size they must not have reached at one."""
+class BufferGrowth:
+    """How a step fills the buffers.
+
+    Attributes:
+        bits: added by a step, by field; None if this depends on the state.
+        check_every: steps between two checks of the buffers.
+        limit: the size that no buffer may have reached at a check.
+    """
 
     bits: dict[str, Tensor] | None
     check_every: int
     limit: float
 
     def mean(self, state: State) -> float | None:
-        """Bits a step and degree of freedom."""
+        """Return the bits a step and degree of freedom."""
         if self.bits is None:
             return None
         return sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items()) / state.position.numel()
@@ -198,42 +214,42 @@ class LatticeShear(Shear):
 
     grid: Grid = field(kw_only=True)
 
-    def _add(self, state: State, value: Tensor, at: At, sign: int) -> State:
+    def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
         if self.coefficient is not None:
-            value = at.coefficients[self.coefficient] * value
-        y, increment = take(getattr(state, self.field), self.link), self.grid.round(value)
-        return put(state, self.field, self.link, y + increment if sign > 0 else y - increment)
+            value = context.coefficients[self.coefficient] * value
+        y, increment = select_link(getattr(state, self.field), self.link), self.grid.round(value)
+        return replace_field(state, self.field, self.link, y + increment if sign > 0 else y - increment)
 
 
 @dataclass(frozen=True)
 class LatticeScale(Scale):
-    """A scale by a fraction, whose remainders go to the buffer."""
+    """A scale by a fraction, with its remainders in the buffer."""
 
     grid: Grid = field(kw_only=True)
     denominator: Tensor = field(kw_only=True)
     half: Tensor = field(kw_only=True)
 
-    def _multiply(self, state: State, factor: Tensor, at: At) -> State:
-        n, d = self._fraction(factor, at)
-        y = take(getattr(state, self.field), self.link)
+    def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        n, d = self._fraction(factor, context)
+        y = select_link(getattr(state, self.field), self.link)
         out, buffer = self._rescale(state, y, n, d)
         if y.requires_grad or factor.requires_grad:
             out = straight_through(y * factor, out)
-        return self._put_both(state, out, buffer)
+        return self._replace_both(state, out, buffer)
 
-    def _divide(self, state: State, factor: Tensor, at: At) -> State:
-        n, d = self._fraction(factor, at)
-        return self._put_both(state, *self._rescale(state, take(getattr(state, self.field), self.link), d, n))
+    def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
+        n, d = self._fraction(factor, context)
+        return self._replace_both(state, *self._rescale(state, select_link(getattr(state, self.field), self.link), d, n))
 
-    def _fraction(self, factor: Tensor, at: At) -> tuple[Tensor, Tensor]:
+    def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor]:
         if isinstance(self.source, Coefficient):
-            return at.coefficients[self.source.name + " n"], at.coefficients[self.source.name + " d"]
-        # To the nearest integer: the half is added before the fraction is cut off.
+            return context.coefficients[self.source.name + " n"], context.coefficients[self.source.name + " d"]
+        # To the nearest integer: a half is added before truncation.
         return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1), self.denominator
 
     def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """y n/d, and the buffer with what was lost; with n and d exchanged, the inverse."""
-        buffer = take(getattr(state, buffer_name(self.field)), self.link)
+        """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
+        buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
         mixed = torch.addcmul(torch.addcmul(x, quotient, d, value=-1), buffer, d)
@@ -241,12 +257,12 @@ class LatticeScale(Scale):
         x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
         return x * self.grid.spacing, kept
 
-    def _put_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
-        return put(put(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
+    def _replace_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
+        return replace_field(replace_field(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
 
 
 @lru_cache(maxsize=64)
-def _extended(kind: type, scaled: tuple[str, ...]) -> Any:
+def _lattice_type(kind: type, scaled: tuple[str, ...]) -> Any:
     names: tuple[str, ...] = kind._fields
     return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))
 
@@ -255,13 +271,14 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
     for letter, group in moves.items():
         if not all(isinstance(move, Shear | Scale) for move in group):
             raise TypeError(
-                f"exact=True needs flows made of shears and scales, and term {letter!r} of {type(dynamics).__name__} is "
-                "neither. Use exact=False with ReversibleAdjoint() or CheckpointAdjoint()."
+                f"exact=True needs flows made of shears and scales, and term {letter!r} of "
+                f"{type(dynamics).__name__} is neither. Use exact=False with ReversibleAdjoint() "
+                "or CheckpointAdjoint()."
             )
     if state.position.dtype != torch.float64:
         raise ValueError(
-            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice lives in the 53 bits of a float64, and "
-            "the 24 of a float32 would leave it coarser than the steps."
+            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice uses the "
+            "53 bits of a float64, and the 24 of a float32 would leave it coarser than the steps."
         )
     if in_transform():
         raise RuntimeError("exact=True does not go through torch.func transforms (grad, vmap, jvp): use exact=False there.")
@@ -270,22 +287,23 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
 def _check_force(potential: nn.Module) -> None:
     if isinstance(potential, Potential) and "grid" not in signature(potential.force).parameters:
         raise TypeError(
-            f"exact=True: {type(potential).__name__}.force(position) must take grid=None as well, and round what it sums to it "
-            "where one is given (see adjsim.potentials.Potential.force); so must its force_vjp."
+            f"exact=True: {type(potential).__name__}.force(position) must also take grid=None, and "
+            "round the contributions that it sums to a given grid (see "
+            "adjsim.potentials.Potential.force); so must its force_vjp."
         )
 
 
 def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:
-    """How large the entries of a field are, for each system and link."""
+    """Compute the size of the entries of each field, for each system and link."""
     start = detached(state)
     with torch.no_grad():
-        typical = dynamics.typical(start, AHEAD * dt)
+        known_scales = dynamics.characteristic_scales(start, AHEAD * dt)
         rates = dynamics.drift(0.0, start)._asdict()
     found = {}
     for name, value in start._asdict().items():
         sizes = [value.abs(), AHEAD * dt * rates[name].abs()]
-        if name in typical:
-            sizes.append(typical[name].detach().abs().expand_as(value))
+        if name in known_scales:
+            sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
         largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)

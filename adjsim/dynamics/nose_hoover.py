@@ -1,4 +1,4 @@
-"""Constant temperature without noise: the Nose-Hoover chain."""
+"""The Nose-Hoover chain: constant temperature without noise."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from adjsim._params import register
 from adjsim._state import State
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start
-from adjsim.dynamics.cotangents import Cotangents, insert, take
+from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
-from adjsim.dynamics.sources import Accumulate, At, Coefficients, Field, reduce
+from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
 
 
 class ChainState(NamedTuple):
-    """Position and momentum ``(*batch, atoms, dim)``; position and momentum of the chain ``(*batch, length, 1, 1)``."""
+    """Position and momentum of the particles and of the chain.
+
+    Those of the particles are ``(*batch, atoms, dim)``, those of the chain ``(*batch, length, 1,
+    1)``.
+    """
 
     position: Positions
     momentum: Positions
@@ -31,7 +35,7 @@ class ChainState(NamedTuple):
 
 
 class Chain(Term):
-    """N: a chain of thermostats, the first driven by the kinetic energy, each next one by the one before.
+    """The Nose-Hoover chain, N: each thermostat drives the one before it, the first the particles.
 
     ::
 
@@ -40,9 +44,11 @@ class Chain(Term):
         db_1/dt  = sum p^2/m - dof kT  - b_1 v_2
         db_j/dt  = b_{j-1}^2/Q_{j-1} - kT - b_j v_{j+1}        (the last link has no v_{j+1})
 
-    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol. Phys. 87, 1117 (1996):
-    the links from the last to the first over h/2; the particles scaled by exp(-h v_1) and the x_j moved by h v_j; the links
-    again, from the first to the last. A link, pushed by G_j between two halves of its drag, is one scale and one shear::
+    The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol.
+    Phys. 87, 1117 (1996). The links advance over h/2, from the last to the first. Then the momenta
+    are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the links advance over h/2, from the
+    first to the last. A link, driven by G_j between two halves of its damping, is one scale and one
+    shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j) = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
@@ -54,7 +60,7 @@ class Chain(Term):
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
-        heat = torch.stack([_heat(state, c, j) for j in range(self.dynamics.length)], -3)
+        heat = torch.stack([_chain_force(state, c, j) for j in range(self.dynamics.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
         return {"momentum": -state.momentum * v[..., 0, :, :], "bath_position": v, "bath_momentum": heat - b * damping}
 
@@ -66,102 +72,112 @@ class Chain(Term):
         last = self.dynamics.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
-        slow = Scale("momentum", Drag(0, h))
-        ride = Shear("bath_position", Field("bath_momentum"), "h/Q")
-        return (*inward, slow, ride, *outward)
+        scale = Scale("momentum", ChainScaling(0, h))
+        advance = Shear("bath_position", Field("bath_momentum"), "h/Q")
+        return (*inward, scale, advance, *outward)
 
     def _link(self, j: int, h: float) -> list[Move]:
         if j == self.dynamics.length - 1:
-            return [Shear("bath_momentum", Heat(j, h, None), link=j)]
-        return [Scale("bath_momentum", Drag(j + 1, h), link=j), Shear("bath_momentum", Heat(j, h, j + 1), link=j)]
+            return [Shear("bath_momentum", ChainForce(j, h, None), link=j)]
+        return [Scale("bath_momentum", ChainScaling(j + 1, h), link=j), Shear("bath_momentum", ChainForce(j, h, j + 1), link=j)]
 
 
-def _heat(state: State, c: Coefficients, j: int) -> Tensor:
-    """What drives link j: twice the kinetic energy of what is before it, less its equilibrium value."""
+def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
+    """Compute the force on link j of the chain.
+
+    It is twice the kinetic energy that the link controls, less the equilibrium value.
+    """
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
-    return take(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
+    return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _drag(state: State, c: Coefficients, j: int, h: float) -> Tensor:
-    """By how much link j slows down what is before it over a time h."""
-    return torch.exp(take(state.bath_momentum, j) * c["1/Q"][j] * -h)
+def _scaling(state: State, c: Coefficients, j: int, h: float) -> Tensor:
+    """Compute the factor by which link j scales momenta over h."""
+    return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
 
 @dataclass(frozen=True)
-class Drag:
-    """``exp(-h b_j/Q_j)``, by which link j scales what is before it."""
+class ChainScaling:
+    """The factor ``exp(-h b_j/Q_j)`` by which link j scales momenta."""
 
     link: int
     h: float
 
-    def value(self, state: State, at: At) -> Tensor:
-        return _drag(state, at.coefficients, self.link, self.h)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return _scaling(state, context.coefficients, self.link, self.h)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        value = self.value(state, at)
-        return value, lambda cotangent: _drag_vjp(self.link, self.h, cotangent * value, state, at, cotangents)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        value = self.value(state, context)
+        return value, lambda cotangent: _scaling_vjp(self.link, self.h, cotangent * value, state, context, cotangents)
 
 
 @dataclass(frozen=True)
-class Heat:
-    """``h G_j``, what link j is driven by over a time h; times ``exp(-h b_k/2Q_k)`` where a later link k drags it."""
+class ChainForce:
+    """The force on link j over a time h, ``h G_j``.
+
+    It is multiplied by ``exp(-h b_k/2Q_k)`` if link k damps it.
+    """
 
     link: int
     h: float
-    dragged_by: int | None
+    damped_by: int | None
 
-    def value(self, state: State, at: At) -> Tensor:
-        heat = _heat(state, at.coefficients, self.link) * self.h
-        return heat if self.dragged_by is None else heat * _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        return heat if self.damped_by is None else heat * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        heat = _heat(state, at.coefficients, self.link) * self.h
-        if self.dragged_by is None:
-            return heat, lambda cotangent: self._heat_vjp(cotangent * self.h, state, at, cotangents)
-        k, drag = self.dragged_by, _drag(state, at.coefficients, self.dragged_by, self.h / 2)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        if self.damped_by is None:
+            return heat, lambda cotangent: self._chain_force_vjp(cotangent * self.h, state, context, cotangents)
+        k, drag = self.damped_by, _scaling(state, context.coefficients, self.damped_by, self.h / 2)
         value = heat * drag
 
         def accumulate(cotangent: Tensor) -> None:
-            _drag_vjp(k, self.h / 2, cotangent * value, state, at, cotangents)
-            self._heat_vjp(cotangent * drag * self.h, state, at, cotangents)
+            _scaling_vjp(k, self.h / 2, cotangent * value, state, context, cotangents)
+            self._chain_force_vjp(cotangent * drag * self.h, state, context, cotangents)
 
         return value, accumulate
 
-    def _heat_vjp(self, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
-        """The cotangent of G_j taken to what it depends on."""
-        c, j = at.coefficients, self.link
-        _add_to_link(at, cotangents, "target", j, -cotangent)
+    def _chain_force_vjp(self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
+        """Take the cotangent of G_j to the fields and coefficients in it."""
+        c, j = context.coefficients, self.link
+        _add_to_link(context, cotangents, "target", j, -cotangent)
         if j == 0:
             scaled = state.momentum * cotangent
             cotangents["momentum"] = torch.addcmul(cotangents["momentum"], scaled, c["1/m"], value=2)
             if c["1/m"].requires_grad:
-                cotangents.add_coefficient(at.letter, "1/m", reduce(scaled * state.momentum, c["1/m"]))
+                cotangents.add_coefficient(context.letter, "1/m", unbroadcast(scaled * state.momentum, c["1/m"]))
         else:
-            before = take(state.bath_momentum, j - 1)
+            before = select_link(state.bath_momentum, j - 1)
             _add_to_bath(cotangents, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
-            _add_to_link(at, cotangents, "1/Q", j - 1, cotangent * before**2)
+            _add_to_link(context, cotangents, "1/Q", j - 1, cotangent * before**2)
 
 
-def _drag_vjp(j: int, h: float, cotangent: Tensor, state: State, at: At, cotangents: Cotangents) -> None:
-    """The cotangent of the exponent's exponential, times its value, taken to b_j and 1/Q_j."""
-    _add_to_bath(cotangents, j, cotangent * at.coefficients["1/Q"][j] * -h)
-    _add_to_link(at, cotangents, "1/Q", j, cotangent * take(state.bath_momentum, j) * -h)
+def _scaling_vjp(j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
+    """Take the cotangent of the scaling factor, times the factor, to b_j and 1/Q_j."""
+    _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
+    _add_to_link(context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h)
 
 
 def _add_to_bath(cotangents: Cotangents, j: int, cotangent: Tensor) -> None:
-    cotangents.add("bath_momentum", reduce(cotangent, take(cotangents["bath_momentum"], j)), j)
+    cotangents.add("bath_momentum", unbroadcast(cotangent, select_link(cotangents["bath_momentum"], j)), j)
 
 
-def _add_to_link(at: At, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
+def _add_to_link(context: MoveContext, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
     """Add to the cotangent of one link of a coefficient."""
-    whole = at.coefficients[name]
+    whole = context.coefficients[name]
     if whole.requires_grad:
-        cotangents.add_coefficient(at.letter, name, insert(torch.zeros_like(whole), j, reduce(cotangent, whole[j])))
+        cotangents.add_coefficient(
+            context.letter, name, replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j]))
+        )
 
 
 class NoseHooverChain(MassiveDynamics):
-    """Canonical dynamics by a chain of thermostats: Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
+    """Canonical dynamics by a Nose-Hoover chain of thermostats.
+
+    See Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
 
     ========= ==================================================== ================
     symbol    meaning                                              units
@@ -173,19 +189,21 @@ class NoseHooverChain(MassiveDynamics):
     Q_j       kT tau^2, j > 1                                      energy time^2
     ========= ==================================================== ================
 
-    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other palindromes. One chain for each
-    system of a batch. The invariant is the extended energy
-    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is ergodic even for one
-    harmonic oscillator; length 1 is not. It is deterministic and, in practice, chaotic.
+    Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other
+    palindromes. Each system of a batch has its own chain. The invariant is the extended energy
+    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is
+    ergodic even for one harmonic oscillator; length 1 is not. It is deterministic and, in practice,
+    chaotic.
 
     Args:
         potential: energy module.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
         kT: temperature, energy.
-        tau: relaxation time; a few times the period of the slowest vibration to be thermalised well.
+        tau: relaxation time; a few times the period of the slowest vibration that should be
+            thermalised well.
         length: links of the chain.
-        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms x dim - dim when the total
-            momentum is zero and stays so.
+        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
+            x dim - dim when the total momentum is zero and stays so.
     """
 
     state_type = ChainState
@@ -213,7 +231,10 @@ class NoseHooverChain(MassiveDynamics):
         self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The chain's masses Q and the equilibrium values it drives towards, each ``(length, 1, 1)``."""
+        """Compute the chain's masses and target values, each ``(length, 1, 1)``.
+
+        The targets are the equilibrium values of twice the kinetic energies.
+        """
         dof = self.mobile_dof(position) if self.dof is None else self.dof
         count = torch.ones(self.length, 1, 1, dtype=position.dtype, device=position.device)
         count[0] = dof
@@ -221,12 +242,15 @@ class NoseHooverChain(MassiveDynamics):
         return count * (kT * tau**2), count * kT
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
-        """A start with the chain at rest; momenta not given are drawn as sqrt(m kT) xi."""
-        at, p = as_start(position, momentum)
+        """Make a start with the chain at rest.
+
+        Momenta that are not given are drawn as sqrt(m kT) xi.
+        """
+        context, p = as_start(position, momentum)
         if p is None:
-            p = self.thermal_momentum(at, self.kT, generator)
-        bath = at.new_zeros((*at.shape[:-2], self.length, 1, 1))
-        state = ChainState(at, p, bath, bath)
+            p = self.thermal_momentum(context, self.kT, generator)
+        bath = context.new_zeros((*context.shape[:-2], self.length, 1, 1))
+        state = ChainState(context, p, bath, bath)
         self.check(state)
         return state
 
@@ -237,19 +261,27 @@ class NoseHooverChain(MassiveDynamics):
             if getattr(state, name).shape != expected:
                 raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
 
-    def typical(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
-        # The first link's position is weighed by dof in the energy, and so smaller; one is the scale of the others.
-        return {**super().typical(state, time), "bath_momentum": torch.sqrt(Q * target), "bath_position": torch.ones_like(Q)}
+        # The energy weights the first link's position by dof, so it is smaller; one is the scale of
+        # the others.
+        return {
+            **super().characteristic_scales(state, time),
+            "bath_momentum": torch.sqrt(Q * target),
+            "bath_position": torch.ones_like(Q),
+        }
 
     def reduced_energy(self, state: State) -> Energies:
-        """H/kT and ``sum b_j^2/(2 Q_j kT)``. The chain's positions have no stationary density."""
+        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``.
+
+        The chain's positions have no stationary density.
+        """
         Q, _ = self.bath(state.position)
         chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
         return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))
 
     def invariant(self, state: State) -> Energies:
-        """The extended energy."""
+        """Compute the extended energy."""
         Q, target = self.bath(state.position)
         bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))
         return self.kinetic_energy(state) + self.potential(state.position) + bath

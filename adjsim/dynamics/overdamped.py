@@ -1,4 +1,4 @@
-"""Overdamped Langevin dynamics: positions alone."""
+"""Overdamped Langevin dynamics, for positions alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class PositionState(NamedTuple):
 
 
 class Diffuse(Term):
-    """D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``. It has no flow in closed form."""
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
+
+    It has no flow in closed form.
+    """
 
     draws = 1
     advances_time = True
@@ -47,14 +50,16 @@ class OverdampedLangevin(Dynamics):
 
         dq = F(q)/friction dt + sqrt(2 kT/friction) dW
 
-    It samples exp(-U/kT). ``friction`` is a force per velocity here (energy time / length^2), mass times the rate of
-    :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`, :class:`~adjsim.LeimkuhlerMatthews` (whose averages are
-    second order), :class:`~adjsim.SDESolver`. Where dynamics matters (rates, velocities), use Langevin.
+    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass
+    times the rate of :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`,
+    :class:`~adjsim.LeimkuhlerMatthews` (with averages of second order), :class:`~adjsim.SDESolver`.
+    For rates, velocities and other dynamical quantities use Langevin.
 
     Args:
         potential: energy module, or a force field.
         kT: temperature, energy.
-        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction pins its atom.
+        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
+            pins its atom.
     """
 
     state_type = PositionState
@@ -70,11 +75,11 @@ class OverdampedLangevin(Dynamics):
         self.terms = {"D": Diffuse(self)}
 
     def frictions(self, like: Tensor) -> Tensor:
-        """The friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
+        """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
     def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PositionState:
-        """A start. There is no momentum."""
+        """Make a start, without a momentum."""
         if momentum is not None:
             raise ValueError("OverdampedLangevin has no momentum; use Langevin where momenta matter.")
         state = PositionState(as_start(position)[0])
@@ -91,8 +96,11 @@ class OverdampedLangevin(Dynamics):
         check_entries("friction", self.friction, state)
 
     def damping(self, state: State) -> float:
-        """The largest curvature of the potential at the state divided by the friction: how fast two paths on the same noise
-        meet. By power iteration on the Hessian, so it holds near the state only."""
+        """Estimate the largest curvature of the potential at the state, divided by the friction.
+
+        This is the rate at which two paths on the same noise meet, found by power iteration on the
+        Hessian. It holds near the state only.
+        """
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(state.position)
         friction = self.frictions(state.position.detach()).detach().sqrt()

@@ -1,8 +1,9 @@
-"""What a move adds or multiplies by.
+"""Sources: the values that shears add and scales multiply by.
 
-A *source* is a value that depends on the state, the coefficients and the step's noise, together with its vector-Jacobian
-product: another field (:class:`Field`), the force (:class:`Force`), a coefficient (:class:`Coefficient`), the noise
-(:class:`Random`), a sum of these (:class:`Combination`), or any function of fields (:class:`Function`).
+A *source* is a value that depends on the state, the coefficients and the step's noise, together
+with its vector-Jacobian product: another field (:class:`Field`), the force (:class:`Force`), a
+coefficient (:class:`Coefficient`), the noise (:class:`Random`), a sum of these
+(:class:`Combination`), or any function of fields (:class:`Function`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ import torch
 from torch import Tensor
 
 from adjsim._state import State
-from adjsim.dynamics.cotangents import Cotangents, take
+from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
-# Takes the cotangent of a value on to what the value depends on; None where there is nothing to differentiate.
+# Adds the products of a value's cotangent to the cotangents of its inputs; None if there is nothing
+# to differentiate.
 Accumulate = Callable[[Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class At:
-    """Where a move takes place: the time, its term's letter and coefficients, the noise of its stage, the forces.
+class MoveContext:
+    """The context of a move: time, coefficients, noise, forces.
 
-    The noise is a tensor of the shape of position for each draw, or None where the term draws none.
+    It also has the letter of the move's term. The noise is a tensor of the shape of position for
+    each draw, or None where the term draws none.
     """
 
     t: Any
@@ -39,73 +42,82 @@ class At:
 
 @runtime_checkable
 class Source(Protocol):
-    """What a move adds or multiplies by.
+    """The interface of a source.
 
-    ``value`` gives it; ``vjp`` gives it with a function that takes a cotangent of the value on to the cotangents of the fields
-    and coefficients that it depends on.
+    ``value`` returns the value. ``vjp`` returns the value and a function that takes the value's
+    cotangent and adds to the cotangents of the fields and coefficients that the value depends on.
     """
 
-    def value(self, state: State, at: At) -> Tensor: ...
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]: ...
+    def value(self, state: State, context: MoveContext) -> Tensor: ...
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]: ...
 
 
 @dataclass(frozen=True)
 class Field:
-    """Another field as it is, or one link of it (an entry of its third-to-last axis)."""
+    """The value of another field, or of one of its links.
+
+    A link is an entry of the field's third-to-last axis.
+    """
 
     name: str
     link: int | None = None
 
-    def value(self, state: State, at: At) -> Tensor:
-        return take(getattr(state, self.name), self.link)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return select_link(getattr(state, self.name), self.link)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        return self.value(state, at), lambda cotangent: cotangents.add(self.name, cotangent, self.link)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        return self.value(state, context), lambda cotangent: cotangents.add(self.name, cotangent, self.link)
 
 
 @dataclass(frozen=True)
 class Random:
-    """A draw of the stage's noise, standard normal, of the shape of position. Nothing is differentiated through it."""
+    """A draw of the stage's noise, not differentiated.
+
+    It is standard normal numbers of the shape of position.
+    """
 
     draw: int = 0
 
-    def value(self, state: State, at: At) -> Tensor:
-        assert at.noise is not None
-        return at.noise[self.draw]
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        assert context.noise is not None
+        return context.noise[self.draw]
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        return self.value(state, at), None
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        return self.value(state, context), None
 
 
 @dataclass(frozen=True)
 class Coefficient:
-    """A coefficient, as it is."""
+    """The value of a coefficient."""
 
     name: str
 
-    def value(self, state: State, at: At) -> Tensor:
-        return at.coefficients[self.name]
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return context.coefficients[self.name]
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        value = at.coefficients[self.name]
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        value = context.coefficients[self.name]
         if not value.requires_grad:
             return value, None
-        return value, lambda cotangent: cotangents.add_coefficient(at.letter, self.name, reduce(cotangent, value))
+        return value, lambda cotangent: cotangents.add_coefficient(context.letter, self.name, unbroadcast(cotangent, value))
 
 
 @dataclass(frozen=True)
 class Combination:
-    """``sum_k c_k source_k``, c a coefficient with one entry for each source."""
+    """A weighted sum of sources, ``sum_k c_k source_k``.
+
+    The coefficient c has one entry for each source.
+    """
 
     coefficient: str
     sources: tuple[Source, ...]
 
-    def value(self, state: State, at: At) -> Tensor:
-        return self._sum(at, [source.value(state, at) for source in self.sources])
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return self._sum(context, [source.value(state, context) for source in self.sources])
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        c = at.coefficients[self.coefficient]
-        parts = [source.vjp(state, at, cotangents) for source in self.sources]
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        c = context.coefficients[self.coefficient]
+        parts = [source.vjp(state, context, cotangents) for source in self.sources]
 
         def accumulate(cotangent: Tensor) -> None:
             for weight, (_, inner) in zip(c.unbind(0), parts, strict=True):
@@ -113,12 +125,12 @@ class Combination:
                     inner(weight * cotangent)
             if c.requires_grad:
                 found = torch.stack([(cotangent * value).sum() for value, _ in parts])
-                cotangents.add_coefficient(at.letter, self.coefficient, found)
+                cotangents.add_coefficient(context.letter, self.coefficient, found)
 
-        return self._sum(at, [value for value, _ in parts]), accumulate
+        return self._sum(context, [value for value, _ in parts]), accumulate
 
-    def _sum(self, at: At, values: Sequence[Tensor]) -> Tensor:
-        weights = at.coefficients[self.coefficient].unbind(0)
+    def _sum(self, context: MoveContext, values: Sequence[Tensor]) -> Tensor:
+        weights = context.coefficients[self.coefficient].unbind(0)
         total = weights[0] * values[0]
         for weight, value in zip(weights[1:], values[1:], strict=True):
             total = torch.addcmul(total, weight, value)
@@ -129,33 +141,33 @@ class Combination:
 class Force:
     """The force at the position."""
 
-    def value(self, state: State, at: At) -> Tensor:
-        return at.forces.force(state.position, at.t)
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return context.forces.force(state.position, context.t)
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        linear = at.forces.linear(state.position, at.t)
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+        linear = context.forces.linear(state.position, context.t)
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
 
 
 @dataclass(frozen=True)
 class Function:
-    """``function(coefficients, *fields)`` of the fields it names; its product is taken by automatic differentiation."""
+    """``function(coefficients, *fields)`` of the fields it names, differentiated automatically."""
 
     function: Callable[..., Tensor]
     reads: tuple[str, ...]
 
-    def value(self, state: State, at: At) -> Tensor:
-        return self.function(at.coefficients, *(getattr(state, name) for name in self.reads))
+    def value(self, state: State, context: MoveContext) -> Tensor:
+        return self.function(context.coefficients, *(getattr(state, name) for name in self.reads))
 
-    def vjp(self, state: State, at: At, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
-        coefficients, wanted = cut(at.coefficients)
+        coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():
             value = self.function(coefficients, *fields)
         if not value.requires_grad:
             return value, None
         known = [*fields, *coefficients.values()]
-        at.forces.refuse_unknown(value, known, f"what term {at.letter!r} adds or multiplies by")
+        context.forces.refuse_unknown(value, known, f"the function of term {context.letter!r}")
 
         def accumulate(cotangent: Tensor) -> None:
             inputs = [*fields, *(coefficients[k] for k in wanted)]
@@ -165,17 +177,17 @@ class Function:
                     cotangents.add(name, grad)
             for name, grad in zip(wanted, found[len(fields) :], strict=True):
                 if grad is not None:
-                    cotangents.add_coefficient(at.letter, name, grad)
+                    cotangents.add_coefficient(context.letter, name, grad)
 
         return value.detach(), accumulate
 
 
-def cut(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:
-    """Coefficients cut from their graph, and the names of those whose cotangent is wanted."""
+def as_leaves(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:
+    """Detach coefficients into leaves, and list the names of those whose cotangent is wanted."""
     leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
     return leaves, [name for name, c in leaves.items() if c.requires_grad]
 
 
-def reduce(cotangent: Tensor, like: Tensor) -> Tensor:
-    """The cotangent of a value that was broadcast: summed over the axes it was broadcast along."""
+def unbroadcast(cotangent: Tensor, like: Tensor) -> Tensor:
+    """Sum the cotangent of a broadcast value over the axes of the broadcast."""
     return cotangent if cotangent.shape == like.shape else cotangent.sum_to_size(like.shape)

@@ -1,4 +1,4 @@
-"""The terms that massive dynamics share: streaming (A) and kick (B)."""
+"""The terms of all dynamics with masses: streaming (A) and kick (B)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from adjsim.potentials.base import force
 
 
 class Stream(Term):
-    """A: ``dq/dt = p/m``. Its flow moves positions along straight lines, ``q' = q + h p/m``, and the time with them."""
+    """Streaming, A: ``dq/dt = p/m``.
+
+    Its flow ``q' = q + h p/m`` also advances the time.
+    """
 
     advances_time = True
 
@@ -34,7 +37,10 @@ class Stream(Term):
 
 
 class Kick(Term):
-    """B: ``dp/dt = F(q)``, zero on pinned atoms. Its flow is ``p' = p + h F(q)`` at fixed position."""
+    """The kick, B: ``dp/dt = F(q)``, zero on pinned atoms.
+
+    Its flow is ``p' = p + h F(q)`` at fixed position.
+    """
 
     def __init__(self, dynamics: MassiveDynamics) -> None:
         self.dynamics = dynamics

@@ -1,15 +1,16 @@
-"""What an estimator is given and what it returns.
+"""The interface of estimators.
 
-An estimator answers: how does the mean of this observable, over replicas of this simulation, change with the parameters of
-its dynamics? Two different questions go by that name, and every estimate carries the label of the one it answers:
+An estimator answers: how does the mean of this observable, over replicas of this simulation, change
+with the parameters of its dynamics? This is two different questions, and every estimate carries the
+label of its question:
 
 ``"path"``
     how the mean over runs from the given starts, after the given time, changes;
 ``"stationary"``
-    how the equilibrium mean changes, to which no start belongs.
+    how the equilibrium mean changes, which does not depend on a start.
 
-Replicas are run in chunks. Standard errors come from the spread of independent chunks, so that intervals are Student's t with
-one degree of freedom less than there are chunks.
+Replicas are run in chunks. Standard errors come from the spread of independent chunks, so intervals
+are Student's t with one degree of freedom fewer than the number of chunks.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from adjsim.solvers.base import SteppingSolver
 Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
 
-# Below so many independent samples an error bar is not to be trusted either.
+# With fewer independent samples an error bar is unreliable too.
 FEW_SAMPLES = 50
-# Fewer replicas that make up a variance leave the error bar itself unknown by more than a tenth.
+# With fewer contributing replicas the error bar is uncertain by more than a tenth.
 FEW_CONTRIBUTING = 20
-# Beyond such a growth of tangents along the run, few paths make up the mean of all.
+# If tangents grow by more along the run, few paths dominate the mean.
 LARGE_GROWTH = 1e2
 
 
@@ -55,13 +56,14 @@ class Simulation:
 
     Args:
         dynamics: the physics; gradients are with respect to its named parameters.
-        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is called without
-            gradients: every estimator holds the starts fixed.
+        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is
+            called without gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
-        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a fixed step. Pathwise then takes
-            :class:`~adjsim.ReversibleAdjoint`. Girsanov and ForwardSensitivity, which follow every step themselves, run as
-            without. Chunks of one size compile once.
+        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a
+            fixed step. Pathwise then takes :class:`~adjsim.ReversibleAdjoint`. Girsanov and
+            ForwardSensitivity handle every step in Python and are not compiled. Chunks of one size
+            compile once.
     """
 
     dynamics: Dynamics
@@ -75,14 +77,15 @@ class Simulation:
             raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {self.solver!r}.")
 
     def starts(self, replicas: int, generator: Seed) -> State:
-        """The starts of all replicas, checked."""
+        """Make and check the starts of all replicas."""
         with torch.no_grad():
             state = as_state(self.initial(replicas, as_generator(generator)))
         self.dynamics.check(state)
         if state.position.ndim < 3 or state.position.shape[0] != replicas:
             raise ValueError(
-                f"initial({replicas}, generator) returned positions of shape {tuple(state.position.shape)}; "
-                f"the leading axis must be the {replicas} replicas: ({replicas}, atoms, dim)."
+                f"initial({replicas}, generator) returned positions of shape "
+                f"{tuple(state.position.shape)}; the leading axis must be the {replicas} replicas: "
+                f"({replicas}, atoms, dim)."
             )
         return state
 
@@ -94,15 +97,17 @@ class Simulation:
 
 @dataclass
 class GradientEstimate:
-    """A mean, its gradient, their standard errors, and what they cost.
+    """A mean, its gradient, their standard errors, and their cost.
 
     Attributes:
-        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with one chunk).
+        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
+            one chunk).
         grad, grad_stderr: by parameter name, ``(..., *parameter)``.
         estimand: "path" or "stationary".
-        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes), ``reconstruction_error`` (None where
-            nothing is reconstructed), ``compiled`` (whether runs went in compiled loops), ``ess`` (the number of independent
-            samples it is worth), ``chunks``, ``replicas``, and what else the estimator says of itself.
+        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
+            ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
+            runs were compiled), ``ess`` (the number of independent samples that the estimate is
+            worth), ``chunks``, ``replicas``, and more from some estimators.
     """
 
     value: Tensor
@@ -113,13 +118,18 @@ class GradientEstimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The confidence interval of the gradient by a parameter, or of the value: Student's t over the chunks."""
+        """Compute the confidence interval of the gradient of a parameter, or of the value.
+
+        It is Student's t over the chunks.
+        """
         middle, error = (self.value, self.value_stderr) if name is None else (self.grad[name], self.grad_stderr[name])
         half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
-        """A number equal to the value, whose gradient by the module's parameters is the estimate: for use in a larger loss.
+        """Return a tensor with this value, whose gradient is the estimate.
+
+        It is for use in a larger loss.
 
         Args:
             module: the dynamics that was estimated.
@@ -159,7 +169,7 @@ class GradientEstimate:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons not to trust it, a sentence each; empty if none is known."""
+        """Reasons not to trust the estimate, a sentence each; empty if none is known."""
         info, found = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
         if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
@@ -169,7 +179,7 @@ class GradientEstimate:
             found.append(
                 f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its error is uncertain too"
                 if contributing > 0
-                else "the observable was the same in all replicas, so its score says nothing of what none of them saw"
+                else "the observable was the same in all replicas, so its score cannot show what none of them saw"
             )
         if error is not None and error > 1e-6:
             found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
@@ -178,9 +188,9 @@ class GradientEstimate:
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
             found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
         if info.get("smooth") is False:
-            found.append("the observable has no derivative along a path (is it a step?), so its zero says nothing")
+            found.append("the observable has no derivative along a path (is it a step?), so its zero means nothing")
         if info.get("truncate") is not None:
-            found.append(f"it was cut off after {info['truncate']:g}, which leaves out what acts later")
+            found.append(f"it was cut off after {info['truncate']:g}, which leaves out effects that last longer")
         drift = info.get("equilibration")
         if drift is not None and drift > 4:
             found.append(f"the two halves of the run differ by {drift:.1f} standard errors: it had not come to equilibrium")
@@ -195,7 +205,7 @@ class GradientEstimate:
 
 @dataclass
 class Chunk:
-    """What a group of replicas gave: its mean and gradient, and anything that all chunks are needed to make sense of."""
+    """The results of a group of replicas: mean, gradient, and data that all chunks combine."""
 
     value: Tensor
     grad: dict[str, Tensor]
@@ -221,17 +231,18 @@ class Estimator(ABC):
         """Estimate the mean of the observable and its gradient.
 
         Args:
-            simulation: what is run.
-            observable: ``TimeAverage(fn)`` or ``Final(fn)``, fn of the state to ``(replicas, ...)``; or a function of the
-                :class:`Trajectory` to the same.
+            simulation: the simulation to run.
+            observable: ``TimeAverage(fn)`` or ``Final(fn)``, with fn from the state to ``(replicas,
+                ...)``, or a function from the :class:`Trajectory` to the same.
             replicas: number of independent runs.
-            chunks: the replicas are run in so many groups, as even as possible, whose spread gives the standard errors. The
-                noise of a replica does not depend on it.
-            generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
+            chunks: number of groups, as even as possible, in which the replicas run. Their spread
+                gives the standard errors. The noise of a replica does not depend on the chunks.
+            generator: seeds starts and noise, as a generator or a whole number; None: torch's
+                default generator.
         """
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """Whether its runs go in compiled loops of steps."""
+        """Return whether its runs can be compiled."""
         return isinstance(simulation.solver, SteppingSolver)
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
@@ -239,7 +250,7 @@ class Estimator(ABC):
         return
 
     def finish(self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]) -> GradientEstimate:
-        """The estimate that the chunks make up."""
+        """Combine the chunks into the estimate."""
         value, value_stderr = mean_and_stderr([part.value for part in parts], sizes)
         pairs = {name: mean_and_stderr([part.grad[name] for part in parts], sizes) for name in parts[0].grad}
         errors = [e for part in parts if (e := part.stats.get("reconstruction_error")) is not None]
@@ -261,7 +272,7 @@ class Estimator(ABC):
 
 
 class ChunkedEstimator(Estimator):
-    """One that runs its replicas chunk by chunk. Subclasses say what a chunk gives."""
+    """An estimator that runs its replicas chunk by chunk. Subclasses implement ``chunk``."""
 
     @outside_inference_mode()
     def __call__(
@@ -295,23 +306,26 @@ class ChunkedEstimator(Estimator):
         """Run a group of replicas."""
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Finish the chunks' numbers where that takes all of them, and say more of the estimate."""
+        """Finish the chunks where that needs all of them, and return more diagnostics."""
         return {}
 
 
 def observe(
     simulation: Simulation, observable: Observable, start: State, adjoint: Adjoint, noise: Noise | None
 ) -> tuple[Tensor, Trajectory]:
-    """Run replicas and look: the observable ``(replicas, ...)``, and the trajectory."""
+    """Run replicas, and return the observable ``(replicas, ...)`` and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
     trajectory = run(
         simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise, compile=simulation.compile
     )
-    return checked(look(observable, trajectory), start), trajectory
+    return checked(evaluate(observable, trajectory), start), trajectory
 
 
-def look(observable: Observable, trajectory: Trajectory) -> Tensor:
-    """The observable of a trajectory, which has recorded it if it is a time average."""
+def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
+    """Return the observable of a trajectory.
+
+    A time average was recorded by the run.
+    """
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None
         return trajectory.record
@@ -328,7 +342,10 @@ def checked(values: Tensor, start: State) -> Tensor:
 
 
 def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The derivative of each entry of the mean, by input; zero where it does not depend on one."""
+    """Compute the derivative of each entry of the mean, by input.
+
+    It is zero where there is no dependence.
+    """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
     wanted = list(inputs.values())
@@ -346,14 +363,14 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stacked(columns: list[Tensor], value: Tensor, parameter: Tensor) -> Tensor:
-    """The derivative of a mean by a parameter, of those by its entries."""
+    """Join the derivatives with respect to the entries of a parameter."""
     if not columns:
         return value.new_zeros((*value.shape, *parameter.shape))
     return torch.stack(columns, -1).reshape((*value.shape, *parameter.shape))
 
 
 def chunk_slices(replicas: int, chunks: int) -> list[slice]:
-    """Slices that part the replicas into groups as even as possible."""
+    """Divide the replicas into groups as even as possible."""
     if replicas < 1 or chunks < 1:
         raise ValueError(f"replicas and chunks must be at least 1; got {replicas} and {chunks}.")
     chunks = min(chunks, replicas)
@@ -362,13 +379,16 @@ def chunk_slices(replicas: int, chunks: int) -> list[slice]:
 
 
 def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
-    """The mean over replicas of chunk means."""
+    """Compute the mean over replicas from chunk means."""
     total = sum(sizes)
     return torch.stack([value * (size / total) for value, size in zip(values, sizes, strict=True)]).sum(0)
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """The mean over replicas of chunk means, and its standard error from their spread (NaN for one chunk)."""
+    """Compute mean and standard error from chunk means.
+
+    The error is NaN for one chunk.
+    """
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))

@@ -1,11 +1,13 @@
 """The Hessian of an energy at a minimum, and its pseudo-inverse.
 
-At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat* (zero to rounding), *stiff*
-(above the square root of machine epsilon), or neither. A linear system is solved in the stiff directions alone. A direction
-that is neither costs the solution more than half of its digits, and is an error.
+At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat*
+(zero to rounding), *stiff* (above the square root of machine epsilon), or *soft* (in between). A
+linear system is solved in the stiff directions alone. A soft direction costs the solution more than
+half of its digits, and is an error.
 
-The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES applied to a right-hand side
-with a component along a flat direction diverges. So flat directions are found first and projected out.
+The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
+applied to a right-hand side with a component along a flat direction diverges. So flat directions
+are found first and projected out.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ from torch import Tensor, nn
 
 from adjsim.potentials.base import force, force_vjp
 
-# Coordinates up to which the Hessian is written out and diagonalised.
+# Largest number of coordinates for which the Hessian is formed and diagonalised.
 DENSE = 600
-# Rounding errors of a curvature, in epsilons of the largest.
+# Rounding error of a curvature, in epsilons of the largest.
 ROUNDING = 4096
 # Residual of a linear system relative to its right-hand side.
 RESIDUAL = 1e-8
-# Flat directions besides translations and rotations that are searched for where the Hessian is not written out.
+# Flat directions that are searched for in addition to translations and rotations, where the Hessian
+# is not formed.
 SEARCHED = 32
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
 
 
 class Hessian(LinearOperator):
-    """The Hessian of the energy, by its products."""
+    """The Hessian of the energy, by its products with vectors."""
 
     def __init__(self, potential: nn.Module, q: Tensor) -> None:
         super().__init__(np.dtype(np.float64), (q.numel(), q.numel()))
@@ -51,74 +54,84 @@ class PseudoInverse(ABC):
     """Curvatures at a position, and the solutions of least length of ``H x = b``.
 
     Attributes:
-        stiff: the largest curvature, in size.
+        largest_curvature: the largest absolute curvature.
         flat: orthonormal flat directions, ``(atoms x dim, count)``.
     """
 
     def __init__(self, potential: nn.Module, q: Tensor) -> None:
         self.hessian, self.q = Hessian(potential, q), q
         self.epsilon = float(torch.finfo(q.dtype).eps)
-        self.left = float(force(potential, q).detach().abs().max())
-        self.stiff = max(1e-300, self._largest())
-        # A rotation has the curvature force/radius where a force is left.
+        self.residual_force = float(force(potential, q).detach().abs().max())
+        self.largest_curvature = max(1e-300, self._largest())
+        # Where a residual force is left, a rotation has the curvature force/radius.
         radius = float((q - q.mean(-2, keepdim=True)).square().sum(-1).mean().sqrt())
-        turning = 10 * self.left / radius if radius > 0 else 0.0
-        self.rounding = ROUNDING * self.epsilon * self.stiff + turning
-        self.soft = max(math.sqrt(self.epsilon) * self.stiff, self.rounding)
+        turning = 10 * self.residual_force / radius if radius > 0 else 0.0
+        self.rounding = ROUNDING * self.epsilon * self.largest_curvature + turning
+        self.soft_limit = max(math.sqrt(self.epsilon) * self.largest_curvature, self.rounding)
         self.flat = self._flat()
 
     @abstractmethod
     def _largest(self) -> float:
-        """The largest curvature, in size."""
+        """Compute the largest absolute curvature."""
 
     @abstractmethod
     def _flat(self) -> np.ndarray:
-        """Flat directions."""
+        """Find flat directions."""
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse what is no minimum, or one whose Hessian is ill-conditioned. May find more flat directions."""
+        """Refuse a saddle, and an ill-conditioned minimum.
+
+        May find more flat directions.
+        """
 
     @abstractmethod
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        """The solution of least length of ``H x = b``, as good as it comes; b's part along flat directions is left out."""
+        """Estimate the solution of least length of ``H x = b``.
+
+        The part of b along flat directions is left out.
+        """
 
     def solve(self, b: np.ndarray) -> np.ndarray:
-        """That solution, or an error where what it leaves of b is not small."""
+        """Compute this solution, or raise if its residual is not small."""
         x, wanted = self.estimate(b), self.project(b)
         size = float(np.linalg.norm(wanted))
         residual = float(np.linalg.norm(self.project(self.hessian.matvec(x)) - wanted))
-        # A loss that reads flat directions alone leaves the rounding of its projection.
+        # A loss that depends on flat directions alone leaves the rounding of its projection.
         if not residual <= max(RESIDUAL, ROUNDING * self.epsilon) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
             raise RuntimeError(
-                f"the linear system of the minimum was not solved: {residual / size:.1e} of its right-hand side is left. The "
-                "minimum is ill-conditioned; hold the soft coordinate, or measure it in units in which it is stiffer."
+                f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
+                "right-hand side is left. The minimum is ill-conditioned; hold the soft "
+                "coordinate, or measure it in units in which it is stiffer."
             )
         return x
 
     def project(self, b: np.ndarray) -> np.ndarray:
-        """b without its part along flat directions; twice, since once leaves the rounding of that part."""
+        """Remove the part of b along flat directions, twice, since once leaves rounding of it."""
         for _ in range(2):
             b = b - self.flat @ (self.flat.T @ b)
         return b
 
     def _check_lowest(self, lowest: float) -> None:
-        """Refuse a curvature, the lowest of those that are not flat, that is negative or soft."""
+        """Refuse a negative or soft curvature, given the lowest that is not flat."""
         if lowest < -self.rounding:
             raise RuntimeError(
-                f"this is a saddle and no minimum: a direction of curvature {lowest:.3g} is left (the largest is "
-                f"{self.stiff:.3g}). Start elsewhere."
+                f"this is a saddle, not a minimum: a direction of curvature {lowest:.3g} is left "
+                "(the largest is "
+                f"{self.largest_curvature:.3g}). Start elsewhere."
             )
-        if lowest < self.soft:
+        if lowest < self.soft_limit:
+            largest = self.largest_curvature
             raise RuntimeError(
-                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and {self.stiff:.2g}, a condition "
-                f"number of {self.stiff / lowest:.1e}, where at most {self.stiff / self.soft:.1e} leaves digits of the "
-                "derivative. Hold the soft coordinate, or measure it in units in which it is stiffer."
+                f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and "
+                f"{largest:.2g}, a condition number of {largest / lowest:.1e}. At most "
+                f"{largest / self.soft_limit:.1e} leaves digits of the derivative. Hold the soft "
+                "coordinate, or measure it in units in which it is stiffer."
             )
 
 
-class Dense(PseudoInverse):
-    """By all eigenvalues and eigenvectors."""
+class DenseInverse(PseudoInverse):
+    """The pseudo-inverse from all eigenvalues and eigenvectors."""
 
     def _largest(self) -> float:
         matrix = np.stack([self.hessian.matvec(unit) for unit in np.eye(self.q.numel())])
@@ -139,37 +152,41 @@ class Dense(PseudoInverse):
         return vectors @ ((vectors.T @ b) / self.values[curved])
 
 
-class Iterative(PseudoInverse):
-    """By products alone. Translations and rotations are tested for being flat; other flat directions are searched for."""
+class IterativeInverse(PseudoInverse):
+    """The pseudo-inverse from products with the Hessian alone.
+
+    Translations and rotations are tested for being flat; other flat directions are searched for.
+    """
 
     def _largest(self) -> float:
-        # An estimate will do: it is the scale that other curvatures are measured against.
+        # An estimate is enough: it is the scale of the other curvatures.
         value, _ = self._extreme(self.hessian, "LM", 1e-2)
         return abs(value)
 
     def _flat(self) -> np.ndarray:
         rigid = rigid_motions(self.q.double().cpu().numpy())
         curvature = np.stack([self.hessian.matvec(motion) for motion in rigid.T], 1)
-        # Also where single ones are not: a rotation about one axis may be a combination.
+        # Combinations too: a rotation about one axis may be flat where single motions are not.
         _, sizes, mixtures = np.linalg.svd(curvature, full_matrices=False)
         return rigid @ mixtures[sizes <= self.rounding].T
 
     def check(self) -> None:
         for _ in range(SEARCHED + 1):
-            # The lowest curvature by the largest of a shifted operator, relative to whose size Lanczos steps converge.
-            shifted = _Deflated(self, -1.0, 1.1 * self.stiff)
+            # The lowest curvature is the largest of a shifted operator; Lanczos converges relative
+            # to its size.
+            shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
             _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
             direction = self.project(direction)
             direction /= np.linalg.norm(direction)
-            # Rayleigh's quotient has the square of the vector's error.
+            # The error of Rayleigh's quotient is the square of the vector's error.
             lowest = float(direction @ self.hessian.matvec(direction))
             if abs(lowest) > self.rounding:
                 self._check_lowest(lowest)
                 return
             self.flat = np.concatenate([self.flat, direction[:, None]], 1)
         raise RuntimeError(
-            f"the minimum has more than {SEARCHED} directions without curvature besides translations and rotations; hold atoms "
-            "that nothing holds."
+            f"the minimum has more than {SEARCHED} directions without curvature in addition to "
+            "translations and rotations. Hold the atoms that no force holds."
         )
 
     def estimate(self, b: np.ndarray) -> np.ndarray:
@@ -188,35 +205,40 @@ class Iterative(PseudoInverse):
             values, vectors = eigsh(operator, k=1, which=which, **options)
         except ArpackNoConvergence as failure:
             raise RuntimeError(
-                "the softest curvature of the minimum could not be told from the others, since it is a small share of the "
-                "largest: the minimum is ill-conditioned. Hold the soft coordinate, or measure it in units in which it is "
-                "stiffer."
+                "the softest curvature of the minimum could not be distinguished from the others, "
+                "since it is a small share of the largest: the minimum is ill-conditioned. Hold "
+                "the soft coordinate, or measure it in units in which it is stiffer."
             ) from failure
         return float(values[0]), vectors[:, 0]
 
 
 class _Deflated(LinearOperator):
-    """``sign (H + stiff P) + shift``, P being the projector on flat directions: a Hessian that is not singular."""
+    """``sign (H + largest P) + shift``, which is not singular.
 
-    def __init__(self, inverse: Iterative, sign: float = 1.0, shift: float = 0.0) -> None:
+    P is the projector on flat directions.
+    """
+
+    def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
         super().__init__(np.dtype(np.float64), inverse.hessian.shape)
-        self.hessian, self.flat, self.stiff = inverse.hessian, inverse.flat, inverse.stiff
-        self.sign, self.shift_by = sign, shift
+        self.hessian, self.flat, self.largest_curvature = inverse.hessian, inverse.flat, inverse.largest_curvature
+        self.sign, self.offset = sign, shift
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         x = x.ravel()
-        product = self.hessian.matvec(x) + self.stiff * (self.flat @ (self.flat.T @ x))
-        return self.sign * product + self.shift_by * x
+        product = self.hessian.matvec(x) + self.largest_curvature * (self.flat @ (self.flat.T @ x))
+        return self.sign * product + self.offset * x
 
 
 def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
-    """That of the Hessian at one system's position ``(atoms, dim)``."""
-    return (Dense if q.numel() <= DENSE else Iterative)(potential, q)
+    """Make the pseudo-inverse of the Hessian at one system's position ``(atoms, dim)``."""
+    return (DenseInverse if q.numel() <= DENSE else IterativeInverse)(potential, q)
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:
-    """Orthonormal displacements of positions ``(atoms, dim)`` that translate and rotate, ``(atoms x dim, count)``: fewer
-    rotations where atoms lie on a line."""
+    """Compute orthonormal translations and rotations of positions, ``(atoms x dim, count)``.
+
+    There are fewer rotations where the atoms ``(atoms, dim)`` lie on a line.
+    """
     atoms, dim = q.shape
     motions = [np.tile(axis, (atoms, 1)) for axis in np.eye(dim)]
     x = q - q.mean(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number
-from adjsim._module import lent
+from adjsim._module import exclusive
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
@@ -16,15 +16,17 @@ from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulati
 
 
 class FiniteDifference(ChunkedEstimator):
-    """``(O(theta + step) - O(theta - step)) / 2 step``, every run from the same starts on the same noise.
+    """Central differences ``(O(theta + step) - O(theta - step)) / 2 step`` on common noise.
 
-    It answers the path question, asks nothing of the observable or of the force but to be evaluated, and costs two runs for
-    every entry of every parameter. Where single paths depend smoothly on the parameter it has the variance of the pathwise
-    gradient and an error of step^2. Where they part (chaos, discontinuous observables) its variance grows as the step
-    shrinks, so larger steps are then the better choice.
+    Every run has the same starts and the same noise. It answers the path question, and only
+    evaluates the observable and the force. It costs two runs for every entry of every parameter.
+    Where single paths depend smoothly on the parameter, it has the variance of the pathwise
+    gradient and an error of step^2. Where they do not (chaos, discontinuous observables), its
+    variance grows as the step shrinks, so take larger steps there.
 
-    Other values are written into the parameter itself, and the former ones back, while no other thread runs the dynamics: so
-    they reach a force or an observable however it reads the parameter, also behind ``float()`` or ``detach()``.
+    The values are written into the parameter itself, and the former values back, while no other
+    thread runs the dynamics. So they reach a force or an observable that reads the parameter
+    behind ``float()`` or ``detach()``, too.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
@@ -55,9 +57,9 @@ class FiniteDifference(ChunkedEstimator):
             for i, entry in enumerate(entries.tolist()):
                 step, ends = self.h * (abs(entry) or 1.0), []
                 for sign in (1, -1):
-                    moved = entries.clone()
-                    moved[i] += sign * step
-                    with lent(simulation.dynamics), _set(parameter, moved.reshape(parameter.shape)):
+                    shifted = entries.clone()
+                    shifted[i] += sign * step
+                    with exclusive(simulation.dynamics), _TemporaryValue(parameter, shifted.reshape(parameter.shape)):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
@@ -67,8 +69,8 @@ class FiniteDifference(ChunkedEstimator):
         return f"FiniteDifference(h={self.h:g})"
 
 
-class _set:
-    """The parameter with another value, for a while."""
+class _TemporaryValue:
+    """A context in which a parameter has another value."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self.parameter, self.value = parameter, value

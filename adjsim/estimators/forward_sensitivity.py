@@ -1,4 +1,4 @@
-"""Tangents carried along with the run."""
+"""Forward sensitivity: tangents propagated with the run."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import captured, refuse_captured_force, with_values
+from adjsim.estimators.functional import captured_parameter, refuse_captured_force, with_values
 
 
 class ForwardSensitivity(ChunkedEstimator):
-    """The pathwise gradient by forward differentiation: the tangent of the state, by one entry of one parameter, is carried
-    along with the run.
+    """The pathwise gradient in forward mode: the run propagates the tangent of the state.
 
-    It equals :class:`Pathwise` to rounding. A run is made for every entry of every parameter, in the memory of a run without
-    a gradient, and observables along the way cost nothing more: for few parameters and many observables, such as a whole curve
-    in time. For many parameters use :class:`Pathwise`.
+    It equals :class:`Pathwise` to rounding. Every entry of every parameter takes a run, in the
+    memory of a run without a gradient. Further observables along the run cost nothing more. Use it
+    for few parameters and many observables, such as a whole curve in time, and :class:`Pathwise`
+    for many parameters.
 
     Raises:
-        ValueError: an observable that reads a parameter as a tensor of its own, and not from the module: no tangent reaches it.
+        ValueError: an observable that reads a parameter as a tensor of its own, which no tangent
+            reaches, instead of from the module.
         TypeError: exact steps, which have no forward derivative.
     """
 
     estimand: ClassVar[str] = "path"
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """Tangents do not go through compiled loops."""
+        """Return False: tangents do not go through compiled loops."""
         return False
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
         refuse_captured_force("ForwardSensitivity", simulation)
-        name = captured(simulation, observable)
+        name = captured_parameter(simulation, observable)
         if name is not None:
             raise ValueError(
-                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its own, where no tangent "
-                f"reaches; read it from the module, as dynamics.{name}, or use Pathwise."
+                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its "
+                f"own, where no tangent reaches; read it from the module, as dynamics.{name}, or "
+                "use Pathwise."
             )
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:

@@ -1,4 +1,4 @@
-"""Runs at other values of the parameters, which are passed and not set."""
+"""Runs at other values of the parameters, passed instead of set."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ T = TypeVar("T")
 
 
 def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[], T]) -> T:
-    """What a function gives where parameters of a module have other values, by name; one tensor under several names is
-    replaced under all of them."""
+    """Evaluate a function while parameters of a module have other values, by name.
+
+    A tensor with several names is replaced under all of them.
+    """
     tensors = ModuleTensors(module)
-    with tensors.bound([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
+    with tensors.substituted([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
         return function()
 
 
 def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
-    """Refuse dynamics that read a parameter past its module, where no other value that is passed reaches it."""
+    """Refuse dynamics that read a parameter past its module.
+
+    A passed value does not reach it there.
+    """
     dynamics = simulation.dynamics
     start = simulation.starts(1, torch.Generator().manual_seed(0))
     values = {name: p.detach() for name, p in dynamics.trainable().items()}
@@ -32,15 +37,14 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
         rates = with_values(dynamics, values, lambda: dynamics.drift(check_times(simulation.ts)[0], start))
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
-            f"{estimator}: the force reads a parameter past its module (from a list, or as a variable of its own), where no "
-            "other "
-            "value reaches it. Read it as an attribute of the module, or in an nn.ParameterList, or use Pathwise."
+            f"{estimator}: the force reads a parameter past its module (from a list, or as a "
+            "variable of its own), where no other value reaches it. Read it as an attribute of "
+            "the module, or in an nn.ParameterList, or use Pathwise."
         )
 
 
-def captured(simulation: Simulation, observable: Observable) -> str | None:
-    """The parameter that an observable reads as a tensor of its own, if there is one, so that another value that the dynamics
-    is given does not reach it."""
+def captured_parameter(simulation: Simulation, observable: Observable) -> str | None:
+    """Find a parameter that an observable reads past the module."""
     parameters = simulation.dynamics.trainable()
     start = simulation.starts(1, torch.Generator().manual_seed(0))
 

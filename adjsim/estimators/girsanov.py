@@ -1,4 +1,7 @@
-"""The score of the path: how likely the increments that were seen are under other parameters of the drift."""
+"""The score of the path, for parameters of the drift.
+
+It is the derivative of the path's log-likelihood.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +23,32 @@ from adjsim.adjoints.stepper import Inputs, Stepper, prepare
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, jacobian, look, weighted_mean
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, evaluate, jacobian, weighted_mean
 from adjsim.estimators.functional import refuse_captured_force, with_values
-from adjsim.estimators.probes import reads, spread
+from adjsim.estimators.probes import depends_on, evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.base import Problem
 from adjsim.solvers.euler_maruyama import EulerMaruyama
 from adjsim.solvers.splitting import Splitting
 
-# The effective sample size is that of weights for a parameter moved by this share of itself.
-MOVED = 0.1
-# Starts at which an observable is looked at before any work, and states of a time average at which it is on the way.
+# The effective sample size is that of weights for a parameter changed by this share of itself.
+RELATIVE_SHIFT = 0.1
+# Starts at which an observable is tested before any work, and states of a time average at which it
+# is tested during the run.
 PROBED, PROBED_STEPS = 8, 8
 STACKED_STEPS = 32
 
 
 class Girsanov(ChunkedEstimator):
-    """The gradient from the likelihood of the path: ``d<O>/dtheta = <dO/dtheta> + <(O - b) S>``, ``S = d log P(path)/dtheta``.
+    """The gradient from the likelihood of the path, for parameters of the drift::
 
-    It answers the path question, asks nothing of the observable but its value, so that discontinuous ones are welcome, and
-    propagates nothing, so that chaos does no harm; the variance of S grows in proportion to the time instead. For parameters of
-    the drift alone. P is the density of the positions (and momenta) that the scheme really samples, all of them held fixed
-    while theta moves. With F' = dF/dtheta at the positions that were visited and xi the noise that was drawn:
+        d<O>/dtheta = <dO/dtheta> + <(O - b) S>,     S = d log P(path)/dtheta
+
+    It answers the path question. It only evaluates the observable, which may be discontinuous, and
+    propagates no tangents, so chaos does no harm. The variance of S grows in proportion to the
+    time. P is the density of the positions (and momenta) that the scheme samples, all of them held
+    fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the noise:
 
     ================================== =========================================================================
     EulerMaruyama                      ``S = sum_k (dt/friction)/s  xi_k . F'_k``,  s = sqrt(2 kT dt/friction)
@@ -50,27 +56,29 @@ class Girsanov(ChunkedEstimator):
     Splitting("BAOAB"), positions      ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,  w_0 = 1/2, else 1
     ================================== =========================================================================
 
-    with c, sigma those of the Ornstein-Uhlenbeck flow and, for BAOAB, whose momenta follow from its positions,
-    ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density, so the observable must not look at its
-    momenta; OBABO has one of both.) The control variate b is the mean of the observable over the other chunks, which leaves the
-    mean as it is.
+    with c, sigma those of the Ornstein-Uhlenbeck flow. Under BAOAB, the momenta follow from the
+    positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density,
+    so the observable must not depend on momenta; under OBABO both have one.) The control variate b
+    is the mean of the observable over the other chunks, which does not change the mean.
 
-    ``diagnostics["ess"]`` is the number of paths that would be left of them if a parameter were moved by a tenth of itself and
-    the paths reweighted; it falls exponentially with the time. ``diagnostics["contributing"]`` is the number of replicas that
-    make up the variance, ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``: a third of the replicas for Gaussian
-    y, the count for an event that few replicas saw, and zero where the observable was the same in all. An error bar is itself
-    known to a share of about one over twice its root.
+    ``diagnostics["ess"]`` is the number of paths that would be left if a parameter changed by a
+    tenth of itself and the paths were reweighted. It falls exponentially with the time.
+    ``diagnostics["contributing"]`` is the number of replicas that make up the variance,
+    ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``. It is a third of the replicas
+    for Gaussian y, the count for an event in few replicas, and zero where the observable was the
+    same in all. The relative uncertainty of an error bar is about one over twice its root.
 
     Raises:
-        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: two such path densities have nothing
-            in common as dt goes to zero, and the score diverges. An observable that looks at momenta under BAOAB.
+        ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: the path
+            densities of two values do not overlap as dt goes to zero, and the score diverges. An
+            observable that depends on momenta under BAOAB.
         TypeError: another dynamics or solver.
     """
 
     estimand: ClassVar[str] = "path"
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """It follows every step itself."""
+        """Return False: it handles every step in Python."""
         return False
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
@@ -81,22 +89,23 @@ class Girsanov(ChunkedEstimator):
         )
         if not fits:
             raise TypeError(
-                "Girsanov knows the path density of EulerMaruyama(dt) on OverdampedLangevin and of Splitting('BAOAB', dt) and "
-                f"Splitting('OBABO', dt) on Langevin, not of {solver!r} on {type(dynamics).__name__}."
+                "Girsanov has the path density of EulerMaruyama(dt) on OverdampedLangevin and "
+                "of Splitting('BAOAB', dt) and Splitting('OBABO', dt) on Langevin, not of "
+                f"{solver!r} on {type(dynamics).__name__}."
             )
         refuse_captured_force("Girsanov", simulation)
         scaling = [name for name in dynamics.trainable() if not name.startswith("potential.")]
         if scaling:
             raise ValueError(
-                f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt goes to zero. Give it as a "
-                "number, and use Pathwise for its gradient."
+                f"Girsanov: {scaling[0]!r} scales the noise, so its path score diverges as dt "
+                "goes to zero. Give it as a number, and use Pathwise for its gradient."
             )
         if word == "BAOAB":
             start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
             frames = type(start)(*(torch.stack([x] * len(simulation.ts)) for x in start))
-            looks = _Looks(observable, check_times(simulation.ts))
-            looks.refuse_momenta(start, frames)
-            looks.refuse_slopes(start, frames)
+            momentum_check = _MomentumCheck(observable, check_times(simulation.ts))
+            momentum_check.refuse_momenta(start, frames)
+            momentum_check.refuse_slopes(start, frames)
 
     @torch.no_grad()
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
@@ -108,25 +117,27 @@ class Girsanov(ChunkedEstimator):
         recorder = Recorder(average, stepper.clock)
         recording = Recording(recorder, stepper)
         score = _score(dynamics, solver, stepper, inputs)
-        explicit = _Explicit(dynamics, average)
-        # Where the starts do not show that momenta are looked at, the states that are visited may.
-        looks = _Looks(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
-        path = _Path(stepper, recorder, score, explicit, looks)
+        explicit = _ExplicitDerivative(dynamics, average)
+        # A dependence on momenta that the starts do not show may show at the visited states.
+        momentum_check = (
+            _MomentumCheck(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
+        )
+        path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats))
         last = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
-        score.settle(stepper.clock.last)
+        score.flush(stepper.clock.last)
         states, record = recording.result()
         stats, final = problem.stats, stepper.from_lattice(last)
         trajectory = Trajectory(times, states, record, final, stats)
-        if looks is not None and average is None:
-            looks.refuse_momenta(final, states)
+        if momentum_check is not None and average is None:
+            momentum_check.refuse_momenta(final, states)
         with torch.enable_grad():
-            seen = checked(look(observable, trajectory), start)
+            seen = checked(evaluate(observable, trajectory), start)
             mean = seen.mean(0)
         values = seen.detach()
         own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
         value, S = values.mean(0), score.total
-        # <O S> and <S>: the control variate comes with the other chunks.
+        # <O S> and <S>: the control variate is computed from the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in S.items()}
         return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
 
@@ -142,19 +153,21 @@ class Girsanov(ChunkedEstimator):
         for name, p in parameters.items():
             scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(sum(sizes), -1)
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
-                weight = torch.softmax(MOVED * (size or 1.0) * scores[:, j], 0)
+                weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
                 left = min(left, 1.0 / float((weight**2).sum()))
         return {"ess": left, "contributing": self._contributing(parts, sizes)}
 
     @staticmethod
     def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
-        """How many replicas make up the variance, ``(sum y^2)^2 / sum y^4`` of their contributions y = (O - b) S.
+        """Count the replicas that make up the variance.
 
-        The least over parameters and over entries of the observable.
+        This is ``(sum y^2)^2 / sum y^4`` of the contributions y = (O - b) S. The result is the
+        minimum over parameters and over entries of the observable.
         """
         seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
         squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
-        # An entry that is a constant has no event to miss where others vary; nor has a parameter that no force depends on.
+        # A constant entry has no event to miss where other entries vary, and a parameter that no
+        # force depends on has none either.
         squares = squares[:, squares.sum(0) > 0]
         if squares.shape[1] == 0:
             return 0.0
@@ -169,14 +182,27 @@ class Girsanov(ChunkedEstimator):
         return "Girsanov()"
 
 
-class _Path:
-    """Shows every step to the score, every state that counts to a time average's own dependence on the parameters, and some of
-    these to what looks for momenta in it."""
+class _PathObserver:
+    """Passes steps to the score and states to the other observers.
 
-    def __init__(self, stepper: Stepper, recorder: Recorder, score: _Score, explicit: _Explicit, looks: _Looks | None) -> None:
-        self.stepper, self.score, self.explicit, self.looks = stepper, score, explicit, looks
+    These are the explicit derivative and the test of momenta.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        recorder: Recorder,
+        score: _Score,
+        explicit: _ExplicitDerivative,
+        momentum_check: _MomentumCheck | None,
+    ) -> None:
+        self.stepper, self.score, self.explicit, self.momentum_check = stepper, score, explicit, momentum_check
         self.average, self.first, self.before = recorder.average is not None, recorder.first, None
-        probed = spread(recorder.first, stepper.clock.last, PROBED_STEPS) if self.average and looks is not None else ()
+        probed = (
+            evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
+            if self.average and momentum_check is not None
+            else ()
+        )
         self.probed = set(probed)
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -188,16 +214,17 @@ class _Path:
             self.score(step - 1, self.before, after)
             if self.average and step >= self.first:
                 self.explicit(after)
-            if self.looks is not None and step in self.probed:
-                self.looks.refuse_momenta(after, None)
+            if self.momentum_check is not None and step in self.probed:
+                self.momentum_check.refuse_momenta(after, None)
         self.before = after
 
 
-class _Looks:
-    """Whether an observable looks at momenta, which have no path density under BAOAB.
+class _MomentumCheck:
+    """Tests whether an observable depends on momenta, which have no path density under BAOAB.
 
-    Found by moving them and comparing values, since automatic differentiation does not see what is read behind ``detach()`` or
-    through a comparison; and by differentiation, which sees what makes no difference at the states that are tried.
+    Momenta are displaced and values compared, since automatic differentiation does not see a
+    dependence behind ``detach()`` or through a comparison. Differentiation then finds a dependence
+    that makes no difference at the tested states.
     """
 
     def __init__(self, observable: Observable, times: Tensor) -> None:
@@ -205,7 +232,7 @@ class _Looks:
 
     def refuse_momenta(self, final: State, frames: State | None) -> None:
         """Refuse an observable whose value changes with the momenta of these states."""
-        if reads(lambda state: self._seen(state, final, frames), final, "momentum"):
+        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
             self._refuse()
 
     def refuse_slopes(self, final: State, frames: State | None) -> None:
@@ -220,8 +247,10 @@ class _Looks:
             self._refuse()
 
     def _seen(self, state: State, final: State, frames: State | None) -> Tensor:
-        """The observable with the momenta of a state at the end, and those of frames moved by as much, each in a measure of its
-        own: differences between frames change too."""
+        """Evaluate the observable with displaced momenta, in the frames by different amounts.
+
+        So differences between frames change too.
+        """
         if isinstance(self.observable, TimeAverage | Final):
             return self.observable.function(state)
         assert frames is not None
@@ -232,12 +261,12 @@ class _Looks:
     @staticmethod
     def _refuse() -> NoReturn:
         raise ValueError(
-            "Girsanov: under BAOAB only positions have a path density, and the observable looks at momenta; use "
-            "Splitting('OBABO', dt)."
+            "Girsanov: under BAOAB only positions have a path density, and the observable depends "
+            "on momenta; use Splitting('OBABO', dt)."
         )
 
 
-class _Explicit:
+class _ExplicitDerivative:
     """The observable's own dependence on the parameters, averaged over the steps of a time average."""
 
     def __init__(self, dynamics: Any, average: TimeAverage | None) -> None:
@@ -278,32 +307,33 @@ class _ParameterVJP:
 
 
 class _Score(ABC):
-    """The score of every replica's path, added up along the run."""
+    """The score of every replica's path, summed along the run."""
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
-        self.stepper, self.contraction = stepper, _ParameterVJP(dynamics.potential)
+        self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
         replicas = inputs.state.position.shape[0]
-        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.contraction.parameters.items()}
-        # A force in time is taken at its time; others wait, since one call for many steps spares its overhead.
-        self.patience = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.parameter_vjp.parameters.items()}
+        # A time-dependent force is differentiated at its time. Others are collected, since one call
+        # for many steps saves overhead.
+        self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
+        self.pending: list[tuple[Tensor, Tensor]] = []
 
     def add(self, position: Tensor, weight: Tensor, step: int) -> None:
-        self.waiting.append((position, weight))
-        if len(self.waiting) == self.patience:
-            self.settle(step)
+        self.pending.append((position, weight))
+        if len(self.pending) == self.stack_size:
+            self.flush(step)
 
-    def settle(self, step: int) -> None:
-        """Add what waits."""
-        if self.waiting and self.total:
-            positions, weights = (torch.cat(entries) for entries in zip(*self.waiting, strict=True))
-            for name, found in self.contraction(positions, weights, self.stepper.clock.time(step)).items():
+    def flush(self, step: int) -> None:
+        """Add what was collected."""
+        if self.pending and self.total:
+            positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
+            for name, found in self.parameter_vjp(positions, weights, self.stepper.clock.time(step)).items():
                 total = self.total[name]
-                self.total[name] = total + found.reshape(len(self.waiting), *total.shape).sum(0)
-        self.waiting.clear()
+                self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
+        self.pending.clear()
 
     def noise(self, step: int) -> tuple[Tensor, ...]:
-        drawn = self.stepper.seen(step)
+        drawn = self.stepper.noise_of(step)
         assert drawn is not None
         return drawn
 
@@ -338,20 +368,20 @@ class _BAOAB(_Score):
     def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
         super().__init__(dynamics, stepper, inputs)
         group = inputs.coefficients["O"]
-        # Half a kick, "h" being half of dt, is what the first step sees; the others follow on another half.
+        # The first step gets half a kick ("h" is half of dt); the others follow another half kick.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating = torch.zeros_like(inputs.state.position)
+        self.alternating_sum = torch.zeros_like(inputs.state.position)
         for step in range(stepper.clock.last - 1, -1, -1):
-            self.alternating = self.noise(step)[0] - self.alternating
+            self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
     def __call__(self, step: int, before: State, after: State) -> None:
         kicks = 1 if step == 0 else 2
-        self.add(before.position, kicks * self.half * self.alternating, step)
-        self.alternating = self.noise(step)[0] - self.alternating
+        self.add(before.position, kicks * self.half * self.alternating_sum, step)
+        self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
 
 def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
-    """Drift over noise, zero for pinned atoms, which have neither."""
+    """Divide drift by noise; zero for pinned atoms, which have neither."""
     return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
 
 

@@ -18,33 +18,38 @@ from adjsim.estimators.curvature import PseudoInverse, pseudo_inverse
 from adjsim.potentials.base import DeferredVJP, force, force_vjp
 
 NEWTON_STEPS = 20
-# Share of dF/dtheta along a flat direction that counts as none.
-PUSHED = 1e-6
+# Share of dF/dtheta along a flat direction that counts as zero.
+FLAT_SHARE = 1e-6
 
 
 class ImplicitDifferentiation:
-    """A minimum of the energy, as a differentiable function of the parameters, by the implicit function theorem::
+    """An energy minimum as a differentiable function of the parameters::
 
         F(q*(theta); theta) = 0        dq*/dtheta = H^+ dF/dtheta,     H = -dF/dq at q*
 
-    The path of the minimiser is neither stored nor differentiated. The way back solves one linear system with H for each
-    system of a batch, in any dimension: by diagonalising H up to 600 coordinates, else by products with H alone (MINRES).
+    by the implicit function theorem. The path of the minimiser is neither stored nor
+    differentiated. The backward pass solves one linear system with H for each system of a batch. It
+    diagonalises H up to 600 coordinates, and uses products with H (MINRES) beyond.
 
-    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated at no cost, so its minima are a family, and the
-    theorem leaves ``dq* = H^+ dF/dtheta dtheta + n`` with any n along the flat directions. The solution of least length has
-    n = 0. It is the derivative of a minimiser that follows forces: where the energy is flat whatever theta, forces have no
-    component along flat directions, so that the centre stays and nothing turns. A loss that reads where the cluster is or how
-    it is turned has the derivative that this minimiser would give it. A parameter that pushes along a flat direction
-    (``dF/dtheta`` has a component there) leaves no minimum behind, and is an error.
+    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
+    energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
+    with any n along the flat directions. The solution of least length has n = 0. It is the
+    derivative of a minimiser that follows forces: where the energy is flat for every theta, forces
+    have no component along flat directions, so the centre stays and nothing turns. A loss that
+    depends on the position or orientation of the cluster gets the derivative of this minimiser. If
+    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), no minimum
+    exists at another value of it, which is an error.
 
     Args:
-        tol: the largest force component left, relative to the largest curvature times the size of start and minimum.
+        tol: the largest residual force component, relative to the largest curvature times the size
+            of start and minimum.
         max_iterations: of the minimiser.
 
     Raises:
-        RuntimeError: the minimiser did not get there; it arrived at a saddle (a direction of negative curvature is left); the
-            minimum is ill-conditioned (a curvature that is not zero is below the square root of machine epsilon, 1.5e-8 in
-            float64, as a share of the largest), so that no digits of the derivative are left; a parameter pushes along a flat
+        RuntimeError: the minimiser did not converge; it arrived at a saddle (a direction of
+            negative curvature is left); the minimum is ill-conditioned (a curvature that is not
+            zero is below the square root of machine epsilon, 1.5e-8 in float64, as a share of the
+            largest), so that no digits of the derivative are left; a parameter pushes along a flat
             direction.
     """
 
@@ -55,12 +60,15 @@ class ImplicitDifferentiation:
 
     @outside_inference_mode()
     def __call__(self, potential: nn.Module, position: Positions) -> Positions:
-        """The minimum near a position ``(*batch, atoms, dim)``, connected to autograd through the potential's parameters."""
+        """Find the minimum near a position, differentiable in the parameters.
+
+        The position is ``(*batch, atoms, dim)``.
+        """
         parameters = list(trainable(potential).values())
         return _Minimum.apply(self, potential, position.detach(), *parameters)
 
     def find(self, potential: nn.Module, start: Tensor) -> Tensor:
-        """The minimum near one system's position."""
+        """Find the minimum near one system's position."""
         shape = start.shape
 
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -72,18 +80,20 @@ class ImplicitDifferentiation:
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
         found = minimize(energy, x, jac=True, method="L-BFGS-B", options=options)
         q = torch.from_numpy(found.x).to(start).reshape(shape)
-        # The quasi-Newton steps stop at the rounding of the energy; a few of Newton's reach that of the force.
+        # The quasi-Newton steps stop at the rounding of the energy; a few Newton steps reach the
+        # rounding of the force.
         left, allowed, inverse = math.inf, 0.0, pseudo_inverse(potential, q)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(q.abs().max()))
-            left, allowed = inverse.left, self.tol * inverse.stiff * scale
+            left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
             nearer = pseudo_inverse(potential, self._newton(potential, inverse))
-            if left <= allowed and nearer.left >= 0.5 * left:
+            if left <= allowed and nearer.residual_force >= 0.5 * left:
                 inverse.check()
                 return inverse.q
             inverse = nearer
         raise RuntimeError(
-            f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is allowed): start nearer to a minimum, "
+            f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
+            "allowed): start nearer to a minimum, "
             "or raise max_iterations or tol."
         )
 
@@ -114,35 +124,39 @@ class _Minimum(torch.autograd.Function):
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
             inverse = pseudo_inverse(ctx.potential, q)
             inverse.check()
-            _check_pushes(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
+            _check_flat_directions(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
             x = inverse.solve(v.double().cpu().numpy().ravel())
-            total = [old + g for old, g in zip(total, _along(ctx.potential, q, x, parameters), strict=True)]
+            total = [old + g for old, g in zip(total, _parameter_gradient(ctx.potential, q, x, parameters), strict=True)]
         return (None, None, None, *total)
 
 
-def _along(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
-    """``x^T dF/dtheta``."""
+def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
+    """Compute ``x^T dF/dtheta``."""
     _, pullback = force_vjp(potential, q, parameters)
     _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
     listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
     return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, listed, strict=True)]
 
 
-def _check_pushes(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
-    """Refuse a parameter that pushes along a flat direction: by more than a share of how it pushes along one that is not, and,
-    over a change as large as itself, by more than the rounding of forces."""
+def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
+    """Refuse a parameter that pushes along a flat direction.
+
+    The force must exceed a share of the force along a direction that is not flat, and, over a
+    change as large as the parameter itself, the rounding of forces.
+    """
     if not inverse.flat.shape[1]:
         return
     other = inverse.project(np.random.default_rng(0).standard_normal(inverse.q.numel()))
     other /= max(1e-300, float(np.linalg.norm(other)))
     rounding, listed = inverse.rounding * float(inverse.q.abs().max()), list(parameters.values())
-    usual = _along(potential, inverse.q, other, listed)
+    usual = _parameter_gradient(potential, inverse.q, other, listed)
     for direction in inverse.flat.T:
-        pushes = _along(potential, inverse.q, direction, listed)
+        pushes = _parameter_gradient(potential, inverse.q, direction, listed)
         for (name, p), g, scale in zip(parameters.items(), pushes, usual, strict=True):
             size = float(p.detach().norm()) or 1.0
-            if float(g.norm()) > PUSHED * float(scale.norm()) + rounding / size:
+            if float(g.norm()) > FLAT_SHARE * float(scale.norm()) + rounding / size:
                 raise RuntimeError(
-                    f"parameter {name!r} pushes along a direction in which the energy has no curvature, so that there is no "
-                    "minimum at another value of it, and no derivative. Hold that direction: a weak spring on the centre does."
+                    f"parameter {name!r} pushes along a direction in which the energy has no "
+                    "curvature, so that there is no minimum at another value of it, and no "
+                    "derivative. Hold that direction: a weak spring on the centre does."
                 )

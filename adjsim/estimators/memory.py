@@ -57,12 +57,12 @@ class PeakMemory:
             return
         self._done.set()
         self._thread.join()
-        self._look()
+        self._measure()
         self.bytes = max(0, self._peak - self._base)
 
     def _sample(self) -> None:
         while not self._done.wait(0.001):
-            self._look()
+            self._measure()
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         self._peak = max(self._peak, self._process.memory_info().rss)

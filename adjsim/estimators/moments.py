@@ -1,4 +1,7 @@
-"""What a covariance at equal times is made of, as a function of the state that is averaged over steps."""
+"""The moments of a covariance at equal times.
+
+They are a function of the state, averaged over steps.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,19 @@ from adjsim.estimators.probes import reduced_energy
 
 
 class Moments:
-    """A pure function of the state: the observable O of every replica, and the means over replicas of O^2, of ``du/dtheta``,
-    of ``O du/dtheta`` and of ``dO/dtheta``, as one vector in float64.
+    """The moments of an observable O and of ``du/dtheta`` at a state.
 
-    Nothing is stored between calls, so that it may be averaged in a compiled loop. A loop is looked up by the function that
-    it averages: one object serves all chunks.
+    The result is one vector in float64: O of every replica, and the means over replicas of O^2, of
+    ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Nothing is stored between calls, so it
+    may be averaged in a compiled loop. A loop is looked up by the function that it averages, so one
+    object serves all chunks.
 
     Args:
-        dynamics: whose reduced energy u is, and whose parameters theta are.
-        function: the observable, of the state to ``(replicas, ...)``.
+        dynamics: the dynamics with reduced energy u and parameters theta.
+        function: the observable, from the state to ``(replicas, ...)``.
         bath: whether u has the terms of the bath.
-        start: a state; products are taken of what the observable differs from its mean there, and keep their digits.
+        start: a state. The observable's mean there is subtracted before products are taken, so that
+            they keep their digits.
     """
 
     def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State) -> None:
@@ -36,8 +41,11 @@ class Moments:
         self.shift = torch.nan_to_num(seen.reshape(len(seen), -1).mean(0), 0.0, 0.0, 0.0)
         self.names = list(dynamics.trainable())
 
-    def serves(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
-        """Whether it is that of these dynamics, with the parameters they have now, and of this observable."""
+    def matches(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
+        """Return whether it belongs to these dynamics and this observable.
+
+        The parameters must be the current ones.
+        """
         return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
 
     def __call__(self, state: State) -> Tensor:
@@ -45,27 +53,27 @@ class Moments:
         parameters = {name: registered[name] for name in self.names}
         with torch.enable_grad():
             if all(p.requires_grad for p in parameters.values()):
-                seen, u = self._look(state)
+                seen, u = self._evaluate(state)
             else:
-                # In a loop that is compiled inputs stand for the parameters, which no gradient is asked by.
+                # In a compiled loop inputs stand for the parameters, and do not require grad.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-                seen, u = with_values(self.dynamics, parameters, lambda: self._look(state))
+                seen, u = with_values(self.dynamics, parameters, lambda: self._evaluate(state))
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
             entries = rows.mean(0).unbind()
             values = rows.detach() - self.shift
             columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
-            # Of a curve and a network these are many; an observable without parameters has none.
+            # A curve and a network have many of these; an observable without parameters has none.
             explicit = [self._slopes(entry, parameters, None) for entry in entries] if seen.requires_grad else []
         parts = [values, values.square().mean(0), *slopes, *explicit]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
-    def _look(self, state: State) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, state: State) -> tuple[Tensor, Tensor]:
         return self.function(state), reduced_energy(self.dynamics, state, self.bath)
 
     @staticmethod
     def _slopes(output: Tensor, parameters: dict[str, Tensor], weight: Tensor | None) -> Tensor:
-        """The derivative by all parameters, one after the other; zero where there is none."""
+        """Compute the derivative with respect to all parameters, joined; zero where there is none."""
         wanted = list(parameters.values())
         found: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if wanted and output.requires_grad:
@@ -74,8 +82,10 @@ class Moments:
         return torch.cat(flat) if flat else output.new_zeros(0)
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
-        """The averages by name, with the shapes of an observable ``(replicas, ...)`` like ``values`` and of the parameters; in
-        float64, for differences of theirs."""
+        """Return the averages by name, in float64.
+
+        They have the shapes of ``values`` and of the parameters.
+        """
         shape, count = values.shape[1:], values[0].numel()
         trainable = self.dynamics.trainable()
         sizes = [p.numel() for p in trainable.values()]

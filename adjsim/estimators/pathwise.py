@@ -1,4 +1,4 @@
-"""The pathwise gradient: differentiate the run itself."""
+"""The pathwise gradient, which differentiates the run itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._state import State, detached
-from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, grid
+from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
@@ -29,22 +29,26 @@ from adjsim.solvers.base import SteppingSolver
 
 
 class Pathwise(ChunkedEstimator):
-    """``d<O>/dtheta = <dO/dtheta>`` along each path, its noise and its start held fixed, by any adjoint.
+    """The pathwise gradient ``d<O>/dtheta = <dO/dtheta>``, with noise and start held fixed.
 
-    It answers the path question, with little variance at short times. In a chaotic system the gradient of a single path
-    grows as exp(lambda T) while that of the mean does not: beyond a few Lyapunov times its variance makes it useless, however
-    exact each path's gradient is. ``diagnostics["growth"]`` is the rate lambda, from the derivative of the observable by the
-    start over that by the end, root mean square over replicas (positive where some paths part); ``diagnostics["lost_at"]`` is
-    the time at which the standard error reaches the gradient if it grows so. Where only a rare path parts, as at a barrier,
-    that path carries the gradient, and no number of a batch without it can tell that it is missing; :class:`Girsanov` does
-    not depend on it.
+    It answers the path question, with little variance at short times. In a chaotic system the
+    gradient of a single path grows as exp(lambda T) while the gradient of the mean does not. Beyond
+    a few Lyapunov times its variance makes it useless, however exact each path's gradient is.
+
+    ``diagnostics["growth"]`` is the rate lambda: from the derivative of the observable with respect
+    to the start divided by that with respect to the end, root mean square over replicas. It is
+    positive where some paths part. ``diagnostics["lost_at"]`` is the time at which the standard
+    error reaches the gradient at this rate. Where only a rare path parts, as at a barrier, that
+    path carries the gradient, and no number computed from a batch without it can show that it is
+    missing. :class:`Girsanov` does not depend on it.
 
     Args:
         adjoint: how each path is differentiated.
-        truncate: a time, a multiple of dt. The way back is cut after so long: with a :class:`Final`, parameters act through the
-            last part of the run only; with a :class:`TimeAverage` the run is cut into parts of that length, and parameters act
-            within each. It bounds the growth and answers another question: what acts later is left out, and no error bar
-            knows of it. The estimate says so.
+        truncate: a time, a multiple of dt, after which the backward sweep is cut. With a
+            :class:`Final`, parameters act only through the last part of the run. With a
+            :class:`TimeAverage` the run is cut into parts of that length, and parameters act only
+            within each. This bounds the growth and changes the question: effects that last longer
+            are left out, and the error bar does not contain them. The estimate carries a warning.
     """
 
     estimand: ClassVar[str] = "path"
@@ -55,7 +59,7 @@ class Pathwise(ChunkedEstimator):
         self.adjoint, self.truncate = adjoint, truncate
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """With the adjoint whose way back is compiled too."""
+        """Return whether the backward sweep of its adjoint can be compiled too."""
         return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
@@ -67,7 +71,7 @@ class Pathwise(ChunkedEstimator):
             raise TypeError(f"truncate goes with solvers of a fixed step, not with {type(simulation.solver).__name__}.")
         if not isinstance(observable, TimeAverage | Final):
             raise TypeError("truncate goes with Final(fn) and TimeAverage(fn), whose parts are known.")
-        grid(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
+        step_numbers(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         parameters = simulation.dynamics.trainable()
@@ -77,11 +81,12 @@ class Pathwise(ChunkedEstimator):
                 values, trajectory = observe(simulation, observable, begin, self.adjoint, noise)
                 final, runs = trajectory.final, [trajectory.stats]
             else:
-                values, final, runs = self._cut(simulation, observable, begin, noise)
+                values, final, runs = self._truncated_run(simulation, observable, begin, noise)
             mean = values.mean(0)
         found = jacobian(mean, {**parameters, "": begin.position})
         growth, reaches = self._growth(observable, found.pop(""), detached(final))
-        # An observable that parameters alone enter is smooth; a step times a parameter has lost a part of its derivative.
+        # An observable of parameters alone is smooth; a step times a parameter has lost a part of
+        # its derivative.
         alone = mean.requires_grad and bool((values == values[:1]).all())
         smooth = alone or (mean.requires_grad if reaches is None else reaches)
         errors = [e for stats in runs if (e := stats.get("reconstruction_error")) is not None]
@@ -109,8 +114,13 @@ class Pathwise(ChunkedEstimator):
 
     @staticmethod
     def _growth(observable: Observable, at_start: Tensor, final: State) -> tuple[float | None, bool | None]:
-        """How much larger the derivative by the start is than that by the end, squared, the mean over replicas: the few that
-        part make up the variance. And whether the observable has a derivative by the state; None where that is not known."""
+        """Compute the growth of derivatives from end to start, and whether the observable is
+        smooth.
+
+        The growth is squared, the mean over replicas: the few paths that part make up the variance.
+        Whether the observable has a derivative with respect to the state is None where that is
+        unknown.
+        """
         if not isinstance(observable, TimeAverage | Final):
             return None, None
         with torch.enable_grad():
@@ -128,15 +138,17 @@ class Pathwise(ChunkedEstimator):
         square = float(ratio[torch.isfinite(ratio)].square().mean())
         return (square if square > 0 else None), True
 
-    def _cut(
+    def _truncated_run(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
-        """The observable with its graph cut (at the last part's start, or at that of every part), the end, and the parts'
-        stats."""
+        """Run with the graph cut at the last part's start, or at every part's.
+
+        Returns the observable, the end, and the stats of the parts.
+        """
         assert isinstance(simulation.solver, SteppingSolver)
         assert self.truncate is not None
         times, dt = check_times(simulation.ts), simulation.solver.dt
-        last, width = grid(times, dt)[-1], round(self.truncate / dt)
+        last, width = step_numbers(times, dt)[-1], round(self.truncate / dt)
         runs: list[dict[str, Any]] = []
 
         def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:

@@ -1,7 +1,7 @@
-"""What an observable reads, found from its values.
+"""Tests of which fields an observable depends on, from its values.
 
-Automatic differentiation does not see a field that is read behind ``detach()`` or through a comparison, so fields are moved,
-by sizes over several decades, and the values compared.
+Automatic differentiation does not see a dependence behind ``detach()`` or through a comparison. So
+fields are displaced, by sizes over several decades, and the values compared.
 """
 
 from __future__ import annotations
@@ -15,52 +15,58 @@ from torch import Tensor
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
 
-# In units of the field's root mean square, or of one where it is zero.
+# In units of the field's root mean square, or of one if it is zero.
 SIZES = (1e-3, 1.0, 10.0, 1e3)
 
 
-def reads(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
-    """Whether a function of the state reads a field, at a state with replicas along its leading axis."""
+def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
+    """Return whether a function of the state depends on a field.
+
+    The state has replicas along its leading axis.
+    """
     x = getattr(state, name).detach()
     generator = torch.Generator().manual_seed(0)
     shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (float(x.square().mean().sqrt()) or 1.0)
     with torch.no_grad():
         before = function(state)
-        return any(not same(function(state._replace(**{name: x + size * shift})), before) for size in SIZES)
+        return any(not bitwise_equal(function(state._replace(**{name: x + size * shift})), before) for size in SIZES)
 
 
-def reads_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
-    """Whether an observable reads variables of the bath at these states.
+def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
+    """Return whether an observable depends on variables of the bath at these states.
 
     Raises:
-        ValueError: it reads a field that has no stationary density, such as the position of a Nose-Hoover chain.
+        ValueError: it depends on a field that has no stationary density, such as the position of a
+            Nose-Hoover chain.
     """
-    others = [name for name in state._fields if name not in ("position", "momentum") and reads(function, state, name)]
+    others = [name for name in state._fields if name not in ("position", "momentum") and depends_on(function, state, name)]
     for name in others:
-        if not reads(dynamics.reduced_energy, state, name):
+        if not depends_on(dynamics.reduced_energy, state, name):
             raise ValueError(
-                f"the observable reads {name}, which has no stationary density under {type(dynamics).__name__}, so that its "
-                "mean has no equilibrium value. Use Pathwise or FiniteDifference for its mean along a path."
+                f"the observable reads {name}, which has no stationary density under "
+                f"{type(dynamics).__name__}, so that its mean has no equilibrium value. Use "
+                "Pathwise or FiniteDifference for its mean along a path."
             )
     return any(name in dynamics.bath_fields for name in others)
 
 
 def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
-    """The reduced energy, with the terms of the bath or without.
+    """Compute the reduced energy, with or without the terms of the bath.
 
-    An observable that does not read the bath is independent of it: these terms would add nothing to a covariance on average,
-    and only to its variance. They are Gaussian about zero, where neither their value nor their derivative is left.
+    An observable that does not depend on the bath is independent of it. The bath's terms would add
+    nothing to the mean of a covariance, only to its variance. They are Gaussian about zero, where
+    their value and derivative vanish.
     """
     if not bath:
         state = state._replace(**{name: torch.zeros_like(getattr(state, name)) for name in dynamics.bath_fields})
     return dynamics.reduced_energy(state)
 
 
-def spread(first: int, last: int, count: int) -> set[int]:
-    """So many whole numbers from first to last, as even as possible, the last among them."""
+def evenly_spaced(first: int, last: int, count: int) -> set[int]:
+    """Choose whole numbers from first to last, as evenly as possible, including the last."""
     return {last - (last - first) * i // count for i in range(count)}
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two values have the same bits, NaN included."""
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two values have the same bits, NaN included."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

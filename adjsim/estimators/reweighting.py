@@ -1,4 +1,4 @@
-"""Samples that are kept, and weighed anew as the parameters move."""
+"""Reweighting: stored samples with weights for other parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
 from adjsim._state import State, select
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim._typing import Seed
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
@@ -27,31 +27,34 @@ from adjsim.estimators.base import (
     weighted_mean,
 )
 from adjsim.estimators.memory import PeakMemory
-from adjsim.estimators.probes import reads_bath, reduced_energy
-from adjsim.estimators.score_function import burn_in, equilibration, outer, stationary
+from adjsim.estimators.probes import depends_on_bath, reduced_energy
+from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
 
 class Reweighting(Estimator):
-    """Equilibrium means at parameters near those that were sampled, and their gradient (DiffTRe; Thaler and Zavadlav, Nat.
-    Commun. 12, 6884 (2021); thermodynamic perturbation)::
+    """Equilibrium means and gradients at parameters near the sampled ones, from stored samples::
 
         <O>_theta = sum_i w_i O_i / sum_i w_i,     w_i = exp(-(u_i(theta) - u_i(theta_0))),     u = H/kT
 
-    It answers the stationary question. Frames of a run at theta_0 are kept and used again as long as the weights leave enough
-    of them: a fit costs a simulation only now and then. The first call samples, and so does one at parameters at which the
-    effective share of the samples, ``(sum w)^2 / sum w^2 / n``, has fallen below ``threshold``. One object serves one
-    simulation; with another, or another number of replicas, it samples anew.
+    Known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and thermodynamic
+    perturbation. It answers the stationary question. Frames of a run at theta_0 are stored and used
+    again as long as the weights leave enough of them, so a fit needs few simulations. The first
+    call samples. A later call samples again if the effective share of the samples at the current
+    parameters, ``(sum w)^2 / sum w^2 / n``, is below ``threshold``. One object serves one
+    simulation; with another simulation, or another number of replicas, it samples again.
 
-    ``diagnostics["weights_ess"]`` is that share, ``["sampled"]`` whether this call sampled, ``["ess"]`` the number of
-    independent samples left. :meth:`surrogate` gives the weighted mean itself, differentiable.
+    ``diagnostics["weights_ess"]`` is this share, ``["sampled"]`` whether this call sampled,
+    ``["ess"]`` the number of independent samples left. :meth:`surrogate` returns the weighted mean
+    itself, differentiable.
 
     Args:
-        every: time between frames that are kept; None: ten steps.
-        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
-        threshold: the share of effective samples below which it samples again.
+        every: time between stored frames; None: ten steps.
+        burn_in: time to equilibrate, left out. If a ``TimeAverage`` has one too, the two must
+            agree.
+        threshold: the effective share of samples below which it samples again.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -65,8 +68,8 @@ class Reweighting(Estimator):
         self._samples: _Samples | None = None
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
-        average = stationary(self, simulation, observable)
-        self._frames(simulation, burn_in(self, self.burn_in, average))
+        average = check_stationary(self, simulation, observable)
+        self._frames(simulation, common_burn_in(self, self.burn_in, average))
 
     @outside_inference_mode()
     def __call__(
@@ -82,40 +85,45 @@ class Reweighting(Estimator):
         slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
         self.check(simulation, observable)
         assert isinstance(observable, TimeAverage)
-        sizes, kept, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
-        skip = burn_in(self, self.burn_in, observable)
-        if kept is not None and (kept.simulation is not simulation or (kept.sizes, kept.skip) != (sizes, skip)):
-            kept = None
+        sizes, samples, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
+        skip = common_burn_in(self, self.burn_in, observable)
+        if samples is not None and (samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)):
+            samples = None
         with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0)).position.device) as memory:
-            bath = kept is not None and kept.reads_bath(observable)
-            sampled = kept is None or self._share(kept, bath) < self.threshold
+            bath = samples is not None and samples.depends_on_bath(observable)
+            sampled = samples is None or self._effective_share(samples, bath) < self.threshold
             if sampled:
-                kept = self._samples = self._sample(simulation, skip, slices, generator)
-                bath = kept.reads_bath(observable)
-            assert kept is not None
-            largest = float(kept.log_weights(bath).max())
-            parts = [self._weigh(kept, i, observable, bath, largest) for i in range(len(sizes))]
+                samples = self._samples = self._sample(simulation, skip, slices, generator)
+                bath = samples.depends_on_bath(observable)
+            assert samples is not None
+            largest = float(samples.log_weights(bath).max())
+            parts = [self._reweight(samples, i, observable, bath, largest) for i in range(len(sizes))]
             if sampled:
-                parts[0].stats["energy_evaluations"] += kept.evaluations
+                parts[0].stats["energy_evaluations"] += samples.evaluations
             diagnostics = self._combine(parts, sizes)
         seconds = time.perf_counter() - begun
         diagnostics.update(sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes)
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
-        """The weighted mean over the samples that are kept, at the parameters as they are: its value and its gradient are both
-        right, also where the observable depends on the parameters."""
+        """Compute the weighted mean over the stored samples, differentiable in the parameters.
+
+        Value and gradient are right also where the observable depends on the parameters.
+        """
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
         with torch.enable_grad():
-            bath = self._samples.reads_bath(observable)
+            bath = self._samples.depends_on_bath(observable)
             logs = torch.cat([self._samples.log_weight(i, bath) for i in range(len(self._samples.states))])
             values = torch.cat([observable.function(state) for state in self._samples.states])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
     @staticmethod
     def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Every chunk's part in the ratio A/B of means over all chunks: its mean is the ratio, and its spread the error."""
+        """Linearise the ratio A/B of means over chunks.
+
+        The chunks' values average to the ratio, and their spread is its error.
+        """
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B
         for part in parts:
@@ -140,11 +148,11 @@ class Reweighting(Estimator):
         }
 
     def _frames(self, simulation: Simulation, skip: float) -> list[float]:
-        """The start, and the times of the frames that are kept."""
+        """List the start and the times of the stored frames."""
         assert isinstance(simulation.solver, SteppingSolver)
         times, dt = check_times(simulation.ts), simulation.solver.dt
-        last, begin = grid(times, dt)[-1], float(times[0])
-        width = 10 if self.every is None else grid(check_times([0.0, self.every]), dt)[-1]
+        last, begin = step_numbers(times, dt)[-1], float(times[0])
+        width = 10 if self.every is None else step_numbers(check_times([0.0, self.every]), dt)[-1]
         first = first_averaged_step(skip, dt, last)
         steps = range(first - 1 + width, last + 1, width)
         if len(steps) < 2:
@@ -176,30 +184,30 @@ class Reweighting(Estimator):
         return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
 
     @staticmethod
-    def _share(kept: _Samples, bath: bool) -> float:
-        w = torch.softmax(kept.log_weights(bath), 0)
+    def _effective_share(samples: _Samples, bath: bool) -> float:
+        w = torch.softmax(samples.log_weights(bath), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
-    def _weigh(self, kept: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
-        """One chunk's means of w O and of w, and their derivatives.
+    def _reweight(self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
+        """Compute one chunk's means of w O and of w, and their derivatives.
 
-        Weights are taken relative to the largest of all chunks, which changes neither the ratio of the means nor its gradient:
-        a constant that is added to the energy does not overflow.
+        Weights are relative to the largest of all chunks. This changes neither the ratio of the
+        means nor its gradient, and a constant added to the energy does not overflow.
         """
-        parameters = kept.simulation.dynamics.trainable()
+        parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():
-            values, w = observable.function(kept.states[i]), torch.exp(kept.log_weight(i, bath) - largest)
+            values, w = observable.function(samples.states[i]), torch.exp(samples.log_weight(i, bath) - largest)
             A, B = (_like(w, values) * values).mean(0), w.mean()
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
-        frames = len(w) // kept.sizes[i]
+        frames = len(w) // samples.sizes[i]
         extra = {
             "A": A.detach(),
             "B": B.detach(),
             "dA": {name: x[:size].reshape((*A.shape, *parameters[name].shape)) for name, x in both.items()},
             "dB": {name: x[size] for name, x in both.items()},
             "w": w.detach(),
-            "O": values.detach().reshape(frames, kept.sizes[i], -1),
+            "O": values.detach().reshape(frames, samples.sizes[i], -1),
         }
         return Chunk(extra["A"], dict(extra["dA"]), {"energy_evaluations": 1}, extra)
 
@@ -209,8 +217,10 @@ class Reweighting(Estimator):
 
 @dataclass
 class _Samples:
-    """Frames of each chunk, flattened over time and replicas, and their reduced energies when they were sampled, with the terms
-    of the bath and without."""
+    """Frames of each chunk, flattened over time and replicas, and their reduced energies.
+
+    The energies are those at sampling, with the terms of the bath and without.
+    """
 
     simulation: Simulation
     sizes: list[int]
@@ -219,11 +229,11 @@ class _Samples:
     energies: list[dict[bool, Tensor]]
     evaluations: int
 
-    def reads_bath(self, observable: TimeAverage) -> bool:
-        return any(reads_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
+    def depends_on_bath(self, observable: TimeAverage) -> bool:
+        return any(depends_on_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
 
     def log_weight(self, i: int, bath: bool) -> Tensor:
-        """Of a chunk's frames, at the parameters as they are now."""
+        """Compute the log weights of a chunk's frames at the current parameters."""
         return self.energies[i][bath] - reduced_energy(self.simulation.dynamics, self.states[i], bath)
 
     @torch.no_grad()

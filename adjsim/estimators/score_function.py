@@ -10,39 +10,44 @@ from torch import Tensor
 from adjsim._inputs import as_number
 from adjsim._noise import Noise
 from adjsim._state import State
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, grid
+from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Estimator, Observable, Simulation, checked, weighted_mean
 from adjsim.estimators.moments import Moments
-from adjsim.estimators.probes import reads_bath
+from adjsim.estimators.probes import depends_on_bath
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
-# Starts at which an observable is looked at before any work.
+# Starts at which an observable is tested before any work.
 PROBED = 4
 
 
 class ScoreFunction(ChunkedEstimator):
-    """How an equilibrium mean changes, from a covariance at equal times (REINFORCE; Williams, Mach. Learn. 8, 229 (1992))::
+    """The gradient of an equilibrium mean from a covariance at equal times (REINFORCE)::
 
         d<O>/dtheta = <dO/dtheta> - <(O - <O>) (du/dtheta - <du/dtheta>)>,     u = H(q, p; theta)/kT
 
-    It answers the stationary question, whatever the dynamics that sampled, for parameters of the density: the potential's,
-    masses and kT. Nothing is propagated in time, so chaos does no harm and memory does not grow with the number of samples.
-    Its variance is that of a product, ``var(O) var(du/dtheta)`` and more over the number of independent samples: for large
-    systems, where du/dtheta is large, pathwise or reweighted gradients are better.
+    See Williams, Mach. Learn. 8, 229 (1992). It answers the stationary question with any dynamics
+    that samples the density, for parameters of the density: the potential's, masses and kT. No
+    tangent is propagated in time, so chaos does no harm and memory does not grow with the number of
+    samples. Its variance is that of a product, at least ``var(O) var(du/dtheta)`` over the number
+    of independent samples. For large systems, where du/dtheta is large, pathwise or reweighted
+    gradients are better.
 
-    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a Nose-Hoover chain) have a density
-    too. Its terms count where the observable is found to read them, at the starts or at the ends, by moving them. Parameters
-    that the density does not know have gradient zero, exactly: friction, rates, strengths, and tau where no chain momentum is
-    read.
+    Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
+    Nose-Hoover chain) have a density too. Its terms are used if the observable is found to depend
+    on them, at the starts or at the ends, by displacing them. Parameters that are not in the
+    density have gradient zero, exactly: friction, rates, strengths, and tau unless the observable
+    depends on chain momenta.
 
     Raises:
-        TypeError: dynamics without a known density, or an observable that is no ``TimeAverage``.
-        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary density.
+        TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.
+        ValueError: an observable of the position of a Nose-Hoover chain, which has no stationary
+            density.
 
     Args:
-        burn_in: time to equilibrate, left out. With a ``TimeAverage`` that gives one too, the two must agree.
+        burn_in: time to equilibrate, left out. If a ``TimeAverage`` has one too, the two must
+            agree.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -52,19 +57,19 @@ class ScoreFunction(ChunkedEstimator):
         if not burn_in >= 0:
             raise ValueError(f"burn_in must be zero or a positive time; got {burn_in}.")
         self.burn_in = burn_in
-        # The functions that were averaged last, by which compiled loops are found again.
+        # The moments of the last calls, by which compiled loops are found again.
         self._moments: dict[bool, Moments] = {}
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
-        average = stationary(self, simulation, observable)
-        burn_in(self, self.burn_in, average)
+        average = check_stationary(self, simulation, observable)
+        common_burn_in(self, self.burn_in, average)
 
     def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
         assert isinstance(observable, TimeAverage)
         dynamics, function = simulation.dynamics, observable.function
-        bath = reads_bath(dynamics, function, start)
+        bath = depends_on_bath(dynamics, function, start)
         final, evaluations, found = self._sample(simulation, observable, start, noise, bath)
-        if not bath and reads_bath(dynamics, function, final):
+        if not bath and depends_on_bath(dynamics, function, final):
             final, more, found = self._sample(simulation, observable, start, noise, True)
             evaluations += more
         return Chunk(found["O"], found["dO"], {"energy_evaluations": evaluations}, found)
@@ -73,17 +78,17 @@ class ScoreFunction(ChunkedEstimator):
     def _sample(
         self, simulation: Simulation, observable: TimeAverage, start: State, noise: Noise | None, bath: bool
     ) -> tuple[State, int, dict[str, Any]]:
-        """The end of a run, passes over the energy, and the moments, with the terms of the bath or without.
+        """Run, and return the end, the passes over the energy, and the moments.
 
-        The run is made in two parts, whose averages are compared to see whether it had come to equilibrium.
+        The run is made in two parts, whose averages are compared to test for equilibrium.
         """
         assert isinstance(simulation.solver, SteppingSolver)
         dynamics, function = simulation.dynamics, observable.function
         moments = self._moments.get(bath)
-        if moments is None or not moments.serves(dynamics, function):
+        if moments is None or not moments.matches(dynamics, function):
             moments = self._moments[bath] = Moments(dynamics, function, bath, start)
-        skip, times, dt = burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
-        last = grid(times, dt)[-1]
+        skip, times, dt = common_burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
+        last = step_numbers(times, dt)[-1]
         first = first_averaged_step(skip, dt, last)
         middle = first + (last - first) // 2
         state, evaluations, parts = start, last - first + 1, []
@@ -112,9 +117,13 @@ class ScoreFunction(ChunkedEstimator):
         return state, evaluations, found
 
     def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        """Every chunk's covariance about the means of all: their mean is the covariance of all, and their spread its error."""
+        """Compute every chunk's covariance about the means of all chunks.
+
+        Their mean is the covariance of all, and their spread its error.
+        """
         ess = ess_of([part.extra for part in parts], sizes)
-        # The covariance about the sample's own mean is short by one part in the number of independent samples.
+        # The covariance about the sample's own mean is too small by one part in the number of
+        # independent samples.
         whole = ess / max(ess - 1, 1)
         mean, dtype = weighted_mean([part.value for part in parts], sizes), parts[0].extra["dtype"]
         parameters = simulation.dynamics.trainable()
@@ -134,19 +143,22 @@ class ScoreFunction(ChunkedEstimator):
 
 
 def outer(mean: Tensor, grad: Tensor) -> Tensor:
-    """The product of every entry of a mean with every entry of a parameter's gradient."""
+    """Multiply every entry of a mean with every entry of a parameter's gradient."""
     return mean.reshape(mean.shape + (1,) * grad.ndim) * grad
 
 
 def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
-    """The mean over replicas, the leading axis of both, of :func:`outer`."""
+    """Average :func:`outer` over replicas, the leading axis of both."""
     product = values.reshape(len(values), -1).T @ grads.reshape(len(grads), -1)
     return (product / len(values)).reshape(values.shape[1:] + grads.shape[1:])
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """How many independent samples the time averages of the observable are worth: its variance over that of the mean, from
-    the spread of the replicas' own averages; the least over its entries."""
+    """Count the independent samples that the time averages of the observable are worth.
+
+    This is its variance over the variance of its mean, from the spread of the replicas' own
+    averages; the minimum over entries.
+    """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:
         return 1.0
@@ -158,7 +170,7 @@ def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
 
 
 def equilibration(halves: Tensor) -> float | None:
-    """By how many standard errors the second half's mean differs from the first's, over chunks; the largest of its entries."""
+    """Compute by how many standard errors, over chunks, the means of the two halves differ."""
     if len(halves) < 3:
         return None
     score = (halves.mean(0) / (halves.std(0) / len(halves) ** 0.5)).abs()
@@ -166,25 +178,26 @@ def equilibration(halves: Tensor) -> float | None:
     return float(score.max()) if score.numel() else None
 
 
-def stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
-    """The observable as a time average of dynamics that have a stationary density, or an error that says why not."""
+def check_stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
+    """Return the observable as a time average, or raise if it has no stationary mean."""
     name = type(estimator).__name__
     if not isinstance(observable, TimeAverage):
         raise TypeError(
-            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). What happens at a given time, "
-            "such as a first passage or a final state, is a path question: use Pathwise, Girsanov or FiniteDifference."
+            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). What "
+            "happens at a given time, such as a first passage or a final state, is a path "
+            "question: use Pathwise, Girsanov or FiniteDifference."
         )
     if not isinstance(simulation.solver, SteppingSolver):
         raise TypeError(f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}.")
     probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.no_grad():
         simulation.dynamics.reduced_energy(probe)
-    reads_bath(simulation.dynamics, observable.function, probe)
+    depends_on_bath(simulation.dynamics, observable.function, probe)
     return observable
 
 
-def burn_in(estimator: Estimator, own: float, observable: TimeAverage) -> float:
-    """The one burn-in of estimator and observable."""
+def common_burn_in(estimator: Estimator, own: float, observable: TimeAverage) -> float:
+    """Combine the burn-ins of estimator and observable."""
     if own and observable.burn_in and own != observable.burn_in:
         raise ValueError(
             f"{type(estimator).__name__} has burn_in = {own:g} and the observable {observable.burn_in:g}; they must agree."

@@ -27,10 +27,10 @@ from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.collocation import Collocation
-from adjsim.ivp.field import Array, Field, refuse_second, to_numpy
 from adjsim.ivp.paths import Backsolved, Checkpointed, Interpolant, StoredInterpolants, solution
 from adjsim.ivp.quadrature import Integral
-from adjsim.ivp.unchanged import Witness
+from adjsim.ivp.rhs import Array, RightHandSide, refuse_second, to_numpy
+from adjsim.ivp.unchanged import RateCheck
 
 METHODS: dict[str, type[OdeSolver]] = {
     "RK23": RK23,
@@ -49,7 +49,7 @@ Path = StoredInterpolants | Checkpointed | Backsolved
 
 
 @dataclass
-class Adjoint:
+class AdjointSolver:
     """How the adjoint of a problem is integrated.
 
     Args:
@@ -59,19 +59,19 @@ class Adjoint:
         max_step: as forward.
     """
 
-    field: Field
+    rhs: RightHandSide
     method: type[OdeSolver]
     rtol: float
     atol: float
     max_step: float
 
-    def pull(self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array) -> tuple[Array, list[Tensor]]:
+    def backward(self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array) -> tuple[Array, list[Tensor]]:
         """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
-        self.field.reads.refuse_changed()
-        piece.witness.compare(self.field)
-        sweep = Sweep(self, Integral(self.field.parameters, self.rtol), np.zeros(len(states), states.dtype))
+        self.rhs.reads.refuse_changed()
+        piece.rate_check.compare(self.rhs)
+        sweep = Sweep(self, Integral(self.rhs.parameters, self.rtol), np.zeros(len(states), states.dtype))
         read = np.flatnonzero(np.any(cotangents != 0, axis=0))
-        waiting = list(read[np.argsort(-piece.way * times[read], kind="stable")])
+        waiting = list(read[np.argsort(-piece.sign * times[read], kind="stable")])
         if not waiting:
             return sweep.adjoint, sweep.integral.sums
         now = float(times[waiting[0]])
@@ -82,9 +82,9 @@ class Adjoint:
                     sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
                 if now == end or inside is None:
                     break
-                reached = waiting and piece.way * (times[waiting[0]] - end) >= 0
+                reached = waiting and piece.sign * (times[waiting[0]] - end) >= 0
                 until = float(times[waiting[0]]) if reached else end
-                sweep.over(now, until, inside)
+                sweep.integrate(now, until, inside)
                 now = until
         return sweep.adjoint, sweep.integral.sums
 
@@ -100,14 +100,14 @@ class Sweep:
         step: size of the last step that was not cut short.
     """
 
-    settings: Adjoint
+    settings: AdjointSolver
     integral: Integral
     adjoint: Array
     step: float | None = None
 
-    def over(self, begin: float, end: float, path: Interpolant) -> None:
+    def integrate(self, begin: float, end: float, path: Interpolant) -> None:
         """Take the adjoint from one time back to another along a path of states, and add to the integral."""
-        n, field = self.adjoint.size, self.settings.field
+        n, rhs = self.adjoint.size, self.settings.rhs
         start = _real(self.adjoint)
         solver = self._solver(begin, end, start, path)
         times, interpolants = [begin], []
@@ -122,36 +122,36 @@ class Sweep:
             times.append(solver.t)
             interpolants.append(solver.dense_output())
         self.adjoint = _like(np.asarray(solver.y), self.adjoint)
-        if not field.parameters:
+        if not rhs.parameters:
             return
         found = solution(times, interpolants, type(solver))
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
             z = _like(found(times), self.adjoint)
-            return field.pull_parameters(times, path(times), -weights * z, -differences * z)
+            return rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
 
         def scale(t: float) -> list[Tensor]:
             z = _like(found(np.array([t])), self.adjoint)
             generic = 1 + 0.5 * np.cos(np.arange(n) ** 2)
-            return field.pull_parameters(np.array([t]), path(t)[:, None], generic[:, None] * np.abs(z))[0]
+            return rhs.parameter_vjp(np.array([t]), path(t)[:, None], generic[:, None] * np.abs(z))[0]
 
         # The way forward knows how fast things change along it, and a stiff adjoint how fast it decays behind a jump.
         steps = [*getattr(path, "ts", []), *(times if isinstance(solver, Collocation) else [])]
         inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
-        self.integral.over([begin, *inside, end], integrand, scale)
+        self.integral.integrate([begin, *inside, end], integrand, scale)
 
     def _solver(self, begin: float, end: float, start: Array, path: Interpolant) -> Any:
-        how, field, like = self.settings, self.settings.field, self.adjoint
+        how, rhs, like = self.settings, self.settings.rhs, self.adjoint
         scale = how.atol * max(np.abs(like).max(initial=0.0), np.finfo(float).tiny)
         options: dict[str, Any] = {"rtol": how.rtol, "atol": scale, "max_step": how.max_step}
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
 
         def rate(t: float, z: Array) -> Array:
-            return -_real(field.pull_state(t, path(t), _like(z, like)))
+            return -_real(rhs.state_vjp(t, path(t), _like(z, like)))
 
         def matrices(times: Array) -> Array:
-            return -field.matrices(times, path(times))
+            return -rhs.matrices(times, path(times))
 
         if not issubclass(how.method, IMPLICIT):
             return how.method(rate, begin, start, end, **options)
@@ -184,22 +184,22 @@ class Piece:
 
     start: float
     end: float
-    way: float
+    sign: float
     path: Path | None
-    witness: Witness
-    adjoint: Adjoint
+    rate_check: RateCheck
+    adjoint: AdjointSolver
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
         """The states ``(n, times)`` that were found at times, as functions of the start and of the parameters."""
-        field = self.adjoint.field
-        values = torch.as_tensor(states).to(field.like)
-        if self.path is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in (start, *field.parameters)):
+        rhs = self.adjoint.rhs
+        values = torch.as_tensor(states).to(rhs.like)
+        if self.path is None or not torch.is_grad_enabled() or not any(x.requires_grad for x in (start, *rhs.parameters)):
             return values
-        return _States.apply(self, np.asarray(times, float), states, values, start, *field.parameters)
+        return _States.apply(self, np.asarray(times, float), states, values, start, *rhs.parameters)
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
         """The same with the derivative by these times, where they require grad."""
-        return self.adjoint.field.with_time_derivative(self.states(times.detach().cpu().numpy(), states, start), times)
+        return self.adjoint.rhs.with_time_derivative(self.states(times.detach().cpu().numpy(), states, start), times)
 
 
 class _States(torch.autograd.Function):
@@ -216,7 +216,7 @@ class _States(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second()
         parameters: tuple[Tensor, ...] = ctx.saved_tensors
-        start, sums = ctx.piece.adjoint.pull(ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states)
-        like = ctx.piece.adjoint.field.like
+        start, sums = ctx.piece.adjoint.backward(ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states)
+        like = ctx.piece.adjoint.rhs.like
         found = (total.to(p) for total, p in zip(sums, parameters, strict=True))
         return None, None, None, None, torch.as_tensor(start).to(like), *found

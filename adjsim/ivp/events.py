@@ -26,8 +26,8 @@ from scipy.integrate import OdeSolver
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from adjsim.ivp.field import Array, Field, refuse_second, to_numpy
 from adjsim.ivp.foreign import computes_with_numpy, refusal, refused
+from adjsim.ivp.rhs import Array, RightHandSide, refuse_second, to_numpy
 
 
 class GrazingError(ValueError):
@@ -51,8 +51,8 @@ class Event:
         number: which one it is, for messages.
     """
 
-    def __init__(self, function: Callable[..., Any], field: Field, number: int) -> None:
-        self.function, self.field, self.number = function, field, number
+    def __init__(self, function: Callable[..., Any], rhs: RightHandSide, number: int) -> None:
+        self.function, self.rhs, self.number = function, rhs, number
         terminal = getattr(function, "terminal", None)
         if not (terminal is None or (int(terminal) == terminal and terminal >= 0)):
             raise ValueError("The `terminal` attribute of each event must be a boolean or positive integer.")
@@ -73,23 +73,23 @@ class Event:
         if self._start is not None and t == self._start[0]:
             return self._start[1]
         if self._of_arrays:
-            return float(self.function(t, y, *self.field.args))
+            return float(self.function(t, y, *self.rhs.args))
         with torch.no_grad():
-            return float(self.value(self.field.time(t), self.field.tensor(y)))
+            return float(self.value(self.rhs.time(t), self.rhs.tensor(y)))
 
     def value(self, t: Tensor, y: Tensor) -> Any:
-        return self.function(t, y, *self.field.args)
+        return self.function(t, y, *self.rhs.args)
 
     def reads_gradient(self, t: Tensor, y: Tensor) -> bool:
         """Whether it reads a tensor that requires grad, besides time and state. Called first, with the start: a function that
         computes with NumPy is found by calling it."""
         at, x = t.detach().to(y.real.dtype), y.detach()
         with torch.no_grad():
-            self._of_arrays = computes_with_numpy(self.function, at, x, self.field.args)
+            self._of_arrays = computes_with_numpy(self.function, at, x, self.rhs.args)
         value = None if self._of_arrays else self.value(at, x)
         return isinstance(value, Tensor) and value.requires_grad
 
-    def take_side(self, t: float, before: Array, after: Array, flow: Array, way: float, stopped: bool) -> None:
+    def take_side(self, t: float, before: Array, after: Array, flow: Array, sign: float, stopped: bool) -> None:
         """Say on which side of the event a piece starts after a reset, where it starts at it and rounding would decide: behind
         it, if it has happened; else before it, so that it happens next. ``flow`` is the rate of the state after the reset."""
         self._start = None
@@ -98,14 +98,14 @@ class Event:
         # What happened has left a value that should be zero.
         if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
-        rounding = 16 * float(torch.finfo(self.field.like.dtype).eps)
+        rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
         happened = stopped or any(abs(float(x.detach()) - t) <= rounding * (1 + abs(t)) for x in self.times[-1:])
         if stopped and new == 0:
             raise RuntimeError(
                 f"the reset of event {self.number} at t = {t:.9g} leaves the solution at rest on the event, where it would "
                 "happen for ever. Let it end the solution (terminal), or reset to what moves away."
             )
-        self._start = (t, float(np.copysign(np.finfo(float).tiny, way * (new if happened else -old))))
+        self._start = (t, float(np.copysign(np.finfo(float).tiny, sign * (new if happened else -old))))
 
     def check_start(self, t: float, y: Array) -> None:
         """Refuse to start at an event with a reset whose direction is not said: it would happen at once, or not."""
@@ -126,7 +126,7 @@ class Event:
         """Its value, its rate along the solution, and how strongly it depends on each entry of the state. ``flow`` is the rate
         of the state; None: that of ``fun`` at this very state."""
         value, by_time, by_state = self._gradient(t, y)
-        flow = self.field.rate(t, y) if flow is None else flow
+        flow = self.rhs.rate(t, y) if flow is None else flow
         return value, by_time + float((by_state.conj() * flow).sum().real), np.abs(by_state)
 
     def _gradient(self, t: float, y: Array) -> tuple[float, float, Array]:
@@ -134,23 +134,23 @@ class Event:
         if self._of_arrays:
             raise refusal(f"event {self.number}, which has a reset or a gradient is asked for,")
         with torch.enable_grad(), refused(f"event {self.number}"):
-            at, x = self.field.time(t).requires_grad_(), self.field.tensor(y).requires_grad_()
+            at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
             value = self._scalar(self.value(at, x))
         by_time, by_state = torch.autograd.grad(value, (at, x), allow_unused=True) if value.requires_grad else (None, None)
         gradient = np.zeros_like(y) if by_state is None else to_numpy(by_state)
         return float(value.detach()), 0.0 if by_time is None else float(by_time), gradient
 
-    def arriving(self, t: float, y: Array, way: float) -> Array:
+    def arriving(self, t: float, y: Array, sign: float) -> Array:
         """The rate of a state on the event's surface, as the limit along the solution from before.
 
         ``way`` is 1 where the solution goes on in time, -1 where it goes back. The derivation is in :mod:`adjsim.ivp.jumps`.
         """
-        found = [side.flow for side in self._beside(t, y, -way, 0.0) if side.outward > 0]
+        found = [side.flow for side in self._beside(t, y, -sign, 0.0) if side.outward > 0]
         if len(found) == 2:
             raise self._sliding(t)
-        return found[0] if found else self.field.rate(t, y)
+        return found[0] if found else self.rhs.rate(t, y)
 
-    def leaving(self, t: float, before: Array, y: Array, way: float) -> tuple[Array, Array]:
+    def leaving(self, t: float, before: Array, y: Array, sign: float) -> tuple[Array, Array]:
         """The rate of a state behind a reset, as the limit along the solution from after, and what moves the state off the
         event's surface to the side by which it leaves, where ``fun`` jumps there. A state that is off the surface has the rate
         of ``fun`` and stays.
@@ -158,14 +158,14 @@ class Event:
         Raises:
             RuntimeError: the rates of both sides point at the surface, along which the solution slides.
         """
-        sides = self._beside(t, y, way, self(t, before))
+        sides = self._beside(t, y, sign, self(t, before))
         if len(sides) == 2 and all(side.outward < 0 for side in sides):
             raise self._sliding(t)
         found = [side for side in sides if side.outward > 0]
         if len(found) != 1:
-            return self.field.rate(t, y), np.zeros_like(y)
+            return self.rhs.rate(t, y), np.zeros_like(y)
         apart = np.abs(sides[0].flow - sides[1].flow)
-        smooth = np.all(apart <= float(torch.finfo(self.field.like.dtype).eps) ** 0.5 * np.max(np.abs(found[0].flow)))
+        smooth = np.all(apart <= float(torch.finfo(self.rhs.like.dtype).eps) ** 0.5 * np.max(np.abs(found[0].flow)))
         return found[0].flow, np.zeros_like(y) if smooth else found[0].shift
 
     def _sliding(self, t: float) -> RuntimeError:
@@ -178,7 +178,7 @@ class Event:
         """Either side of the event's surface, next to a state and in a sense of time; nothing for a state off the surface by
         more than rounding and ``off``."""
         value, by_time, by_state = self._gradient(t, y)
-        rate = by_time + float((by_state.conj() * self.field.rate(t, y)).sum().real)
+        rate = by_time + float((by_state.conj() * self.rhs.rate(t, y)).sum().real)
         near = 4 * self._rounding(t, y, np.abs(by_state), abs(rate)) + 4 * abs(off)
         steep = float((np.abs(by_state) ** 2).sum())
         if abs(value) > near or by_time**2 + steep == 0:
@@ -186,23 +186,23 @@ class Event:
         found = []
         for side in (1.0, -1.0):
             near_t, shift = side * near * by_time / (by_time**2 + steep), side * near * by_state / (steep or 1.0)
-            flow = self.field.rate(t + near_t, y + shift)
+            flow = self.rhs.rate(t + near_t, y + shift)
             found.append(_Side(side * sense * (by_time + float((by_state.conj() * flow).sum().real)), flow, shift))
         return found
 
     def _rounding(self, t: float, y: Array, weights: Array, rate: float) -> float:
         """What rounding of time and state leaves of an event's value."""
-        rounding = 16 * float(torch.finfo(self.field.like.dtype).eps)
+        rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
         return rounding * (float(np.sum(weights * np.abs(y))) + (1 + abs(t)) * rate)
 
-    def moment(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
+    def event_time(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
         """When it happens: the time that was found, with the derivative that the state at this time gives it. ``rate`` gives
         the event's rate as the solution arrives."""
         found = torch.tensor(time, dtype=torch.float64, device=state.device)
-        value = None if self._of_arrays else self.value(self.field.time(time), state)
+        value = None if self._of_arrays else self.value(self.rhs.time(time), state)
         if not isinstance(value, Tensor) or not value.requires_grad:
             return found
-        return _Moment.apply(self._scalar(value).double(), found, rate())
+        return _EventTime.apply(self._scalar(value).double(), found, rate())
 
     def _scalar(self, value: Any) -> Tensor:
         if not isinstance(value, Tensor):
@@ -212,7 +212,7 @@ class Event:
         return value.reshape(())
 
 
-class _Moment(torch.autograd.Function):
+class _EventTime(torch.autograd.Function):
     """The time of an event, whose derivative by the event's value is the inverse of its rate."""
 
     @staticmethod
@@ -266,10 +266,10 @@ class Grazing:
         """What the solution's own tolerance makes uncertain in an event's value."""
         return float(np.sum(gradient * (self.atol + self.rtol * np.abs(state))))
 
-    def refuse(self, end: float, way: float) -> None:
+    def refuse(self, end: float, sign: float) -> None:
         """Raise for an event that was touched before the end, which is known once a piece has ended."""
         for time, event in self.touches:
-            if way * (end - time) >= 0:
+            if sign * (end - time) >= 0:
                 raise GrazingError(
                     f"the solution touches event {event.number} near t = {time:g}, or crosses it twice within a step, so its "
                     "time has no derivative. Where it does cross, a smaller max_step or rtol tells it apart."

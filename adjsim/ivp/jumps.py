@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from scipy.integrate import OdeSolver
 
-from adjsim.ivp.field import Array, Field
+from adjsim.ivp.rhs import Array, RightHandSide
 from adjsim.ivp.unchanged import StepRates
 
 # A rate that changes so many times faster over a step than over the step before it is looked into.
@@ -48,7 +48,7 @@ SCATTER = 10.0
 Rate = Callable[[float], Array]
 
 
-class UnmarkedJumps:
+class DiscontinuityCheck:
     """Watches a SciPy solver for jumps of the right-hand side that no event marks.
 
     Args:
@@ -58,8 +58,8 @@ class UnmarkedJumps:
         span: of the times to be solved.
     """
 
-    def __init__(self, field: Field, rates: StepRates, rtol: Any, atol: Any, span: float) -> None:
-        self.field, self.rates, self.rtol, self.atol, self.span = field, rates, rtol, atol, span
+    def __init__(self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, span: float) -> None:
+        self.rhs, self.rates, self.rtol, self.atol, self.span = rhs, rates, rtol, atol, span
         #: Time and state of the jump in the last step, and how well its time is known.
         self.found: tuple[float, Array, float] | None = None
         # A jump that lies ahead of short steps, and a time by which an event would have marked it.
@@ -93,9 +93,9 @@ class UnmarkedJumps:
             jump = self._jump(lambda t: state + (t - now) * rate, now, now + AHEAD * step, state)
             self._ahead = None if jump is None else (jump, now + 2 * AHEAD * step)
 
-    def refuse(self, end: float, way: float, marked: bool) -> None:
+    def refuse(self, end: float, sign: float, marked: bool) -> None:
         """Raise for a jump in the last step, unless an event has ended the solution at or before it."""
-        if self.found is not None and not (marked and way * (end - self.found[0]) <= self.found[2]):
+        if self.found is not None and not (marked and sign * (end - self.found[0]) <= self.found[2]):
             self._raise()
 
     def _size(self, change: Array, now: float, state: Array) -> float:
@@ -127,7 +127,7 @@ class UnmarkedJumps:
         scatter = max(self._size(self.rates.of(t, path(t)) - of, end, state) for of, t in times)
         if height <= SCATTER * scatter or self._at_fixed_time(a, b, path, (end, state, height)):
             return None
-        rounding = 64 * float(torch.finfo(self.field.like.dtype).eps)
+        rounding = 64 * float(torch.finfo(self.rhs.like.dtype).eps)
         reached = float(np.max(np.abs(state))) / (float(np.max(np.abs(of_a))) or 1.0)
         return a, path(a), 1e-6 * abs(end - begin) + rounding * (1 + abs(a) + reached)
 
@@ -139,7 +139,7 @@ class UnmarkedJumps:
             values = [self.rates.of(t, path(t) + shift) for shift in (0.0 * generic, generic, -generic)]
             if max(self._size(value - values[0], end, state) for value in values) > 0.5 * height:
                 return False
-        return not self.field.unread((a, path(a)), (b, path(b)))
+        return not self.rhs.unread((a, path(a)), (b, path(b)))
 
     def _raise(self) -> None:
         assert self.found is not None

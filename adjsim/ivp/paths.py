@@ -14,7 +14,7 @@ from typing import Any
 
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
-from adjsim.ivp.field import Array
+from adjsim.ivp.rhs import Array
 from adjsim.ivp.unchanged import alike, changed
 
 Interpolant = Callable[[Any], Array]

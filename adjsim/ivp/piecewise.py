@@ -14,12 +14,12 @@ import torch
 from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
-from adjsim.ivp.adjoint import Adjoint, Path, Piece
+from adjsim.ivp.adjoint import AdjointSolver, Path, Piece
 from adjsim.ivp.events import Event, Grazing
-from adjsim.ivp.field import Array, Field, as_state, to_numpy
-from adjsim.ivp.jumps import UnmarkedJumps
+from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.paths import Backsolved, Checkpointed, StoredInterpolants, solution, watched
-from adjsim.ivp.unchanged import StepRates, Witness
+from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
+from adjsim.ivp.unchanged import RateCheck, StepRates
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Of the time to be solved: resets that follow each other within it accumulate.
@@ -45,17 +45,17 @@ class PiecewiseSolve:
         asked: whether a gradient is.
     """
 
-    rhs: Field
+    rhs: RightHandSide
     method: type[OdeSolver]
     kind: str
-    adjoint: Adjoint
+    adjoint: AdjointSolver
     begin: Tensor
     end: Tensor
     t_eval: Tensor | None
     dense_output: bool
     events: list[Event]
     options: dict[str, Any]
-    asked: bool
+    wants_gradient: bool
     times: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     pieces: list[tuple[Piece, OdeSolution, Tensor]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class PiecewiseSolve:
         self.span = abs(self.last - float(self.begin.detach()))
         self.sign = 1.0 if self.last >= float(self.begin.detach()) else -1.0
 
-    def go(self, start: Tensor) -> Any:
+    def run(self, start: Tensor) -> Any:
         """From the start to the end; returns SciPy's last word."""
         begin, close, leaving = self.begin, 0, None
         for event in self.events:
@@ -100,21 +100,23 @@ class PiecewiseSolve:
         # A start that is later by dt has come from one that lay back by f dt.
         later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[:, 0]
         start = start - (later - start.detach())
-        asked = self.asked or (torch.is_grad_enabled() and start.requires_grad)
-        if asked and np.min(self.options["rtol"]) >= 1e-3:
+        wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
+        if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
         numpy = self.rhs.numpy if leaving is None else _starting(self.rhs.numpy, t0, to_numpy(start), leaving)
         rate = self.rhs.rate if leaving is None else _starting(self.rhs.rate, t0, to_numpy(start), leaving)
         tolerances = self.options["rtol"], self.options["atol"]
-        path = self._path(t0) if asked else None
-        grazing = Grazing(self.events, *tolerances) if asked and self.events else None
+        path = self._path(t0) if wants_gradient else None
+        grazing = Grazing(self.events, *tolerances) if wants_gradient and self.events else None
         rates = StepRates(rate)
-        witness, jumps = Witness(rates), UnmarkedJumps(self.rhs, rates, *tolerances, abs(self.last - t0))
-        watchers: list[Any] = [watcher for watcher in (path, grazing, witness, jumps) if callable(watcher)] if asked else []
+        rate_check, jumps = RateCheck(rates), DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.last - t0))
+        watchers: list[Any] = (
+            [watcher for watcher in (path, grazing, rate_check, jumps) if callable(watcher)] if wants_gradient else []
+        )
         found = self._call(numpy, t0, start, watched(self.method, watchers) if watchers else self.method)
         watchers.clear()
         stopped, end = self._count(found)
-        piece = Piece(t0, end, self.sign, path, witness, self.adjoint)
+        piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
         if self.dense_output:
             self.pieces.append((piece, solution(found.sol.ts, found.sol.interpolants, self.method), start))
         jumps.refuse(end, self.sign, stopped is not None)
@@ -190,7 +192,7 @@ class PiecewiseSolve:
             time = torch.tensor(t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
                 flow = cache(partial(event.arriving, t, y, self.sign))
-                time = event.moment(t, at, partial(_rate, grazing, event, t, y, flow))
+                time = event.event_time(t, at, partial(_rate, grazing, event, t, y, flow))
                 if time.requires_grad:
                     at = self.rhs.with_time_derivative(at[:, None], time.reshape(1), flow()[:, None])[:, 0]
                     arriving = flow()[:, None] if event is stopped else arriving

@@ -45,7 +45,7 @@ class Integral:
         # The error of seven points is so much smaller than their difference from four (as in QUADPACK).
         self.allowed = max(rtol, rtol ** (2 / 3) / 200)
 
-    def over(self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]) -> None:
+    def integrate(self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]) -> None:
         """Add the integral from the first of some times to the last. What is integrated changes little from one to the next, so
         several make an interval as long as none has to be divided. ``scale`` is the size of what is integrated at a time if
         nothing cancels in it."""

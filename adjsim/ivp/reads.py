@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim._module import exchanged, lent, places
+from adjsim._module import exclusive, swapped, tensor_slots
 
 
 class Reads:
@@ -39,7 +39,7 @@ class Reads:
         declared = list(declared) if isinstance(declared, Iterator) else declared
         nodes = [*tree_leaves(owner(fun)), *tree_leaves(declared)]
         modules = {id(m): m for node in nodes if isinstance(node, nn.Module) for m in node.modules()}
-        found = [place for module in modules.values() for place in places(module)]
+        found = [place for module in modules.values() for place in tensor_slots(module)]
         loose = [x for x in nodes if isinstance(x, Tensor)]
         given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         #: Declared tensors that require grad.
@@ -52,7 +52,7 @@ class Reads:
         #: Stand-ins of arguments and of declared tensors that are no module's.
         self.named = {id(leaf_of[id(x)]) for x in (*given, *loose) if x.requires_grad}
         self._loose = {id(x): leaf_of[id(x)] for x in loose if x.requires_grad}
-        self._places = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in found]
+        self._slots = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in found]
         self._modules = list(modules.values())
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x) for x in self.declared} | {id(x.grad_fn) for x in self.declared if x.grad_fn is not None}
@@ -62,9 +62,9 @@ class Reads:
     def held(self) -> ExitStack:
         """A context in which modules and captured tensors are those that the run has read."""
         with ExitStack() as stack:
-            if self._places:
-                stack.enter_context(lent(*self._modules))
-                stack.enter_context(exchanged(self._places))
+            if self._slots:
+                stack.enter_context(exclusive(*self._modules))
+                stack.enter_context(swapped(self._slots))
             if self._loose:
                 stack.enter_context(_Substituted(self._loose))
             return stack.pop_all()

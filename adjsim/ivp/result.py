@@ -12,7 +12,7 @@ from scipy.optimize import OptimizeResult
 from torch import Tensor
 
 from adjsim.ivp.adjoint import Piece
-from adjsim.ivp.field import as_times
+from adjsim.ivp.rhs import as_times
 
 
 class OdeResult(OptimizeResult):
@@ -56,8 +56,8 @@ class DenseSolution:
 
     def _sorted(self, times: Any) -> Iterator[tuple[tuple[Piece, OdeSolution, Tensor], list[int]]]:
         """Which times are in which piece."""
-        way = self._pieces[0][0].way
-        ends = [way * piece.end for piece, _, _ in self._pieces[:-1]]
-        numbers = np.searchsorted(ends, way * times, side="left")
+        sign = self._pieces[0][0].sign
+        ends = [sign * piece.end for piece, _, _ in self._pieces[:-1]]
+        numbers = np.searchsorted(ends, sign * times, side="left")
         for number in np.unique(numbers):
             yield self._pieces[number], np.flatnonzero(numbers == number).tolist()

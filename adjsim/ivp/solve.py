@@ -11,11 +11,11 @@ from scipy.integrate import OdeSolver
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from adjsim.ivp.adjoint import METHODS, Adjoint
+from adjsim.ivp.adjoint import METHODS, AdjointSolver
 from adjsim.ivp.events import Event
-from adjsim.ivp.field import Field, as_state, as_times, to_numpy
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
+from adjsim.ivp.rhs import RightHandSide, as_state, as_times, to_numpy
 
 # SciPy refuses a smaller rtol than this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -111,27 +111,29 @@ def solve_ivp(
     start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
     times = None if t_eval is None else as_times(t_eval, start)
-    field = Field(fun, tuple(args or ()), params, start, vectorized)
-    options, way_back = _adjoint(field, solver, options)
+    rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized)
+    options, adjoint_solver = _adjoint(rhs, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
-    watched_for = [Event(event, field, i) for i, event in enumerate(found)]
-    _check_span(float(begin.detach()), float(end.detach()), start.numel() > 0 and not any(event.left for event in watched_for))
+    user_events = [Event(event, rhs, i) for i, event in enumerate(found)]
+    _check_span(float(begin.detach()), float(end.detach()), start.numel() > 0 and not any(event.left for event in user_events))
     grad = torch.is_grad_enabled()
-    field.check(float(begin.detach()), to_numpy(start), grad)
-    given = [start, begin, end, *([] if times is None else [times]), *field.parameters]
-    by_events = [event.reads_gradient(begin, start) for event in watched_for]
-    asked = grad and (any(x.requires_grad for x in given) or any(by_events))
-    if asked:
-        field.check_differentiable(float(begin.detach()), to_numpy(start))
-    way = PiecewiseSolve(field, solver, adjoint, way_back, begin, end, times, dense_output, watched_for, options, asked)
-    last = way.go(start)
+    rhs.check(float(begin.detach()), to_numpy(start), grad)
+    given = [start, begin, end, *([] if times is None else [times]), *rhs.parameters]
+    by_events = [event.reads_gradient(begin, start) for event in user_events]
+    wants_gradient = grad and (any(x.requires_grad for x in given) or any(by_events))
+    if wants_gradient:
+        rhs.check_differentiable(float(begin.detach()), to_numpy(start))
+    piecewise = PiecewiseSolve(
+        rhs, solver, adjoint, adjoint_solver, begin, end, times, dense_output, user_events, options, wants_gradient
+    )
+    last = piecewise.run(start)
     return OdeResult(
-        t=torch.cat(way.times).to(start.real.dtype),
-        y=torch.cat(way.states, 1),
-        sol=DenseSolution(way.pieces, start.detach()) if dense_output else None,
-        t_events=None if events is None else [event.found_times(start) for event in watched_for],
-        y_events=None if events is None else [event.found_states(start) for event in watched_for],
-        **way.counts,
+        t=torch.cat(piecewise.times).to(start.real.dtype),
+        y=torch.cat(piecewise.states, 1),
+        sol=DenseSolution(piecewise.pieces, start.detach()) if dense_output else None,
+        t_events=None if events is None else [event.found_times(start) for event in user_events],
+        y_events=None if events is None else [event.found_states(start) for event in user_events],
+        **piecewise.counts,
         status=last.status,
         message=last.message,
         success=True,
@@ -160,7 +162,7 @@ def _check_span(begin: float, end: float, endless: bool) -> None:
         raise ValueError(f"t_span must be two finite times, unless a terminal event ends the solution; got {begin} and {end}.")
 
 
-def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> tuple[dict[str, Any], Adjoint]:
+def _adjoint(rhs: RightHandSide, method: type[OdeSolver], options: dict[str, Any]) -> tuple[dict[str, Any], AdjointSolver]:
     """SciPy's options, and the adjoint that goes with them and with ours."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
@@ -172,12 +174,12 @@ def _adjoint(field: Field, method: type[OdeSolver], options: dict[str, Any]) -> 
     if isinstance(jac, str):
         if jac != "autodiff":
             raise ValueError(f'jac must be "autodiff", a function, a matrix or None; got {jac!r}.')
-        options["jac"] = field.jacobian
+        options["jac"] = rhs.jacobian
     elif isinstance(jac, Tensor):
         options["jac"] = to_numpy(jac)
     elif callable(jac):
-        options["jac"] = lambda t, y: _array(jac(field.time(t), field.tensor(y), *field.args))
-    return options, Adjoint(field, method, backward, absolute, options.get("max_step", np.inf))
+        options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
+    return options, AdjointSolver(rhs, method, backward, absolute, options.get("max_step", np.inf))
 
 
 def _array(x: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy.integrate import OdeSolver
 
-from adjsim.ivp.field import Array, Field
+from adjsim.ivp.rhs import Array, RightHandSide
 
 # States whose rates are kept, at most.
 KEPT = 128
@@ -36,7 +36,7 @@ class StepRates:
         return self._last[2]
 
 
-class Witness:
+class RateCheck:
     """Rates on the way forward, at :data:`KEPT` states at most: when these become too many every second is dropped.
 
     Args:
@@ -54,10 +54,10 @@ class Witness:
                 self.kept, self.every = self.kept[::2], 2 * self.every
         self.count += 1
 
-    def compare(self, field: Field) -> None:
+    def compare(self, rhs: RightHandSide) -> None:
         """Raise where a field no longer has these rates."""
         for t, y, rate in self.kept[1:]:
-            if not alike(field.evaluate_checked(t, y), rate, float(torch.finfo(field.like.dtype).eps)):
+            if not alike(rhs.evaluate_checked(t, y), rate, float(torch.finfo(rhs.like.dtype).eps)):
                 raise RuntimeError(changed(t))
 
 

@@ -1,4 +1,4 @@
-"""What is measured."""
+"""Observables: quantities measured on trajectories."""
 
 from adjsim.observables.averages import Mean, autocorrelation_time, mean_with_error
 from adjsim.observables.kinetics import first_passage_time, mean_squared_displacement, velocity_autocorrelation

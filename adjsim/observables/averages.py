@@ -1,4 +1,4 @@
-"""Means of correlated time series, with errors that know of the correlation."""
+"""Means of time series, with errors corrected for autocorrelation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adjsim._typing import Array
 
 
 class Mean(NamedTuple):
-    """A mean, its standard error, and the number of independent samples it is worth."""
+    """A mean, its standard error, and its number of independent samples."""
 
     value: float
     stderr: float
@@ -19,9 +19,10 @@ class Mean(NamedTuple):
 
 
 def autocorrelation_time(series: Array, window: float = 5.0) -> float:
-    """The integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series ``(time,)``, in samples.
+    """Compute the integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series, in samples.
 
-    The sum is cut at the first lag that is ``window`` times the sum so far (Sokal 1997), where noise takes over.
+    The series is ``(time,)``. The sum is cut at the first lag that is ``window`` times the sum so
+    far (Sokal 1997), beyond which noise dominates.
     """
     x = as_tensor("series", series).detach().double().flatten()
     x = x - x.mean()
@@ -36,9 +37,10 @@ def autocorrelation_time(series: Array, window: float = 5.0) -> float:
 
 
 def mean_with_error(series: Array) -> Mean:
-    """The mean of a correlated series ``(time,)`` or of independent ones ``(time, replicas)``, and its standard error.
+    """Compute the mean and standard error of a correlated series, or of independent ones.
 
-    With several replicas the error comes from the spread of their own means; with one, from its autocorrelation time.
+    The series is ``(time,)`` or ``(time, replicas)``. With several replicas the error comes from
+    the spread of their means; with one, from its autocorrelation time.
     """
     x = as_tensor("series", series).detach().double()
     if x.ndim == 2 and x.shape[1] > 1:

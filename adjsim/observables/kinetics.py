@@ -1,4 +1,4 @@
-"""How the atoms move."""
+"""Observables of motion."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ Frames = Float[Tensor, "time *batch atoms dim"]
 
 
 def mean_squared_displacement(position: Frames | Array) -> Float[Tensor, "time *batch"]:
-    """``|q(t) - q(0)|^2`` averaged over atoms, length^2, from positions that were not wrapped into a box."""
+    """Compute ``|q(t) - q(0)|^2`` averaged over atoms, length^2.
+
+    The positions must not be wrapped into a box.
+    """
     q = as_tensor("position", position)
     return ((q - q[0]) ** 2).sum(-1).mean(-1)
 
 
 def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tensor, "lags *batch"]:
-    """``<v(t) . v(0)> / dim`` averaged over atoms and time origins, for lags of 0 to ``lags - 1`` frames.
+    """Compute the velocity autocorrelation, averaged over atoms and time origins.
 
-    It begins at kT/m at equilibrium.
+    It is ``<v(t) . v(0)> / dim``. The lags are 0 to ``lags - 1`` frames. At equilibrium it begins
+    at kT/m.
     """
     v, lags = as_tensor("velocity", velocity), as_whole("lags", lags)
     frames = v.shape[0]
@@ -34,19 +38,21 @@ def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tenso
 def first_passage_time(
     rate: Float[Tensor, "time *batch"] | Array, times: Float[Tensor, " time"] | Array
 ) -> Float[Tensor, "*batch"]:
-    """The time until a walker is absorbed, or that of the last frame if it is not by then, counted from the first::
+    """Compute the time until a walker is absorbed, at most the length of the run::
 
         T = sum_n (t_{n+1} - t_n) exp(-sum_{j<=n} rate_j (t_{j+1} - t_j))
 
-    Its mean over paths is the mean first-passage time once the run is much longer; before, it is the mean of the shorter of the
-    two. Frames have to be so close that nobody slips through between them: save every step.
+    If the run is much longer than the passage, the mean of T over paths is the mean first-passage
+    time. Otherwise it is the mean of the shorter of passage and run. Save every step, so that no
+    walker crosses the boundary between two frames unseen.
 
     Args:
-        rate: how fast a walker is absorbed where each frame finds it, 1/time. Infinite beyond a boundary and zero before it is
-            the sharp question, piecewise constant along a path, so that :class:`~adjsim.Pathwise` sees no gradient and
-            :class:`~adjsim.Girsanov` does. A smooth rate, such as ``sigmoid(x / width) / lifetime``, is another question,
-            which both can answer.
-        times: of the frames.
+        rate: the rate, 1/time, at which a walker is absorbed at each frame. A sharp boundary is an
+            infinite rate beyond it and zero before it. This rate is piecewise constant along a
+            path, so :class:`~adjsim.Pathwise` sees no gradient and :class:`~adjsim.Girsanov` does.
+            A smooth rate, such as ``sigmoid(x / width) / lifetime``, is a different observable,
+            for which both work.
+        times: the times of the frames.
     """
     k, t = as_tensor("rate", rate), as_tensor("times", times)
     dt = (t[1:] - t[:-1]).to(k).reshape(-1, *[1] * (k.ndim - 1))

@@ -1,4 +1,4 @@
-"""Where the atoms are."""
+"""Observables of structure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from adjsim._typing import Array, Energies, PositionsLike
 
 
 def radius_of_gyration(position: PositionsLike) -> Energies:
-    """``sqrt(sum |q_i - q_mean|^2 / atoms)``, length, ``(*batch,)``: equal masses, no periodic cell."""
+    """Compute ``sqrt(sum |q_i - q_mean|^2 / atoms)``, length, ``(*batch,)``.
+
+    Masses are equal, and there is no periodic cell.
+    """
     q = as_tensor("position", position)
     centered = q - q.mean(-2, keepdim=True)
     return (centered**2).sum(-1).mean(-1).sqrt()
 
 
 def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
-    """Distances of all pairs i<j, to the nearest image in a box: ``(*batch, atoms (atoms - 1) / 2)``."""
+    """Compute the distances of all pairs i<j, to the nearest image in a box.
+
+    The result is ``(*batch, atoms (atoms - 1) / 2)``.
+    """
     q = as_tensor("position", position)
     d = differences(q)
     if box is not None:
@@ -30,13 +36,12 @@ def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
 
 
 def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Tensor:
-    """The radial distribution function g(r) in a three-dimensional periodic box, averaged over the batch.
-
-    ::
+    """Compute the radial distribution function g(r) in a periodic box, averaged over the batch::
 
         g(r) = (pairs in the shell) / (atoms (atoms - 1) / 2) * V / (shell volume)
 
-    A histogram: it has no gradient. Valid for r up to half the smallest perpendicular width of the box.
+    It is a histogram and has no gradient. The box is three-dimensional, and g(r) is valid for r up
+    to half the smallest perpendicular width of the box.
 
     Args:
         position: ``(*batch, atoms, 3)``; frames and replicas are averaged alike.

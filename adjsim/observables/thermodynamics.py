@@ -1,4 +1,4 @@
-"""Temperature."""
+"""Observables of thermodynamics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from adjsim._typing import Energies, Number, PositionsLike
 
 
 def kinetic_temperature(momentum: PositionsLike, mass: Number = 1.0, dof: float | int | None = None) -> Energies:
-    """``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
+    """Compute the kinetic temperature ``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
     Args:
         momentum: ``(*batch, atoms, dim)``.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
-        dof: degrees of freedom; None: atoms x dim. Take off dim where the total momentum is zero and stays so.
+        dof: degrees of freedom; None: atoms x dim. Subtract dim if the total momentum is zero and
+            stays zero.
     """
     p, m = as_tensor("momentum", momentum), as_tensor("mass", mass)
     if m.numel() > 1:

@@ -1,4 +1,4 @@
-"""Energy functions and their forces."""
+"""Potentials: energy functions and their forces."""
 
 from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
 from adjsim.potentials.base import ForceField, Potential, SeparablePotential, force

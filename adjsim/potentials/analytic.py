@@ -11,10 +11,11 @@ from adjsim.potentials.base import Potential, SeparablePotential
 
 
 class Harmonic(SeparablePotential):
-    """``U = sum k/2 (q - center)^2`` over atoms and dimensions.
+    """A harmonic well, ``U = sum k/2 (q - center)^2`` over atoms and dimensions.
 
     Args:
-        k: stiffness, energy / length^2; a scalar or anything that broadcasts against ``(atoms, dim)``.
+        k: stiffness, energy / length^2; a scalar or anything that broadcasts against
+            ``(atoms, dim)``.
         center: rest position, length; likewise.
     """
 
@@ -37,11 +38,13 @@ class Harmonic(SeparablePotential):
 
 
 class AsymmetricDoubleWell(SeparablePotential):
-    """``U = sum barrier (q^2 - 1)^2 + asymmetry q`` over atoms and dimensions.
+    """A tilted double well, ``U = sum barrier (q^2 - 1)^2 + asymmetry q``.
+
+    The sum is over atoms and dimensions.
 
     Args:
-        barrier: height between the wells at -1 and 1 when the asymmetry is zero, energy; lengths are in units of the
-            well's distance from the origin.
+        barrier: height between the wells at -1 and 1 when the asymmetry is zero, energy; lengths
+            are in units of the well's distance from the origin.
         asymmetry: tilt, energy / length; positive favours the left well.
     """
 
@@ -64,7 +67,9 @@ class AsymmetricDoubleWell(SeparablePotential):
 
 
 class DoubleWell(SeparablePotential):
-    """``U = sum barrier (q^2 - 1)^2`` over atoms and dimensions: two wells of equal depth at -1 and 1.
+    """A double well, ``U = sum barrier (q^2 - 1)^2``.
+
+    Its wells at -1 and 1 are equal. The sum is over atoms and dimensions.
 
     Args:
         barrier: height of the barrier at the origin, energy.
@@ -87,12 +92,14 @@ class DoubleWell(SeparablePotential):
 
 
 class MullerBrown(Potential):
-    """The four-Gaussian surface of Muller and Brown, Theor. Chim. Acta 53, 75 (1979), in two dimensions.
+    """The surface of Muller and Brown in two dimensions, a sum of four Gaussians::
 
-    ``U = sum over atoms and k of A_k exp(a_k (x - x_k)^2 + b_k (x - x_k)(y - y_k) + c_k (y - y_k)^2)``
+        U = sum over atoms and k of A_k exp(a_k X^2 + b_k X Y + c_k Y^2),     X = x - x_k, Y = y - y_k
 
-    It has three minima joined by a curved valley, the standard trial for barrier crossing. Energies run from -147 to
-    far above 100, so temperatures of 10 to 20 are usual. Its constants are part of its definition and do not train.
+    See Muller and Brown, Theor. Chim. Acta 53, 75 (1979). It has three minima joined by a curved
+    valley, and is the standard test of barrier crossing. Energies run from -147 to far above 100,
+    so temperatures of 10 to 20 are usual. Its constants are part of its definition and are not
+    trained.
     """
 
     amplitude: Tensor

@@ -1,12 +1,14 @@
-"""Forces from energies, and their transposed Jacobians.
+"""Forces from energies, and their vector-Jacobian products.
 
-A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy ``(*batch,)``. Its force is
-``-dU/dq``, by automatic differentiation. Two families know theirs in closed form: :class:`SeparablePotential`, a sum
-over coordinates, and :class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
+A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
+``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation. Two families have a force in
+closed form: :class:`SeparablePotential`, a sum over coordinates, and
+:class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
 :class:`ForceField` is a force that need not come from an energy, and may depend on time.
 
-The adjoint needs one more thing of a force F(q; theta): its vector-Jacobian product. :func:`force_vjp` gives the force and a
-function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their work.
+The adjoint also needs the vector-Jacobian product of a force F(q; theta). :func:`force_vjp` returns
+the force and a function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their
+work.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from adjsim._typing import Energies, Positions
 
 @dataclass(frozen=True)
 class DeferredVJP:
-    """The gradient of ``sum of weight . function(x; theta)`` with respect to theta, to be taken later.
+    """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
 
-    Those of one function may be stacked along a new leading axis and differentiated together, which spares small systems the
-    overhead of doing so in every step.
+    Several of one function may be stacked along a new leading axis and differentiated together.
+    This spares small systems the overhead of a differentiation in every step.
 
     Args:
-        module: whose parameters theta are.
+        module: the module with the parameters theta.
         function: of x, elementwise.
         weight: the cotangent of its value.
-        x: where it is evaluated.
+        x: the point of evaluation.
     """
 
     module: nn.Module
@@ -46,10 +48,11 @@ class DeferredVJP:
     x: Tensor
 
     def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """By each parameter, None for one that the function does not depend on.
+        """Compute the gradient by parameter; None where the function does not depend on it.
 
         Raises:
-            ValueError: the function depends on a tensor that requires grad and is not one of the parameters.
+            ValueError: the function depends on a tensor that requires grad and is not one of the
+                parameters.
         """
         with torch.enable_grad():
             total = (self.weight * self.function(self.x)).sum()
@@ -63,36 +66,44 @@ Pullback = Callable[[Tensor], tuple[Tensor, DeferredVJP | list[Tensor | None]]]
 
 
 class Potential(nn.Module):
-    """An energy function ``U(q; theta)``; subclasses write ``forward``, and may write the closed forms below it."""
+    """An energy function ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms."""
 
     def forward(self, position: Positions) -> Energies:
         raise TypeError(f"{type(self).__name__} has no energy: write forward(position) -> (*batch,).")
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        """``-dU/dq``, differentiable when grad mode is on.
+        """Compute ``-dU/dq``, differentiable when grad mode is on.
 
-        Where it is a sum of contributions and a grid is given (``(*batch, 1, 1, 1)``, one spacing for each system), they are
-        rounded to it before they are summed: the sum is then exact, and does not depend on the order.
+        A grid (``(*batch, 1, 1, 1)``, one spacing for each system) may be given. A force that is a
+        sum of contributions then rounds each of them to the grid before the sum. The sum is exact,
+        and does not depend on the order.
         """
         return _derived(self, position, grid)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
-        """The force, and v -> (v^T dF/dq, v^T dF/dtheta), the latter as a contraction or as gradients.
+        """Compute the force, and return it with the function v -> (v^T dF/dq, v^T dF/dtheta).
 
-        On a grid, the force has the bits that :meth:`force` gives it.
+        The latter is a :class:`DeferredVJP` or a list of gradients. On a grid the force has the
+        bits of :meth:`force`.
         """
         return _autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
 
 
 class ForceField(nn.Module):
-    """A force given directly, ``F(t, q)``: a control, a non-conservative drive. It has no energy and no invariant."""
+    """A force without an energy, ``F(t, q)``.
+
+    Examples are a control and a non-conservative drive. It has no invariant.
+    """
 
     def forward(self, t: Any, position: Positions) -> Positions:
         raise TypeError(f"{type(self).__name__} has no force: write forward(t, position).")
 
 
 class SeparablePotential(Potential):
-    """``U = sum over atoms and dimensions of u(q)``, with ``slope = u'`` and ``curvature = u''`` elementwise."""
+    """A potential ``U = sum over atoms and dimensions of u(q)``.
+
+    ``element`` is u, ``slope`` is u' and ``curvature`` is u'', elementwise.
+    """
 
     def element(self, x: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no element(x).")
@@ -121,16 +132,17 @@ class SeparablePotential(Potential):
 
 
 def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | None = None) -> Positions:
-    """The force ``-dU/dq`` of a potential at a position.
+    """Compute the force ``-dU/dq`` of a potential at a position.
 
     Args:
         potential: an energy module, or a :class:`ForceField`.
         position: ``(*batch, atoms, dim)``.
-        t: the time, which only a :class:`ForceField` looks at.
+        t: the time, which only a :class:`ForceField` reads.
         grid: see :meth:`Potential.force`.
 
     Returns:
-        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode is on.
+        ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode
+        is on.
 
     Raises:
         ValueError: the potential writes into the position that it is given.
@@ -150,9 +162,10 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
 def force_vjp(
     potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0, grid: Grid | None = None
 ) -> tuple[Tensor, Pullback]:
-    """The force, detached, and its vector-Jacobian product with respect to position and ``parameters``.
+    """Compute the force, detached, and its vector-Jacobian product.
 
-    The position must not require grad; the product may be asked for once.
+    The product is with respect to the position and ``parameters``. The position must not require
+    grad; the product may be taken once.
     """
     position = materialise(position)
     version = version_of(position)
@@ -167,29 +180,31 @@ def force_vjp(
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor has been written to, as far as torch counts it."""
+    """Return how often torch has counted a write to a tensor."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None:
-    """Refuse a potential that has written into its argument, which may be somebody's start, since it had this version."""
+    """Refuse a potential that has written into its argument since it had this version."""
     if version_of(position) != version:
         raise ValueError(
-            f"{type(potential).__name__} writes into the position that it is given, which would change the state of the run "
-            "(an assignment to a slice, or an operation such as add_). Work on position.clone(), or write it without."
+            f"{type(potential).__name__} writes into the position that it is given, which would "
+            "change the state of the run (an assignment to a slice, or an operation such as "
+            "add_). Work on position.clone(), or write it without."
         )
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``d(sum of function)/dx``, differentiable when grad mode is on, and without a graph when it is off.
+    """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
 
-    The cost does not depend on how x was computed: autograd looks no further back than the node that it differentiates with
-    respect to, and x gets one of its own. (A leaf in its place would make it visit every operation that x has come from.)
+    The cost does not depend on how x was computed. Autograd searches no further back than the node
+    that it differentiates with respect to, and x gets a new node. (With a leaf in its place,
+    autograd would visit every operation that made x.)
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)
     if torch.is_inference_mode_enabled():
-        # Nothing requires grad there, which would look like a function without a derivative.
+        # Nothing requires grad in inference mode, which would look like a zero derivative.
         with outside_inference_mode():
             return derivative(function, x.clone())
     create = torch.is_grad_enabled()
@@ -201,7 +216,7 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(total, here, create_graph=create, allow_unused=True)
     if slope is None:
         return torch.zeros_like(x)
-    # Where nothing but our own leaf asks for a gradient, the result must not claim one.
+    # If only our own leaf requires grad, the result must not require grad.
     asked = x.requires_grad or next(leaves(slope), None) is not None
     return slope if asked else slope.detach()
 

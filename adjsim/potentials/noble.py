@@ -27,8 +27,8 @@ NOBLE_GASES = {
     "Kr": NobleGas(162.58, 3.6274),
     "Xe": NobleGas(227.55, 3.9011),
 }
-"""Lennard-Jones numbers by symbol, fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse, J. Phys. Chem. B 105, 12126
-(2001). Helium is left out: at the temperatures where it is liquid it is not classical."""
+"""Lennard-Jones parameters by symbol, fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse, J. Phys. Chem. B 105, 12126
+(2001). Helium is left out: at the temperatures where it is liquid, it is not classical."""
 
 
 class LennardJonesMixture(LennardJones):
@@ -37,13 +37,15 @@ class LennardJonesMixture(LennardJones):
     ``epsilon_ij = sqrt(epsilon_i epsilon_j)``, ``sigma_ij = (sigma_i + sigma_j) / 2``.
 
     Args:
-        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma; ``range(atoms)`` for numbers atom by atom.
+        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma;
+            ``range(atoms)`` for one number for each atom.
         epsilon: ``(species,)``, energy.
         sigma: ``(species,)``, length.
         cutoff, box: as for :class:`LennardJones`.
 
     Raises:
-        ValueError: epsilon and sigma of different lengths, a species that they do not have, another number of atoms.
+        ValueError: epsilon and sigma of different lengths, a species without parameters, another
+            number of atoms.
     """
 
     species: Tensor
@@ -68,7 +70,9 @@ class LennardJonesMixture(LennardJones):
                 f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
             )
         if not bool((self.epsilon.detach() >= 0).all()):
-            raise ValueError(f"epsilon is mixed by a root and must not be negative; got {describe(self.epsilon.detach())}.")
+            raise ValueError(
+                f"mixing takes the root of epsilon, which must not be negative; got {describe(self.epsilon.detach())}."
+            )
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.species) != s.shape[-1]:
@@ -90,6 +94,6 @@ def _checked_species(species: Array, count: int) -> Tensor:
 
 
 def trainable_numbers(values: Sequence[float]) -> nn.Parameter:
-    """Numbers as one float64 parameter: a scalar if there is one, else a vector."""
+    """Make one float64 parameter of numbers: a scalar from one, else a vector."""
     tensor = torch.tensor(values, dtype=torch.float64)
     return nn.Parameter(tensor[0] if len(values) == 1 else tensor)

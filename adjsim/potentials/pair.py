@@ -1,18 +1,20 @@
 """Pair potentials, written as a function of the squared distance.
 
-With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, everything the adjoint asks for follows from u' and u''
-elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of q, w_ij = v_i - v_j::
+With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, every derivative that the adjoint
+needs follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of
+q, w_ij = v_i - v_j::
 
     F_i           = sum_j -2 u'(s_ij) d_ij
     (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij      (symmetric: its transpose too)
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
-so that no automatic differentiation passes through the geometry. Pairs that do not count (an atom with itself, beyond
-the cutoff) get a harmless distance before any division, and a zero after it: by their difference, which is zero, or by the
-cutoff. So values and gradients stay finite.
+so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
+itself, pairs beyond the cutoff) get a safe distance before any division. Their contribution is then
+made zero, by their difference, which is zero, or by the cutoff. So values and gradients stay
+finite.
 
-All pairs are evaluated, which is right up to about a thousand atoms. Coordinates come first inside, ``(dim, atoms,
-atoms)``: the long axis is then the last one, which vectorises.
+All pairs are evaluated, which is efficient up to about a thousand atoms. Inside, coordinates come
+first, ``(dim, atoms, atoms)``, so that the last axis is long and vectorises.
 """
 
 from __future__ import annotations
@@ -26,25 +28,28 @@ from torch.nn.utils.stateless import _reparametrize_module
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
-from adjsim._layout import is_tracing, memory_order, packed, stored, unpacked
+from adjsim._layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 
 
 class PairPotential(Potential):
-    """A sum over pairs i<j of ``pair_energy(s)``, s the squared distance.
+    """A sum over pairs i<j of ``pair_energy(s)``, with s the squared distance.
 
-    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow, or are given.
+    Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow
+    from it, or are written too.
 
     Args:
-        cutoff: pairs at or beyond this distance do not count; the energy is shifted to zero there. None: no cutoff.
-        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the nearest image. Tilted rows
-            are kept as those of the same lattice that are as little skewed as can be.
+        cutoff: pairs at or beyond this distance are excluded; the energy is shifted to zero there.
+            None: no cutoff.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the
+            nearest image. Tilted rows are replaced by the least skewed rows of the same lattice.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box (after that reduction, which gives the
-            largest that the lattice has): below it no atom meets two images of another.
+        ValueError: a cutoff above half the smallest perpendicular width of the box (after this
+            reduction, which makes the width as large as possible). Below it no atom meets two
+            images of another.
     """
 
     box: Tensor | None
@@ -58,71 +63,73 @@ class PairPotential(Potential):
             self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
 
     def pair_energy(self, s: Tensor) -> Tensor:
-        """u(s), elementwise."""
+        """Compute u(s), elementwise."""
         raise TypeError(f"{type(self).__name__} has no pair_energy(s).")
 
     def pair_slope(self, s: Tensor) -> Tensor:
-        """du/ds, elementwise."""
+        """Compute du/ds, elementwise."""
         return derivative(self.pair_energy, s)
 
     def pair_curvature(self, s: Tensor) -> Tensor:
-        """d2u/ds2, elementwise."""
+        """Compute d2u/ds2, elementwise."""
         return derivative(self.pair_slope, s)
 
-    def harmless(self, s: Tensor) -> Tensor:
-        """A squared distance at which the functions above are finite, for pairs that do not count."""
+    def safe_distance(self, s: Tensor) -> Tensor:
+        """Return a squared distance at which the functions above are finite, for excluded pairs."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
     def forward(self, position: Positions) -> Energies:
-        _, s, counts = self._geometry(position)
+        _, s, included = self._geometry(position)
         energy = self.pair_energy(s)
         if self.cutoff is not None:
-            energy = energy - self.pair_energy(torch.full_like(self.harmless(s), self.cutoff**2))
-        return 0.5 * torch.where(counts, energy, 0.0).sum((-1, -2))
+            energy = energy - self.pair_energy(torch.full_like(self.safe_distance(s), self.cutoff**2))
+        return 0.5 * torch.where(included, energy, 0.0).sum((-1, -2))
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        d, s, counts = self._geometry(position)
-        return _sum_pairs(-2 * self._counted(self.pair_slope(s), counts), d, grid)
+        d, s, included = self._geometry(position)
+        return _sum_pairs(-2 * self._masked(self.pair_slope(s), included), d, grid)
 
     def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
-            d, s, counts = self._geometry(position)
-            slope = self._counted(self.pair_slope(s), counts)
+            d, s, included = self._geometry(position)
+            slope = self._masked(self.pair_slope(s), included)
             bare = -2 * slope
             value = _sum_pairs(bare, d, grid)
             bare = bare.unsqueeze(-3)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP | list[Tensor | None]]:
             with torch.no_grad():
-                w = planes(differences(v))
-                dw = sum_planes([x * y for x, y in zip(d, w, strict=True)])
-                bend = (-4 * self._counted(self.pair_curvature(s), counts) * dw).unsqueeze(-3)
+                w = split_coordinates(differences(v))
+                dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
+                bend = (-4 * self._masked(self.pair_curvature(s), included) * dw).unsqueeze(-3)
                 rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
-                found = DeferredVJP(self, self.pair_slope, self._counted(-dw, counts), s)
+                found = DeferredVJP(self, self.pair_slope, self._masked(-dw, included), s)
                 by_rows = is_tracing() and self._takes_rows
-                return _join(rows), self._by_rows(found, parameters) if by_rows else found
+                return _join_coordinates(rows), self._by_rows(found, parameters) if by_rows else found
 
         return value, pullback
 
     @property
     def _takes_rows(self) -> bool:
-        """Whether formulas are elementwise in each scalar parameter too, so that it may differ from row to row."""
+        """Whether the formulas are elementwise in each scalar parameter.
+
+        A parameter may then differ from row to row.
+        """
         return False
 
-    def _by_rows(self, put_off: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient with respect to parameters, each scalar of them given to every row of pairs as its own.
+    def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Compute the gradient with parameters expanded over the rows of pairs.
 
-        The sums over a row then go into the loop over pairs that the rest of a compiled step has, where a sum over all pairs
-        would need another loop. A parameter that has several names gets the sum of what they get.
+        The sums over a row then enter the loop over pairs of the compiled step, while a sum over
+        all pairs would need another loop. A parameter with several names gets the sum of the
+        gradients of its names.
         """
-        rows = (*put_off.x.shape[:-1], 1)
+        rows = (*deferred.x.shape[:-1], 1)
         registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        mine = {name: p for name, p in registered if any(p is q for q in parameters)}
-        stand_ins = {
-            name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in mine.items()
-        }
+        own = {name: p for name, p in registered if any(p is q for q in parameters)}
+        stand_ins = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
         with torch.enable_grad(), _reparametrize_module(self, stand_ins):
-            total = (put_off.weight * put_off.function(put_off.x)).sum()
+            total = (deferred.weight * deferred.function(deferred.x)).sum()
         refuse_unknown(total, self, list(stand_ins.values()), f"the force of {type(self).__name__}")
         if not total.requires_grad:
             return [None] * len(parameters)
@@ -130,42 +137,49 @@ class PairPotential(Potential):
         sums: list[Tensor | None] = []
         for q in parameters:
             parts = [
-                g.sum() if p.ndim == 0 else g for p, g in zip(mine.values(), grads, strict=True) if p is q and g is not None
+                g.sum() if p.ndim == 0 else g for p, g in zip(own.values(), grads, strict=True) if p is q and g is not None
             ]
             sums.append(sum(parts[1:], parts[0]) if parts else None)
         return sums
 
-    def _counted(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Zero for pairs beyond the cutoff. An atom is at no distance from itself, which makes zero of what it is times."""
-        return x if self.cutoff is None else torch.where(counts, x, 0.0)
+    def _masked(self, x: Tensor, included: Tensor) -> Tensor:
+        """Set pairs beyond the cutoff to zero.
+
+        The pair of an atom with itself needs no mask, since its difference is zero.
+        """
+        return x if self.cutoff is None else torch.where(included, x, 0.0)
 
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Differences in planes, squared distances and which pairs count, ``(*batch, atoms, atoms)``."""
-        parts = planes(differences(position))
+        """Compute differences by coordinate, squared distances, and the mask of included pairs.
+
+        The latter two are ``(*batch, atoms, atoms)``.
+        """
+        parts = split_coordinates(differences(position))
         if self.box is not None:
             parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
-        s, counts = sum_planes([x * x for x in parts]), distinct(position)
+        s, included = sum_coordinates([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
-            # One comparison of numbers in place of two masks, which compiled loops would widen.
-            s = torch.where(counts, s, torch.finfo(s.dtype).max)
-            counts = s < self.cutoff**2
-        return parts, torch.where(counts, s, self.harmless(s)), counts
+            # One comparison of numbers instead of two masks, which compiled loops would widen.
+            s = torch.where(included, s, torch.finfo(s.dtype).max)
+            included = s < self.cutoff**2
+        return parts, torch.where(included, s, self.safe_distance(s)), included
 
 
 class LennardJones(PairPotential):
-    """``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
+    """The Lennard-Jones potential, ``U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6)``.
 
     Args:
         epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
-        cutoff: pairs beyond it are left out and the energy is shifted to zero there; the force jumps by a little, so use
-            2.5 sigma or more where energy conservation matters. None: all pairs.
-        box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair counts once, at its
-            nearest image.
+        cutoff: pairs beyond it are left out, and the energy is shifted to zero there. The force
+            jumps by a little, so use 2.5 sigma or more where energy conservation matters. None: all
+            pairs.
+        box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
+            counts once, at its nearest image.
 
     Raises:
-        ValueError: epsilon or sigma that is not symmetric, or a vector: for a number for each atom or species, and its mixing
-            rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon or sigma that is not symmetric, or a vector. For one number for each
+            atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -185,7 +199,7 @@ class LennardJones(PairPotential):
         self._check_parameters()
 
     def _check_parameters(self) -> None:
-        """Refuse numbers that are no property of a pair."""
+        """Refuse parameters that are not one number for each pair."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             _check_symmetric(name, value.detach())
 
@@ -195,7 +209,7 @@ class LennardJones(PairPotential):
         return all(getattr(type(self), name) is getattr(LennardJones, name) for name in names)
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """epsilon and sigma of every pair, to broadcast against the squared distances."""
+        """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             if value.ndim and value.shape[-1] not in (1, s.shape[-1]):
                 raise ValueError(f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}.")
@@ -213,11 +227,11 @@ class LennardJones(PairPotential):
         epsilon, x, inverse = self._sixth(s)
         return 24 * epsilon * x * (7 * x - 2) * (inverse * inverse)
 
-    def harmless(self, s: Tensor) -> Tensor:
+    def safe_distance(self, s: Tensor) -> Tensor:
         return self.pair_parameters(s.detach())[1].detach() ** 2
 
     def _sixth(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """epsilon, (sigma/r)^6 and 1/r^2."""
+        """Compute epsilon, (sigma/r)^6 and 1/r^2."""
         epsilon, sigma = self.pair_parameters(s)
         inverse = 1 / s
         ratio = sigma**2 * inverse
@@ -225,10 +239,14 @@ class LennardJones(PairPotential):
 
 
 def distinct(position: Tensor) -> Tensor:
-    """Which pairs are of two atoms, ``(atoms, atoms)``: by their numbers, since two atoms may be in one place."""
-    # Compared in the type of positions, and read from memory, so that a compiled loop over pairs does not convert numbers.
+    """Return which pairs are of two different atoms, ``(atoms, atoms)``.
+
+    Atoms are compared by number, since two atoms may be at one position.
+    """
+    # Numbers are compared in the dtype of positions and read from memory, so that a compiled loop
+    # over pairs does not convert them.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
-    index = stored(index) if is_tracing() else index
+    index = materialise_contiguous(index) if is_tracing() else index
     return index.unsqueeze(-1) != index
 
 
@@ -244,19 +262,23 @@ def _check_symmetric(name: str, value: Tensor) -> None:
     if difference > 8 * torch.finfo(value.dtype).eps * scale:
         i, j = divmod(int((value - value.T).abs().argmax()), len(value))
         raise ValueError(
-            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, {i}) are "
-            f"{float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 is symmetric."
+            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, "
+            f"{i}) are {float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 "
+            "is symmetric."
         )
 
 
-def planes(d: Tensor) -> list[Tensor]:
-    """Coordinates ``(*batch, dim, atoms, atoms)`` together, or one by one where a step is traced to be compiled: sums over
-    pairs are then one loop for all coordinates, and what they share is not computed for each."""
+def split_coordinates(d: Tensor) -> list[Tensor]:
+    """Split coordinates ``(*batch, dim, atoms, atoms)`` if the step is traced.
+
+    Otherwise return them whole. The compiler then makes one loop over pairs for all coordinates,
+    and computes common terms once.
+    """
     return list(d.split(1, -3)) if is_tracing() else [d]
 
 
-def sum_planes(parts: list[Tensor]) -> Tensor:
-    """The sum over coordinates, ``(*batch, atoms, atoms)``."""
+def sum_coordinates(parts: list[Tensor]) -> Tensor:
+    """Sum over coordinates, to ``(*batch, atoms, atoms)``."""
     if len(parts) == 1:
         return parts[0].sum(-3)
     total = parts[0]
@@ -265,8 +287,8 @@ def sum_planes(parts: list[Tensor]) -> Tensor:
     return total.squeeze(-3)
 
 
-def _join(rows: list[Tensor]) -> Tensor:
-    """Coordinates ``(*batch, dim, atoms)`` in planes, as ``(*batch, atoms, dim)``."""
+def _join_coordinates(rows: list[Tensor]) -> Tensor:
+    """Join separate coordinates ``(*batch, dim, atoms)`` to ``(*batch, atoms, dim)``."""
     if len(rows) == 1:
         return rows[0].transpose(-1, -2)
     axes, batch = rows[0].ndim, rows[0].shape[:-2]
@@ -278,4 +300,4 @@ def _sum_pairs(weight: Tensor, d: list[Tensor], grid: Grid | None) -> Tensor:
     parts = [weight.unsqueeze(-3) * x for x in d]
     if grid is not None:
         parts = [grid.round(part) for part in parts]
-    return _join([part.sum(-1) for part in parts])
+    return _join_coordinates([part.sum(-1) for part in parts])

@@ -1,4 +1,4 @@
-"""How the dynamics is integrated."""
+"""Solvers: ways to integrate the dynamics."""
 
 from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
 from adjsim.solvers.ode import ODESolver

@@ -1,4 +1,4 @@
-"""What a run is made of, and solvers whose steps are lists of moves that the adjoints walk forward and backward."""
+"""The parts of a run, and the base of stepping solvers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import At, Coefficients
+from adjsim.dynamics.sources import Coefficients, MoveContext
 
-# The time at a share of a step: the end of one step and the beginning of the next are the same number.
-Clock = Callable[[float], Any]
+# The time at a share of a step. The end of one step and the beginning of the next are the same
+# number.
+TimeInStep = Callable[[float], Any]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One letter's turn in a step.
+    """The part of a step that one letter of the scheme takes.
 
-    ``elapsed`` is the share of dt that has passed when it begins; its draws are ``noise[first_draw : first_draw + draws]``.
+    ``elapsed`` is the share of dt that has passed when the stage begins. Its draws are
+    ``noise[first_draw : first_draw + draws]``.
     """
 
     letter: str
@@ -42,56 +44,63 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """A step of a scheme: stages carried out one after the other, and the scheme's order of accuracy.
+    """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
-    A step draws ``draws`` fields of noise, each of the shape of position, and sees those of ``sees`` steps: its own and the
-    next ones. On a lattice it steps the lattice's states, which have information buffers in addition.
+    A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
+    ``noise_steps`` steps, its own and the next ones. On a lattice its states have information
+    buffers in addition.
     """
 
     stages: Sequence[Stage]
     dt: float
     order: int
     draws: int = 0
-    sees: int = 1
+    noise_steps: int = 1
     lattice: Lattice | None = None
 
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        place = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
-        moves = tuple((stage, place(move)) for stage in self.stages for move in stage.moves)
+        convert = (lambda move: move) if self.lattice is None else self.lattice.on_lattice
+        moves = tuple((stage, convert(move)) for stage in self.stages for move in stage.moves)
         object.__setattr__(self, "moves", moves)
 
     def step(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> State:
-        """The state a step later: a pure function of its tensors. ``forces`` takes the last force from step to step."""
+        """Run one step, as a pure function of tensors.
+
+        ``forces`` carries the last force to the next step.
+        """
         for stage, move in self.moves:
-            state = move.flow(state, self.at(time, stage, coefficients, noise, forces))
+            state = move.flow(state, self.context(time, stage, coefficients, noise, forces))
         return state
 
-    def trail(
+    def intermediate_states(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
     ) -> list[State]:
-        """The states before each move of a step, and the state after the last."""
+        """Run one step, and return all intermediate states.
+
+        These are the states before each move, and the state after the last.
+        """
         states = [state]
         for stage, move in self.moves:
-            states.append(move.flow(states[-1], self.at(time, stage, coefficients, noise, forces)))
+            states.append(move.flow(states[-1], self.context(time, stage, coefficients, noise, forces)))
         return states
 
     def backward(
         self,
-        time: Clock,
+        time: TimeInStep,
         state: State,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
@@ -100,26 +109,26 @@ class Program:
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """The state a step earlier, with the cotangents taken through the step.
+        """Go back one step, and take the cotangents through it.
 
         Args:
-            time: of the step, by the share of it that has passed.
-            before: the states before each move; None: they are found by the moves' inverses.
+            time: the time as a function of the share of the step that has passed.
+            before: the states before each move; None: find them by the moves' inverses.
             part: which of the step's moves, if not all.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
-            at = self.at(time, stage, coefficients, noise, forces)
-            state = move.backward(state, at, cotangents, None if before is None else before[i])
+            context = self.context(time, stage, coefficients, noise, forces)
+            state = move.backward(state, context, cotangents, None if before is None else before[i])
         return state
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
-        """An evaluator of the potential's forces, rounded as this program wants them."""
-        return ForceEvaluator(potential, grid=self.force_grid, still=self.clock_stands_still, **options)
+        """Make an evaluator of the potential's forces, with the rounding of this program."""
+        return ForceEvaluator(potential, grid=self.force_grid, one_time_per_position=self.one_time_per_position, **options)
 
     @property
-    def clock_stands_still(self) -> bool:
-        """Whether no time passes while the position stays: then one position has one time, and one force."""
+    def one_time_per_position(self) -> bool:
+        """Whether no time passes while the position stays, so that one position has one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
         moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
         passed = [abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)]
@@ -130,28 +139,28 @@ class Program:
         return None if self.lattice is None else self.lattice.force_grid
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Program:
-        """The same step with these tensors as the spacings of its lattice."""
+        """Return the same step with these tensors as the spacings of its lattice."""
         return self if self.lattice is None else replace(self, lattice=self.lattice.with_spacings(spacings))
 
-    def at(
+    def context(
         self,
-        time: Clock,
+        time: TimeInStep,
         stage: Stage,
         coefficients: Mapping[str, Coefficients],
         noise: Sequence[Tensor] | None,
         forces: ForceEvaluator,
-    ) -> At:
-        """Where the moves of a stage take place."""
+    ) -> MoveContext:
+        """Return the context of the moves of a stage."""
         drawn = None
         if stage.draws:
             assert noise is not None
             drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return At(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
+        return MoveContext(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
 
 
 @dataclass
 class Problem:
-    """Everything about one run, validated: what an adjoint is given."""
+    """Everything about one run, validated, for the adjoint."""
 
     dynamics: Dynamics
     tensors: ModuleTensors
@@ -166,17 +175,17 @@ class Problem:
 
 
 class SteppingSolver(ABC):
-    """Steps of a fixed size dt."""
+    """The base class of solvers with fixed steps of size dt."""
 
     dt: float
 
     @abstractmethod
     def program(self, dynamics: Dynamics, state: State) -> Program:
-        """The moves of a step, for states like this one."""
+        """List the moves of a step, for states like this one."""
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
-        """Each letter's coefficients, differentiable in the parameters."""
+        """Compute each letter's coefficients, differentiable in the parameters."""
 
 
 def check_dt(dt: Any) -> float:

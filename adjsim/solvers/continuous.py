@@ -1,4 +1,7 @@
-"""Solvers of another library, which take the summed drift (and diffusion) and own both ways of differentiating it."""
+"""The base of solvers from other libraries, which take the summed drift and diffusion.
+
+These libraries have both ways of differentiating a solve.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,34 @@ from torch import Tensor
 
 from adjsim._params import refuse_captured
 from adjsim._state import State, stack
-from adjsim._trajectory import TimeAverage, grid
+from adjsim._trajectory import TimeAverage, step_numbers
 from adjsim.solvers.base import Problem
 
 
 class ContinuousSolver(ABC):
-    """Solves for the states at given times. ``dt`` is the step, None where the solver chooses its own.
+    """The base class of solvers that return the states at given times.
 
-    A time average is the integral of its function, solved as one more component of the equation.
+    ``dt`` is the step, None where the solver chooses its own. A time average is the integral of its
+    function, solved as one more component of the equation.
     """
 
     dt: float | None
 
     @abstractmethod
     def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
-        """Refuse, before any work, what cannot be solved or differentiated this way."""
+        """Refuse, before any work, a problem that cannot be solved or differentiated in this way."""
 
     @abstractmethod
     def integrate(
         self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
     ) -> tuple[Tensor, ...]:
-        """The solution at the times, time leading; ``backsolve`` has the options of the continuous adjoint, None for none."""
+        """Solve for the times, which lead.
+
+        ``backsolve`` has options of the continuous adjoint, or is None.
+        """
 
     def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
-        """Frames, record and final state."""
+        """Return frames, record and final state."""
         record = problem.record
         average = record if isinstance(record, TimeAverage) else None
         times, saves = self.times(problem)
@@ -59,10 +66,13 @@ class ContinuousSolver(ABC):
         return stack(states), None, states[-1]
 
     def times(self, problem: Problem) -> tuple[Tensor, list[int]]:
-        """The times to solve for, in steps from the start where the step is fixed, and which of them are save times."""
+        """Return the times to solve for, and which of them are save times.
+
+        Where the step is fixed, times are in steps from the start.
+        """
         times, record = problem.times, problem.record
         if self.dt is not None:
-            times = torch.tensor(grid(times, self.dt), dtype=torch.float64)
+            times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
         saves = list(range(len(times)))
         if isinstance(record, TimeAverage) and record.burn_in > 0:
             begin = float(times[0]) + self._in_units(record.burn_in)
@@ -82,22 +92,23 @@ class ContinuousSolver(ABC):
 
 
 class VectorField(torch.nn.Module):
-    """The drift on tuples of fields, in units of the step if that is fixed. Counts passes over the energy.
+    """The drift on tuples of fields, which counts passes over the energy.
 
-    The continuous adjoints evaluate it again on the way back, and differentiate it by its parameters at every evaluation. So
-    they get copies of the parameters, as they were at the start, through which autograd comes to the user's own, with their
-    hooks, once.
+    Time is in units of the step if the step is fixed. The continuous adjoints evaluate the drift
+    again in the backward solve, and differentiate it with respect to its parameters at every
+    evaluation. So they get copies of the parameters, made at the start, through which autograd
+    reaches the user's own parameters, with their hooks, once.
 
     Args:
-        problem: whose drift.
-        average: what is integrated with it.
+        problem: the problem with the drift.
+        average: a time average, which is integrated with the drift.
         unit: the step, if time is counted in steps.
         copied: whether it runs on copies of the parameters.
     """
 
     def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None, copied: bool) -> None:
         super().__init__()
-        # In a list, so that the module does not register what it only looks at.
+        # In a list, so that the module does not register the dynamics.
         self._problem, self.average, self.unit = [problem], average, unit
         tensors = problem.tensors.tensors
         self._copies = [tuple(x.clone() for x in tensors)] if copied else []
@@ -108,7 +119,7 @@ class VectorField(torch.nn.Module):
 
     @property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
-        """The copies that a gradient is wanted by."""
+        """The copies that a gradient is wanted for."""
         return tuple(self.problem.tensors.trainable(self._copies[0]).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
@@ -118,19 +129,19 @@ class VectorField(torch.nn.Module):
         return t if self.unit is None else self.problem.times[0] + t * self.unit
 
     def diffusion(self, t: Tensor, state: State) -> State:
-        """The amplitudes of the noise."""
-        with self._bound():
+        """Compute the amplitudes of the noise."""
+        with self._substituted():
             return self.problem.dynamics.diffusion(self.time(t), state)
 
     def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state, stats = self.state(fields), self.problem.stats
-        with self._bound():
+        with self._substituted():
             rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
             if self.average is not None:
                 rates = (*rates, self.average.function(state).to(fields[-1].dtype))
             if self._copies and torch.is_grad_enabled():
                 for rate in rates:
-                    refuse_captured(rate, self.problem.dynamics, [*fields, t], "the drift, or what is averaged,")
+                    refuse_captured(rate, self.problem.dynamics, [*fields, t], "the drift, or the averaged function,")
         stats["energy_evaluations"] += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
@@ -138,12 +149,12 @@ class VectorField(torch.nn.Module):
             tracked.register_hook(lambda _: _count(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
-    def _bound(self) -> AbstractContextManager[None]:
-        return self.problem.tensors.bound(self._copies[0]) if self._copies else nullcontext()
+    def _substituted(self) -> AbstractContextManager[None]:
+        return self.problem.tensors.substituted(self._copies[0]) if self._copies else nullcontext()
 
 
 def asks_gradient(problem: Problem) -> bool:
-    """Whether anyone will differentiate this run."""
+    """Return whether a gradient of this run may be asked for."""
     return torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
 
 

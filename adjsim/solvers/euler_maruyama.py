@@ -1,4 +1,4 @@
-"""Steps for the overdamped equation, whose drift cannot be undone in closed form."""
+"""Steps for the overdamped equation, whose drift has no inverse in closed form."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class EulerMaruyama(SteppingSolver):
 
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
-    First order in averages (<x^2> of a harmonic well of stiffness k is too large by 1/(1 - k dt/(2 friction))) and, the noise
-    being additive, in the path. :class:`LeimkuhlerMatthews` costs the same and is better. A step has no inverse, so gradients
-    come from DirectAdjoint or CheckpointAdjoint.
+    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by
+    1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first order in the path.
+    :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
+    gradients come from DirectAdjoint or CheckpointAdjoint.
 
     Args:
         dt: the step, time.
@@ -43,7 +44,7 @@ class EulerMaruyama(SteppingSolver):
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
         noise = Shear("position", Combination("weights", draws), "noise")
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
-        return Program((stage,), self.dt, self.order, draws=1, sees=len(draws))
+        return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
         assert isinstance(dynamics, OverdampedLangevin)
@@ -61,9 +62,10 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
         q_{k+1} = q_k + dt F(q_k)/friction + sqrt(2 kT dt/friction) (xi_k + xi_{k+1})/2
 
-    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large friction (Leimkuhler and
-    Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470, 20140120 (2014)). The path is of
-    order 1/2, being half a step's noise off at either end, and averages that start out of equilibrium of first order.
+    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
+    friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
+    20140120 (2014)). The path is of order 1/2, since it is off by half a step's noise at either
+    end. Averages from a start out of equilibrium are of first order.
 
     Args:
         dt: the step, time.

@@ -21,21 +21,22 @@ SCIPY = ("scipy_solver",)
 
 
 class ODESolver(ContinuousSolver):
-    """Solve ``dy/dt = drift(t, y)`` with a method of torchdiffeq, whole states in, whole states out.
+    """Solve ``dy/dt = drift(t, y)`` with a method of torchdiffeq.
 
-    Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is SciPy's LSODA) choose
-    their steps from the tolerances and interpolate at save times. Fixed-step methods (euler, midpoint, heun2, heun3, rk4,
-    explicit_adams, implicit_adams, fixed_adams) take steps of dt, counted in whole steps from ts[0], and save times must
-    lie on them. Either way the path does not depend on the save times. Interpolation is of fourth order, coarser than the
-    steps of dopri8 at tight tolerances: prefer dopri5 there. explicit_adams is held to order 4.
+    Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is
+    SciPy's LSODA) choose their steps from the tolerances and interpolate at save times. Fixed-step
+    methods (euler, midpoint, heun2, heun3, rk4, explicit_adams, implicit_adams, fixed_adams) take
+    steps of dt from ts[0], and save times must lie on them. In both cases the path does not depend
+    on the save times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight
+    tolerances: prefer dopri5 there. explicit_adams is limited to order 4.
 
-    For long molecular runs prefer a splitting: it conserves what the physics conserves, costs one force a step, and its
-    gradient is exact in constant memory.
+    For long molecular runs prefer a splitting: it conserves the invariants of the physics, costs
+    one force a step, and its gradient is exact in constant memory.
 
     Args:
         method: a name of torchdiffeq.
         rtol, atol: error tolerances of adaptive methods (and of the corrector of implicit_adams).
-        dt: the step of fixed-step methods, time; they need it, adaptive ones refuse it.
+        dt: the step of fixed-step methods, time; required for them, refused for adaptive methods.
     """
 
     def __init__(self, method: str = "dopri5", *, rtol: float = 1e-7, atol: float = 1e-9, dt: float | None = None) -> None:
@@ -67,7 +68,8 @@ class ODESolver(ContinuousSolver):
         problem = field.problem
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
-            # Its own choice goes up to order 12, whose region of stability is too small to be of use.
+            # By default it goes up to order 12, whose region of stability is too small to be
+            # useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
             options["norm"] = _state_norm(len(problem.state))
@@ -89,8 +91,9 @@ class ODESolver(ContinuousSolver):
                     ),
                 )
             if self.method in ONE_STEP:
-                # torchdiffeq writes frames into one tensor, whose backward is quadratic in their number. One-step methods
-                # remember nothing, so solving from save to save gives the same path.
+                # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
+                # number. One-step methods have no memory, so solving from save to save gives the
+                # same path.
                 frames = [start]
                 for pair in pairwise(times):
                     ends = odeint(field, frames[-1], torch.stack(pair), options=options, **common)
@@ -99,8 +102,8 @@ class ODESolver(ContinuousSolver):
             return cast("tuple[Tensor, ...]", odeint(field, start, times, options=options, **common))
         except AssertionError as failure:
             raise FloatingPointError(
-                f"{self.method} gave up ({failure}): the solution leaves the finite numbers or is stiff. "
-                "Loosen the tolerances, shorten the run, or use a splitting."
+                f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
+                "stiff. Loosen the tolerances, shorten the run, or use a splitting."
             ) from failure
 
     def __repr__(self) -> str:
@@ -109,9 +112,9 @@ class ODESolver(ContinuousSolver):
 
 
 def _state_norm(count: int) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """The largest root mean square over the fields of the state: a quadrature carried along does not steer the steps.
+    """Return the largest root mean square over the fields of the state, without a quadrature.
 
-    Detached: steps are chosen by the solver, and are not what is differentiated.
+    It is detached, since the solver's choice of steps is not differentiated.
     """
 
     def norm(fields: tuple[Tensor, ...]) -> Tensor:

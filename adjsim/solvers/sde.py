@@ -1,7 +1,8 @@
-"""SDE solvers, by torchsde: the summed drift and diffusion of all terms as one stochastic differential equation.
+"""SDE solvers, by torchsde, for the summed drift and diffusion of all terms.
 
-Time is counted in steps and the noise of step k is that of every other solver (:class:`adjsim._noise.Noise`), so that nothing
-about it is stored, and forward and backward see the same numbers to the last bit at any dt.
+Time is counted in steps, and step k has the same noise as in every other solver
+(:class:`adjsim._noise.Noise`). So no noise is stored, and forward and backward get the same numbers
+to the last bit at any dt.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ REVERSIBLE_HEUN_LIMIT = 2.0
 
 
 class InstabilityError(ValueError):
-    """A run that would lose its gradient, or itself, to friction; raised before it starts."""
+    """Raised before a run that friction would make unstable, or whose gradient it would lose."""
 
 
 class SDESolver(ContinuousSolver):
-    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde, whole states in, whole states out.
+    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde.
 
-    The noise does not depend on the state, so that Ito and Stratonovich mean the same, and it is diagonal, so that no matrix is
-    made. Methods: midpoint, heun, euler_heun, reversible_heun; euler, milstein, srk. (log_ode is for noise that does not
-    commute; here it would be midpoint.) Steps are dt long and save times must lie on them; the path does not depend on them.
+    The noise amplitude does not depend on the state, so the Ito and Stratonovich equations are the
+    same. The noise is diagonal, so no matrix is formed. Methods: midpoint, heun, euler_heun,
+    reversible_heun; euler, milstein, srk. (log_ode is for noise that does not commute; here it
+    would equal midpoint.) Steps have length dt, and save times must lie on them. The path does not
+    depend on the save times.
 
-    reversible_heun has the parasitic root -(1 + friction dt) and blows up as exp(friction T), forward as well; it is refused
-    beyond friction T = 2.
+    reversible_heun has the parasitic root -(1 + friction dt) and grows as exp(friction T), also in
+    the forward run. It is refused beyond friction T = 2.
 
-    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same dt, costs one force a step,
-    and its gradient is exact in constant memory at any friction.
+    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
+    dt, costs one force a step, and its gradient is exact in constant memory at any friction.
 
     Args:
         method: a name of torchsde.
@@ -65,14 +68,16 @@ class SDESolver(ContinuousSolver):
         instead = "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped dynamics)"
         if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
             raise InstabilityError(
-                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} here and the limit "
-                f"{REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method such as 'midpoint'."
+                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} "
+                f"here and the limit {REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method "
+                "such as 'midpoint'."
             )
         if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
             raise InstabilityError(
-                f"the continuous adjoint loses its gradient as exp({what} x time) between save times: {what} x time is "
-                f"{rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. Save at least every {BACKSOLVE_LIMIT / rate:.3g}, "
-                f"or use {instead} with ReversibleAdjoint() or CheckpointAdjoint()."
+                f"the continuous adjoint loses its gradient as exp({what} x time) between save "
+                f"times: {what} x time is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
+                f"Save at least every {BACKSOLVE_LIMIT / rate:.3g}, or use {instead} with "
+                "ReversibleAdjoint() or CheckpointAdjoint()."
             )
 
     def integrate(
@@ -96,7 +101,7 @@ class SDESolver(ContinuousSolver):
 
 
 class _Equation(torch.nn.Module):
-    """The equation as torchsde wants it: one flat row, in units of the step."""
+    """The equation for torchsde: one flat row, in units of the step."""
 
     noise_type = "diagonal"
 
@@ -112,7 +117,7 @@ class _Equation(torch.nn.Module):
         return torch.cat([x.reshape(-1) for x in fields]).unsqueeze(0)
 
     def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Fields from the last axis of a tensor, in front of which time may lead."""
+        """Split the last axis of a tensor into fields; time may lead."""
         parts = flat.split(self.sizes, -1)
         return tuple(x.reshape((*flat.shape[:-1], *shape)) for x, shape in zip(parts, self.shapes, strict=True))
 
@@ -126,7 +131,7 @@ class _Equation(torch.nn.Module):
         return self.flat((*amplitudes, *zeros)) * self._root
 
     def noisy(self) -> list[bool]:
-        """Which fields have noise."""
+        """Return which fields have noise."""
         problem = self._field.problem
         with torch.no_grad():
             amplitudes = problem.dynamics.diffusion(problem.times[0], problem.state)
@@ -134,10 +139,10 @@ class _Equation(torch.nn.Module):
 
 
 class _StepNoise(BaseBrownian):
-    """The increments of a Brownian motion over whole steps: a function of the step's number.
+    """The increments of a Brownian motion over whole steps.
 
-    Each replica has the numbers that a splitting with each noisy letter once would draw for it, so that the two follow one
-    path.
+    They are a function of the step's number. Each replica gets the numbers of a splitting in which
+    each noisy letter occurs once, so that the two follow one path.
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
@@ -157,11 +162,11 @@ class _StepNoise(BaseBrownian):
         rows = [self._row(part) for part in drawn.split(self._width, 1)]
         if not return_U:
             return rows[0]
-        # int_0^1 W ds given W(1): half of it, and a Gaussian of variance 1/12 that is independent of it.
+        # int_0^1 W ds given W(1): half of W(1), plus an independent Gaussian of variance 1/12.
         return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
 
     def _row(self, drawn: Tensor) -> Tensor:
-        """One flat row in the layout of the state, zero for fields without noise."""
+        """Return one flat row in the layout of the state, zero for fields without noise."""
         parts, used = [], 0
         for size, noisy in self._layout:
             if noisy:

@@ -1,4 +1,4 @@
-"""Splitting: a step is a word over the terms of the dynamics, each letter the flow of that term alone."""
+"""Splittings, whose step is a word over the terms of the dynamics."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
 class Splitting(SteppingSolver):
-    """Compose the flows of the terms, in the order of a word: ``Splitting("BAB", dt)``, ``Splitting("NBABN", dt)``.
+    """Compose the flows of the terms in the order of a word.
 
-    A letter that occurs n times takes dt/n each time. A palindrome is symmetric and second order; a word that is none is
-    first order (``trajectory.stats["order"]`` says which). Adjacent flows of one term at the same position share one
-    force evaluation, so that "BAB" costs one force a step. Every scheme whose flows have inverses is reversible.
+    Examples are "BAB" and "NBABN". A letter that occurs n times takes dt/n each time. A palindrome
+    is symmetric and second order; any other word is first order (see
+    ``trajectory.stats["order"]``). Adjacent flows of one term at the same position share one force
+    evaluation, so "BAB" costs one force a step. Every scheme whose flows have inverses is
+    reversible.
 
     Args:
-        scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N (Nose-Hoover chain), E (turn).
+        scheme: a word that uses each term of the dynamics, such as A (stream), B (kick), N
+            (Nose-Hoover chain), E (turn).
         dt: the step, time.
-        exact: carry the steps out on a fixed-point lattice inside float64, where each is a bijection and is undone bit for bit
-            (see :mod:`adjsim.dynamics.lattice`). The path is another one than in floating point, and as good: it differs by
-            rounding, at first. ``ReversibleAdjoint`` then equals ``DirectAdjoint`` at any length, in chaos and under friction.
-            Only for float64, and for flows made of shears and scales: not for :class:`~adjsim.ESH`. A factor such as
-            exp(-friction dt) is replaced by a fraction within 1e-7 of its distance from one, so the trajectory is a staircase
-            in the friction at that level and is not for difference quotients.
-            ``trajectory.stats["buffer_bits"]`` is what the information buffers took in, a step and degree of freedom, and
-            ``["buffer_bound"]`` what friction takes in the long run, friction dt / ln 2 (None where it depends on the path).
+        exact: run the steps on a fixed-point lattice inside float64, where each step is a bijection
+            and is undone bit for bit (see :mod:`adjsim.dynamics.lattice`). ``ReversibleAdjoint``
+            then equals ``DirectAdjoint`` at any length, in chaos and under friction. The path is as
+            accurate as the floating-point path, and differs from it by rounding at first. It is
+            for float64, and for flows made of shears and scales, which excludes
+            :class:`~adjsim.ESH`. A factor such as exp(-friction dt) is replaced by a fraction
+            within 1e-7 of its distance from one. So the trajectory is a staircase in the friction
+            at that level, and unfit for difference quotients. ``trajectory.stats["buffer_bits"]``
+            is the number of bits a step and degree of freedom that the information buffers took.
+            ``["buffer_bound"]`` is the number that friction removes in the long run,
+            friction dt / ln 2 (None where it depends on the path).
 
     Raises:
-        ValueError: a letter the dynamics has no term for, or a term the word does not use; with ``exact``, a state that is not
-            float64, or a factor that no fraction is near to.
+        ValueError: a letter without a term, or a term that the word does not use; with ``exact``, a
+            state that is not float64, or a factor without a fraction near it.
         TypeError: with ``exact``, a flow that is not made of shears and scales.
         OverflowError: in an exact run, a number that leaves the lattice.
     """
@@ -84,13 +90,18 @@ class Splitting(SteppingSolver):
 
 
 def BAOAB(dt: float) -> Splitting:
-    """Kick, stream, Ornstein-Uhlenbeck, stream, kick: ``Splitting("BAOAB", dt)`` (Leimkuhler and Matthews 2013), the integrator
-    of :class:`~adjsim.Langevin` to begin with: one force a step, and configurational averages that are exact for harmonic
-    forces and fourth order at large friction."""
+    """Make the splitting "BAOAB": kick, stream, Ornstein-Uhlenbeck, stream, kick.
+
+    It is the first choice for :class:`~adjsim.Langevin` (Leimkuhler and Matthews 2013). It costs
+    one force a step, and its configurational averages are exact for harmonic forces and fourth
+    order at large friction.
+    """
     return Splitting("BAOAB", dt)
 
 
 def VelocityVerlet(dt: float) -> Splitting:
-    """Kick, stream, kick: ``Splitting("BAB", dt)``, the standard integrator of molecular dynamics. Second order,
-    symplectic, time-reversible."""
+    """Make the splitting "BAB": kick, stream, kick, the standard integrator of molecular dynamics.
+
+    It is second order, symplectic and time-reversible.
+    """
     return Splitting("BAB", dt)

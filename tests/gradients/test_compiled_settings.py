@@ -14,8 +14,8 @@ from torch import nn
 import adjsim
 from adjsim import ReversibleAdjoint, TimeAverage
 from adjsim.adjoints import CompileError
+from adjsim.adjoints.cache_key import UninspectableError, cache_key
 from adjsim.adjoints.loop_runner import cache
-from adjsim.adjoints.settings import UnseenError, settings
 from tests.problems import parameter, square
 
 FACTOR = 1.0
@@ -78,12 +78,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen(change):
     dynamics = adjsim.Hamiltonian(Reads())
-    before, again = settings(dynamics), settings(dynamics)
+    before, again = cache_key(dynamics), cache_key(dynamics)
     assert before == again
     assert hash(before) == hash(again)
     try:
         change(dynamics.potential)
-        assert settings(dynamics) != before
+        assert cache_key(dynamics) != before
     finally:
         globals()["FACTOR"] = 1.0
         Reads.level = 1.0
@@ -92,9 +92,9 @@ def test_a_change_is_seen(change):
 def test_what_cannot_be_looked_at_is_refused():
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(1.0))
     dynamics.potential.lock = threading.Lock()
-    with pytest.raises(UnseenError, match="cannot be looked at"):
-        settings(dynamics)
-    with pytest.raises(CompileError, match="cannot be looked at"), torch.no_grad():
+    with pytest.raises(UninspectableError, match="cannot be inspected"):
+        cache_key(dynamics)
+    with pytest.raises(CompileError, match="cannot be inspected"), torch.no_grad():
         adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True)
 
 
@@ -104,11 +104,11 @@ def averaged(power, weight):
 
 def test_a_function_made_anew_is_the_same_function():
     dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(1.0)), torch.ones(2)
-    keys = [settings(dynamics, averaged(2, weight).function) for _ in range(2)]
+    keys = [cache_key(dynamics, averaged(2, weight).function) for _ in range(2)]
     assert keys[0] == keys[1]
-    assert settings(dynamics, averaged(2, torch.ones(2)).function) == keys[0]
+    assert cache_key(dynamics, averaged(2, torch.ones(2)).function) == keys[0]
     for other in (averaged(4, weight), averaged(2, 2 * weight)):
-        assert settings(dynamics, other.function) != keys[0]
+        assert cache_key(dynamics, other.function) != keys[0]
 
 
 def end(dynamics, compile, record=None, start=None):

@@ -319,7 +319,7 @@ def test_a_number_changed_between_forward_and_backward_is_caught():
         dynamics, dynamics.init(*square()), [0.0, 1.0], solver=Splitting("BAB", 0.01, exact=True), adjoint=ReversibleAdjoint()
     )
     dynamics.potential.k += 1e-13
-    with pytest.raises(ReconstructionError, match="did not give back"):
+    with pytest.raises(ReconstructionError, match="did not recover"):
         moment(run.final).backward()
 
 
@@ -488,5 +488,5 @@ def test_a_potential_whose_force_knows_no_grid_is_refused():
             return -position
 
     dynamics = adjsim.Hamiltonian(Spring())
-    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must take grid=None"):
+    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must also take grid=None"):
         adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True))

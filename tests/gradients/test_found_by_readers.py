@@ -9,7 +9,7 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
-from adjsim.adjoints.settings import settings
+from adjsim.adjoints.cache_key import cache_key
 from adjsim.dynamics import MassiveDynamics, Term
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.potentials import PairPotential
@@ -285,10 +285,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", ["module alias", "number of a Python module"])
 def test_changes_that_the_key_has_to_see(change):
     dynamics = adjsim.Hamiltonian(Reader())
-    before = settings(dynamics)
+    before = cache_key(dynamics)
     try:
         CHANGES[change](dynamics.potential)
-        assert settings(dynamics) != before
+        assert cache_key(dynamics) != before
     finally:
         CONFIG.scale = 1.0
 
@@ -298,9 +298,9 @@ def test_places_of_tensors_are_part_of_the_key(change):
     from adjsim._module import ModuleTensors
 
     dynamics = adjsim.Hamiltonian(Reader())
-    before = ModuleTensors(dynamics).places
+    before = ModuleTensors(dynamics).slots
     change(dynamics.potential)
-    assert ModuleTensors(dynamics).places != before
+    assert ModuleTensors(dynamics).slots != before
 
 
 class Table(PairPotential):

@@ -85,7 +85,7 @@ def test_a_record_that_is_random_is_refused(adjoint, average):
 
     dynamics = adjsim.Hamiltonian(Quartic())
     torch.manual_seed(0)
-    with pytest.raises(ReconstructionError, match="computed again"):
+    with pytest.raises(ReconstructionError, match="computed it again"):
         gradient(dynamics, adjoint, dynamics.parameters(), record=adjsim.TimeAverage(function) if average else function)
 
 

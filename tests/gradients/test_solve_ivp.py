@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import adjsim
-import adjsim.ivp.field
+import adjsim.ivp.rhs
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
 ADJOINTS = ["interpolate", "checkpoint", "backsolve"]
@@ -307,10 +307,10 @@ def test_backward_tolerances_are_their_own():
 def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
     """Their integrals are in no norm of the error and no Jacobian: thirty take the steps of the adjoint that one takes."""
     counts = []
-    pull = adjsim.ivp.field.Field.pull_state
+    pull = adjsim.ivp.rhs.RightHandSide.state_vjp
     for many in (1, 30):
         seen = []
-        monkeypatch.setattr(adjsim.ivp.field.Field, "pull_state", lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
+        monkeypatch.setattr(adjsim.ivp.rhs.RightHandSide, "state_vjp", lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
         p = torch.ones(many, requires_grad=True)
 
         def spring(t, y, p):

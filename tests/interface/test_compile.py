@@ -51,6 +51,6 @@ def test_a_step_compiles_whole(name, scheme, potential, exact):
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():
         time = torch.tensor(0.0)
-        noise = torch.randn(program.draws * program.sees, *state.position.shape).unbind(0)
+        noise = torch.randn(program.draws * program.noise_steps, *state.position.shape).unbind(0)
         for a, b in zip(compiled(time, state, noise), step(time, state, noise), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)

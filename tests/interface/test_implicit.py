@@ -91,7 +91,7 @@ def test_what_the_iterations_leave_is_an_error_of_our_own(monkeypatch):
             q[0, 0].backward()
     monkeypatch.setattr(curvature, "RESTARTS", 3)
     bowl = adjsim.Harmonic(torch.logspace(-9, 0, 300).reshape(-1, 3), parameter(0.1))
-    with pytest.raises(RuntimeError, match="could not be told from the others"):
+    with pytest.raises(RuntimeError, match="could not be distinguished from the others"):
         ImplicitDifferentiation()(bowl, torch.full((100, 3), 0.1))
 
 

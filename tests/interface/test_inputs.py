@@ -141,7 +141,7 @@ def test_pair_matrices_that_are_refused(name):
         (([0.5, 0.0], [1.0, 1.0], [1.0, 1.0]), "species must be whole numbers"),
         (([[0], [1]], [1.0, 1.0], [1.0, 1.0]), r"species must be \(atoms,\)"),
         (([0, 1], [1.0, 1.0], [1.0]), "one number for each species"),
-        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "epsilon is mixed by a root"),
+        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "mixing takes the root of epsilon"),
     ],
 )
 def test_mixtures_that_are_refused(arguments, says):
@@ -400,7 +400,7 @@ def test_observables_of_any_kind():
         masses = [1.0, 2.0, 3.0, 4.0]
         assert torch.equal(adjsim.kinetic_temperature(make(p), masses), adjsim.kinetic_temperature(p, torch.tensor(masses)))
         assert adjsim.mean_with_error(make(q[:, :, 0])) == adjsim.mean_with_error(q[:, :, 0])
-        assert torch.equal(adjsim.canonical_weights(make(q)), adjsim.canonical_weights(q))
+        assert torch.equal(adjsim.dynamics.canonical_weights(make(q)), adjsim.dynamics.canonical_weights(q))
         rate, times = q[:, :, 0].abs(), torch.arange(5.0)
         assert torch.equal(adjsim.first_passage_time(make(rate), make(times)), adjsim.first_passage_time(rate, times))
     cube = torch.rand(2, 8, 3)
@@ -444,7 +444,7 @@ REFUSED = [
     (
         lambda: simulate(ts=[0.0, torch.tensor(0.1, requires_grad=True)]),
         ValueError,
-        "ts is a list with a tensor",
+        "ts is a list that holds a tensor",
     ),
     (lambda: simulate(ts=["0", "1"]), TypeError, "ts must be real numbers"),
     (lambda: simulate(ts=None), TypeError, "ts must be a number, an array, a list or a tensor; got NoneType"),

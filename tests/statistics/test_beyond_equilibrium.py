@@ -532,7 +532,9 @@ def test_stationary_estimators_are_refused_with_the_reason(case):
     """Nothing is run, and a comparison has a reason where it would have a number."""
     simulation, observable = PATH_QUESTIONS[case]()
     reason = (
-        "does not sample a density" if case == "control, average" else r"equilibrium mean.*is a path question: use Pathwise"
+        "has no known stationary density"
+        if case == "control, average"
+        else r"equilibrium mean.*is a path question: use Pathwise"
     )
     stationary = {"score": ScoreFunction(), "reweighting": Reweighting(every=simulation.solver.dt)}
     for estimator in stationary.values():

@@ -19,7 +19,7 @@ def affine(dynamics, solver: SteppingSolver):
     start = zero(dynamics)
     program, coefficients = solver.program(dynamics, start), solver.coefficients(dynamics, start)
     sizes = [x.numel() for x in start]
-    count = program.draws * program.sees
+    count = program.draws * program.noise_steps
 
     def step(z, xi):
         parts = torch.split(torch.as_tensor(z), sizes)
@@ -45,7 +45,7 @@ def covariance(dynamics, solver):
     """The stationary covariance; a step that sees the next step's noise carries it along in the state."""
     A, B, program = affine(dynamics, solver)
     n, draws = len(A), program.draws
-    if program.sees == 2:
+    if program.noise_steps == 2:
         own, following = B[:, :draws], B[:, draws:]
         A = np.block([[A, own], [np.zeros((draws, n + draws))]])
         B = np.concatenate([following, np.eye(draws)])

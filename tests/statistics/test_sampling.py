@@ -83,7 +83,7 @@ def test_esh_weights_make_time_averages_canonical():
     with torch.no_grad():
         run = adjsim.simulate(dynamics, start, times, solver=Splitting("EAE", 0.1))
     kept = slice(200, None)
-    weights = adjsim.canonical_weights(run.log_speed[kept])
+    weights = adjsim.dynamics.canonical_weights(run.log_speed[kept])
     square = run.position[kept].square().mean((-1, -2))
     samples = (weights * square).sum(0)
     within(samples, exact, bias=0.002)  # the step's own error, measured to fall as dt^2

@@ -165,7 +165,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("observable", HIDDEN.values(), ids=HIDDEN.keys())
 def test_momenta_are_found_by_their_effect(observable):
-    with pytest.raises(ValueError, match="the observable looks at momenta"):
+    with pytest.raises(ValueError, match="the observable depends on momenta"):
         Girsanov()(underdamped(), observable, replicas=64, chunks=2, generator=seeded())
 
 

@@ -1,8 +1,9 @@
-"""What compiled code depends on apart from its inputs, as keys by which it is looked up.
+"""Keys of compiled code, made of everything that it depends on apart from its inputs.
 
-Tensors registered on modules are inputs of compiled code. Everything else that a potential or a record reads is baked into it:
-numbers, texts, arrays, activation functions, data classes, attributes of classes, what a function closes over, and globals. So
-all of that is part of the key. A value that cannot be looked at is refused, since a change of it would go unnoticed.
+Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
+record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
+attributes of classes, closures and globals. So all of these are part of the key. A value that
+cannot be inspected is refused, since a change of it would go unnoticed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# What torch keeps in a module: registered tensors are inputs, submodules are looked at by themselves.
+# Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
+# separately.
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
@@ -51,16 +53,19 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 
 
-# What classes have for instances' slots.
+# Descriptors that a class has for the slots of its instances.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
-class UnseenError(ValueError):
-    """Something that compiled code would depend on cannot be looked at."""
+class UninspectableError(ValueError):
+    """Raised for a value that compiled code depends on and that cannot be inspected."""
 
 
-class Same:
-    """An object as itself: equal to itself alone, and to nothing once it is gone. It does not keep the object alive."""
+class Identity:
+    """An object by identity, held weakly.
+
+    It equals itself alone, and nothing once it is gone.
+    """
 
     __slots__ = ("_id", "_ref")
 
@@ -71,24 +76,25 @@ class Same:
         return self._id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and (x := self._ref()) is not None and x is other._ref()
+        return isinstance(other, Identity) and (x := self._ref()) is not None and x is other._ref()
 
 
 @dataclass
-class _Look:
-    """One look at things that refer to each other.
+class _KeyBuilder:
+    """Builds one key from objects that may refer to each other.
 
     Args:
-        known: modules that are looked at anyway.
-        seen: those met so far, with their numbers, by identity; they are kept so that no other gets the identity of one.
+        known: identities of modules that are inspected separately.
+        seen: the objects inspected so far, with their numbers, by identity. Keeping the objects
+            prevents another object from getting the identity of one of them.
     """
 
     known: set[int]
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
-    def at(self, x: Any, where: str) -> Any:
+    def key(self, x: Any, where: str) -> Any:
         if isinstance(x, float):
-            return float, x.hex()  # which equals itself also where it is no number, and tells the two zeros apart
+            return float, x.hex()  # equal to itself also for NaN, and different for the two zeros
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, np.generic):
@@ -96,21 +102,21 @@ class _Look:
         if isinstance(x, Tensor):
             return _tensor(x)
         if isinstance(x, np.ndarray):
-            return x.shape, x.dtype.str, self.at(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+            return x.shape, x.dtype.str, self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
         if isinstance(x, ModuleType):
             return x.__name__
         if id(x) in self.seen:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
         if isinstance(x, (tuple, list)):
-            return type(x), self._own(x, where), *(self.at(y, f"{where}[{i}]") for i, y in enumerate(x))
+            return type(x), self._attributes(x, where), *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x))
         if isinstance(x, (set, frozenset)):
-            return type(x), frozenset(self.at(y, where) for y in x)
+            return type(x), frozenset(self.key(y, where) for y in x)
         if isinstance(x, Mapping):
-            items = ((self.at(k, where), self.at(y, f"{where}[{k!r}]")) for k, y in x.items())
-            return type(x), self._own(x, where), *items
+            items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
+            return type(x), self._attributes(x, where), *items
         if isinstance(x, nn.Module):
-            return Same(x) if id(x) in self.known else self._stranger(x, where)
+            return Identity(x) if id(x) in self.known else self._foreign_module(x, where)
         if isinstance(x, type):
             return self._class(x, where)
         if (callable(x) and not hasattr(x, "__dict__")) or isinstance(
@@ -120,21 +126,24 @@ class _Look:
         return self._object(x, where)
 
     def module(self, x: nn.Module) -> Any:
-        """The settings of one module of the dynamics."""
+        """Build the key of one module of the dynamics."""
         name = type(x).__name__
-        own = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
-        parts = tuple((path, Same(part)) for path, part in x._modules.items() if part is not None)
+        attributes = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
+        parts = tuple((path, Identity(part)) for path, part in x._modules.items() if part is not None)
         return (
-            Same(x),
+            Identity(x),
             self._class(type(x), name),
             parts,
-            *((key, self.at(value, f"{name}.{key}")) for key, value in own.items()),
+            *((key, self.key(value, f"{name}.{key}")) for key, value in attributes.items()),
         )
 
-    def _stranger(self, x: nn.Module, where: str) -> Any:
-        """A module that is not part of the dynamics: its tensors are constants too."""
+    def _foreign_module(self, x: nn.Module, where: str) -> Any:
+        """Build the key of a module outside the dynamics.
+
+        Its tensors are constants too.
+        """
         tensors = [*x.parameters(), *x.buffers()]
-        return tuple(self.module(part) for part in x.modules()), *(self.at(y, where) for y in tensors)
+        return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
 
     def _class(self, x: type, where: str) -> Any:
         kinds = [kind for kind in x.__mro__ if _package(kind) not in _FIXED]
@@ -144,15 +153,15 @@ class _Look:
                 for inside in ("__func__", "__wrapped__", "func", "fget"):
                     value = getattr(value, inside, value)
                 if isinstance(value, FunctionType) or not (name.startswith("__") or isinstance(value, _SLOTS)):
-                    found.append((name, self.at(value, f"{where}.{name}")))
-        kind = () if _package(type(x)) in _FIXED else self.at(type(x), where)
-        return Same(x), kind, *found
+                    found.append((name, self.key(value, f"{where}.{name}")))
+        kind = () if _package(type(x)) in _FIXED else self.key(type(x), where)
+        return Identity(x), kind, *found
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
-            return self.at(x.__func__, where), self.at(x.__self__, where)
+            return self.key(x.__func__, where), self.key(x.__self__, where)
         if isinstance(x, partial):
-            return self.at(x.func, where), self.at(x.args, where), self.at(x.keywords, where)
+            return self.key(x.func, where), self.key(x.args, where), self.key(x.keywords, where)
         if not isinstance(x, FunctionType) or _package(x) in _FIXED:
             return x
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
@@ -162,51 +171,64 @@ class _Look:
         for name, value in list(found):
             if isinstance(value, ModuleType) and _package_of(value) not in _FIXED:
                 found += [(f"{name}.{inner}", vars(value)[inner]) for inner in sorted(mentioned & set(vars(value)))]
-        seen = ((name, self.at(value, f"{where} ({name})")) for name, value in found)
-        return x.__code__, cells, self._own(x, where), *seen, self.at(x.__defaults__, where), self.at(x.__kwdefaults__, where)
+        seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
+        return (
+            x.__code__,
+            cells,
+            self._attributes(x, where),
+            *seen,
+            self.key(x.__defaults__, where),
+            self.key(x.__kwdefaults__, where),
+        )
 
-    def _own(self, x: Any, where: str) -> Any:
-        """What is set on a list, a dictionary or a function as on any object."""
-        own = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
-        return tuple((name, self.at(value, f"{where}.{name}")) for name, value in own.items())
+    def _attributes(self, x: Any, where: str) -> Any:
+        """Build the key of the attributes of a list, dictionary or function."""
+        attributes = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
+        return tuple((name, self.key(value, f"{where}.{name}")) for name, value in attributes.items())
 
     def _cell(self, cell: Any, where: str) -> Any:
         try:
-            return self.at(cell.cell_contents, where)
+            return self.key(cell.cell_contents, where)
         except ValueError as empty:
-            if isinstance(empty, UnseenError):
+            if isinstance(empty, UninspectableError):
                 raise
             return "empty"
 
     def _object(self, x: Any, where: str) -> Any:
         slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
         if not hasattr(x, "__dict__") and not slots:
-            raise UnseenError(
-                f"{where} is {type(x).__name__}, which cannot be looked at, so that a change of it would go unnoticed in "
-                "compiled "
-                "code. Use numbers, tensors, arrays, functions, data classes or modules there, or leave compile=True out."
+            raise UninspectableError(
+                f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would "
+                "not notice a change of it. Use numbers, tensors, arrays, functions, data classes "
+                "or modules there, or leave compile=True out."
             )
         inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
-        return self._class(type(x), where), *((name, self.at(value, f"{where}.{name}")) for name, value in inner.items())
+        return self._class(type(x), where), *((name, self.key(value, f"{where}.{name}")) for name, value in inner.items())
 
 
-def settings(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
-    """What a module, its submodules and a function read that is not a registered tensor, as a key.
+def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
+    """Build a key from everything that a module and a function read.
+
+    Registered tensors are left out, since they are inputs.
 
     Raises:
-        UnseenError: something that cannot be looked at.
+        UninspectableError: a value that cannot be inspected.
     """
     modules = list(module.modules())
-    look = _Look({id(part) for part in modules})
+    builder = _KeyBuilder({id(part) for part in modules})
     default = torch.get_default_dtype()
-    return default, tuple(look.module(part) for part in modules), None if function is None else look.at(function, "the record")
+    return (
+        default,
+        tuple(builder.module(part) for part in modules),
+        None if function is None else builder.key(function, "the record"),
+    )
 
 
 def _tensor(x: Tensor) -> Any:
-    """A tensor by its contents, which are what is baked in, and not by its count of writes, which ``.data`` evades."""
+    """Build the key of a tensor from its contents, since ``.data`` evades the version counter."""
     kind = (x.dtype, x.device, x.requires_grad, tuple(x.shape))
     if x.layout != torch.strided:
-        return *kind, Same(x), x._version
+        return *kind, Identity(x), x._version
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
@@ -220,6 +242,6 @@ def _package(x: Any) -> str:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Global names and attributes that a function's code mentions, those of functions inside of it too."""
+    """Collect the global names and attributes in a function's code, and in functions inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*map(_names, inner))

@@ -23,7 +23,7 @@ from adjsim.ivp.reads import Reads, owner
 Array = np.ndarray[Any, Any]
 
 
-class Field:
+class RightHandSide:
     """dy/dt = fun(t, y, *args).
 
     Args:
@@ -123,7 +123,7 @@ class Field:
                     found[i, k] = to_numpy(row)
         return found
 
-    def pull_state(self, t: float, y: Array, cotangent: Array) -> Array:
+    def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
         """The product of a cotangent with the Jacobian by the state."""
         x, out = self._watched(t, y)
         if not out.requires_grad:
@@ -131,7 +131,7 @@ class Field:
         (pulled,) = torch.autograd.grad(out, x, torch.as_tensor(cotangent).to(out), allow_unused=True)
         return np.zeros_like(cotangent) if pulled is None else to_numpy(pulled)
 
-    def pull_parameters(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
+    def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
         """The products of cotangents with the Jacobian by the parameters, summed over times; states and each of the
         cotangents are ``(n, times)``."""
         with torch.enable_grad():

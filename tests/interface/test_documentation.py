@@ -1,0 +1,42 @@
+"""The code that the documentation shows runs, and prints what stands beside it."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype():
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_sessions_print_what_the_page_shows():
+    failed, tried = doctest.testfile(str(DOCS / "getting_started.rst"), module_relative=False, optionflags=doctest.ELLIPSIS)
+    assert tried > 20
+    assert not failed
+
+
+@pytest.mark.parametrize("page", ["index", "initial_value_problems", "extending"])
+def test_blocks_of_code_run(page, capsys):
+    names: dict = {"__name__": page}
+    blocks = [re.sub(r"^   ", "", block, flags=re.MULTILINE) for block in BLOCK.findall((DOCS / f"{page}.rst").read_text())]
+    assert blocks
+    for block in blocks:
+        # Rows of tables in the tests and classes of tests are shown as they would be written there.
+        if not re.search(r"^ *\.\.\.", block, re.MULTILINE) and "pytest" not in block:
+            exec(block, names)
+        shown = re.findall(r"print\(.*\)  # (-?[\d.]+)(?:, (-?[\d.]+))?", block)
+        if shown:
+            printed = [float(x) for x in re.findall(r"(?<![\w.])-?\d+\.\d*(?:e-?\d+)?", capsys.readouterr().out)]
+            expected = [float(x) for x in shown[0] if x]
+            assert printed[: len(expected)] == pytest.approx(expected, rel=1e-3, abs=1e-6)
