@@ -17,13 +17,25 @@ from typer.testing import CliRunner
 
 from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint, apart
 from adjsim.cli import app
-from adjsim.job import ADJOINTS, PLAIN, Bath, Job, Method, Sweep, estimators_of, model_of, question_of, run_sweep, solver_of
+from adjsim.job import (
+    ADJOINTS,
+    PLAIN,
+    BathSettings,
+    Job,
+    Method,
+    Sweep,
+    estimators_of,
+    model_of,
+    question_of,
+    run_sweep,
+    solver_of,
+)
 from adjsim.systems import cluster
 
 
 def job(dynamics="hamiltonian", scheme="BAB"):
     system = cluster()
-    model = model_of(system, dynamics, Bath(0.1, 0.25, 1.0, [5.0], [5.0]))
+    model = model_of(system, dynamics, BathSettings(0.1, 0.25, 1.0, [5.0], [5.0]))
     return Job(system, model, scheme, solver_of(scheme, dynamics, 0.005, False), 0.1, 0)
 
 
