@@ -9,11 +9,11 @@ backward from the last :math:`t_k`, and the gradients are :math:`dL/dy_0 = \lamb
 :math:`dL/d\theta = \int_{t_0} \lambda^T \partial f/\partial\theta \, dt`.
 
 It jumps at every time that is read. An explicit method that went forward goes back as well, with the step size carried across
-the jumps; the linear equation of a stiff problem is solved by collocation (:mod:`adjsim.ivp.collocation`), which has no history
-for a jump to void, or, where it is large, by Radau. The integral is no
-part of its system, so that it is in no norm of the error and no Jacobian of an implicit method: it is taken afterwards, over
-the steps of the way forward, with an error of its own (:mod:`adjsim.ivp.quadrature`). Times carry their gradient outside of
-it, as :math:`\dot y = f`.
+the jumps, and the integral is taken afterwards, over the steps of the way forward, with an error of its own
+(:mod:`adjsim.ivp.quadrature`), so that it is in no norm of the error. The linear equation of a stiff problem is solved by
+collocation (:mod:`adjsim.ivp.collocation`), which has no history for a jump to void and takes the integral at its own points:
+so what decays at once behind a jump need not be resolved. A large one is solved by Radau, in the way of the explicit methods.
+Times carry their gradient outside of it, as :math:`\dot y = f`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import torch
 from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
-from adjsim.ivp.collocation import Collocation
-from adjsim.ivp.paths import Backsolved, Checkpointed, Interpolant, StoredInterpolants, solution
-from adjsim.ivp.quadrature import Integral
+from adjsim.ivp.paths import Backsolved, Checkpointed, StoredInterpolants
 from adjsim.ivp.rhs import Array, RightHandSide, refuse_second, to_numpy
+from adjsim.ivp.sweep import ByCollocation, BySolver, Sweep
 from adjsim.ivp.unchanged import RateCheck
 
 METHODS: dict[str, type[OdeSolver]] = {
@@ -69,7 +68,7 @@ class AdjointSolver:
         """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
         self.rhs.reads.refuse_changed()
         piece.rate_check.compare(self.rhs)
-        sweep = Sweep(self, Integral(self.rhs.parameters, self.rtol), np.zeros(len(states), states.dtype))
+        sweep = self._sweep(np.zeros(len(states), states.dtype))
         read = np.flatnonzero(np.any(cotangents != 0, axis=0))
         waiting = list(read[np.argsort(-piece.sign * times[read], kind="stable")])
         if not waiting:
@@ -84,90 +83,17 @@ class AdjointSolver:
                     break
                 reached = waiting and piece.sign * (times[waiting[0]] - end) >= 0
                 until = float(times[waiting[0]]) if reached else end
-                sweep.integrate(now, until, inside)
+                sweep.integrate(now, until, inside, abs(until - piece.start))
                 now = until
         return sweep.adjoint, sweep.integral.sums
 
-
-@dataclass
-class Sweep:
-    """What one way back accumulates.
-
-    Args:
-        settings: how the adjoint is integrated.
-        integral: cotangents of the parameters.
-        adjoint: cotangent of the state, at the time that has been reached.
-        step: size of the last step that was not cut short.
-    """
-
-    settings: AdjointSolver
-    integral: Integral
-    adjoint: Array
-    step: float | None = None
-
-    def integrate(self, begin: float, end: float, path: Interpolant) -> None:
-        """Take the adjoint from one time back to another along a path of states, and add to the integral."""
-        n, rhs = self.adjoint.size, self.settings.rhs
-        start = _real(self.adjoint)
-        solver = self._solver(begin, end, start, path)
-        times, interpolants = [begin], []
-        while solver.status == "running":
-            proposed = float(getattr(solver, "h_abs", 0.0))
-            message = solver.step()
-            if solver.status == "failed":
-                raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
-            # A last step that the end cut short says nothing against a longer one.
-            cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
-            self.step = max(proposed, float(getattr(solver, "h_abs", 0.0))) if cut else float(getattr(solver, "h_abs", 0.0))
-            times.append(solver.t)
-            interpolants.append(solver.dense_output())
-        self.adjoint = _like(np.asarray(solver.y), self.adjoint)
-        if not rhs.parameters:
-            return
-        found = solution(times, interpolants, type(solver))
-
-        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
-            z = _like(found(times), self.adjoint)
-            return rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
-
-        def scale(t: float) -> list[Tensor]:
-            z = _like(found(np.array([t])), self.adjoint)
-            generic = 1 + 0.5 * np.cos(np.arange(n) ** 2)
-            return rhs.parameter_vjp(np.array([t]), path(t)[:, None], generic[:, None] * np.abs(z))[0]
-
-        # The way forward knows how fast things change along it, and a stiff adjoint how fast it decays behind a jump.
-        steps = [*getattr(path, "ts", []), *(times if isinstance(solver, Collocation) else [])]
-        inside = sorted({t for t in map(float, steps) if min(begin, end) < t < max(begin, end)}, reverse=bool(begin > end))
-        self.integral.integrate([begin, *inside, end], integrand, scale)
-
-    def _solver(self, begin: float, end: float, start: Array, path: Interpolant) -> Any:
-        how, rhs, like = self.settings, self.settings.rhs, self.adjoint
-        scale = how.atol * max(np.abs(like).max(initial=0.0), np.finfo(float).tiny)
-        options: dict[str, Any] = {"rtol": how.rtol, "atol": scale, "max_step": how.max_step}
-        if self.step:
-            options["first_step"] = min(self.step, abs(end - begin))
-
-        def rate(t: float, z: Array) -> Array:
-            return -_real(rhs.state_vjp(t, path(t), _like(z, like)))
-
-        def matrices(times: Array) -> Array:
-            return -rhs.matrices(times, path(times))
-
-        if not issubclass(how.method, IMPLICIT):
-            return how.method(rate, begin, start, end, **options)
-        if start.size <= SMALL:
-            return Collocation(rate, begin, start, end, matrices=matrices, **options)
-        return Radau(rate, begin, start, end, jac=lambda t, z: matrices(np.array([t]))[0], **options)
-
-
-def _real(z: Array) -> Array:
-    """A cotangent as real numbers: the adjoint of a complex state is linear over these alone."""
-    return z.view(float) if np.iscomplexobj(z) else z
-
-
-def _like(z: Array, like: Array) -> Array:
-    """The inverse of :func:`_real`, for one cotangent ``(n,)`` or several ``(n, k)``."""
-    return np.ascontiguousarray(z.T).view(complex).T if np.iscomplexobj(like) else z
+    def _sweep(self, adjoint: Array) -> Sweep:
+        settings = self.rhs, self.rtol, self.atol, self.max_step, adjoint
+        if not issubclass(self.method, IMPLICIT):
+            return BySolver(*settings, self.method)
+        return (
+            ByCollocation(*settings) if (1 + np.iscomplexobj(adjoint)) * adjoint.size <= SMALL else BySolver(*settings, Radau)
+        )
 
 
 @dataclass

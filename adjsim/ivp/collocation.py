@@ -1,139 +1,122 @@
-r"""Radau collocation for linear equations, as an ``OdeSolver`` of SciPy's.
+r"""Radau collocation of a linear equation with an integral along it.
 
-The adjoint of a stiff problem is linear, :math:`\dot z = A(t) z`, and jumps at every time that is read. The collocation
-polynomial of degree s through :math:`z(t_0)` that solves the equation at Radau's s points :math:`t_0 + c_i h` has the values
+The adjoint of a stiff problem is linear, :math:`\dot z = A(t) z` with :math:`A = -J^T`, and jumps at every time that is read.
+The collocation polynomial of degree s through :math:`z(t_0)` that solves the equation at Radau's s points
+:math:`t_i = t_0 + c_i h` has the values
 
-.. math:: Z_i = z_0 + h \sum_j a_{ij} A_j Z_j, \qquad A_j = A(t_0 + c_j h),
+.. math:: Z_i = z_0 + h \sum_j a_{ij} A_j Z_j, \qquad A_j = A(t_j),
 
 a system of linear equations that is solved as it is: no Newton iteration, and no history that a jump would void. The last
-:math:`Z_i` is the result, of order 2 s - 1; the method is stiffly accurate and L-stable. A quadrature of order s on the
-points and :math:`t_0` gives the error (E. Hairer and G. Wanner, Solving Ordinary Differential Equations II, IV.8).
+:math:`Z_i` is the result, of order 2 s - 1; the method is stiffly accurate and L-stable. An integral :math:`\dot g = B(t) z` is
+taken with the weights :math:`b_j = a_{sj}` of the same points, :math:`g_1 = g_0 + h \sum_j b_j B_j Z_j`, as one more row of the
+equation would be.
 
-Not for large systems: the linear equations are s times as many.
+**A jump need not be resolved.** Behind a jump what decays within a time :math:`\tau`, short beside h, is a layer whose area is
+all that an integral takes of it. Let :math:`\varphi = B A^{-1}`, so that :math:`B z = \varphi \dot z`. The collocation
+polynomial u solves the equation at the points, so that :math:`h \sum_j b_j B_j Z_j = h \sum_j b_j \varphi_j \dot u_j`, and for
+a polynomial :math:`\varphi` of degree s - 1 Radau's formula is exact:
+
+.. math:: h \sum_j b_j \varphi_j \dot u_j = \varphi u \Big|_{t_0}^{t_1} - \int_{t_0}^{t_1} \dot\varphi\, u \, dt.
+
+In the limit of :math:`\tau \ll h` u is zero at all the points, so it is orthogonal to polynomials of degree s - 2, and what
+remains is :math:`-\varphi(t_0) z_0`: the area of the layer. What is left of it in :math:`Z_s`, of the order of
+:math:`\tau / h`, is accounted for by the next steps, since :math:`\varphi u` at their ends cancels. (The polynomial itself is
+no approximation of the layer, and must not be read between its points.)
+
+**Errors.** The same with three points has another result, of order 5. It takes A and B z from the polynomials through their
+values at :math:`t_0` and the s points, so that it asks for nothing else; where z hardly changes, this is the difference of two
+quadratures on these six. What counts of the differences :math:`e_0` of z and :math:`\delta` of g is what is left of them in the
+end. The method itself gives for the next steps, if :math:`A_s` and :math:`B_s` remain as they are,
+
+.. math:: e_{k+1} = R(h A_s)\, e_k, \qquad \delta + B_s \sum_k h \sum_j b_j E_{kj},
+
+where R is its stability function and :math:`E_{kj}` are the values at the points of step k that starts from :math:`e_k`. So an
+error that decays, and whose integral makes up for what is missing in :math:`\delta`, is none. Some steps are looked ahead, as
+long as this one, and no farther than the way goes, since its end is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.integrate import DenseOutput, OdeSolver
 from scipy.special import roots_jacobi
 
 Array = np.ndarray[Any, Any]
 
-STAGES = 5
-# Radau's points in (0, 1], the last of them 1.
-POINTS = np.append((roots_jacobi(STAGES - 1, 1, 0)[0] + 1) / 2, 1.0)
-_POWERS = np.vander(POINTS, STAGES, increasing=True)
-# Integrals of the powers from zero to each point, in terms of values at the points.
-STAGE_WEIGHTS = (POINTS[:, None] * _POWERS / np.arange(1, STAGES + 1)) @ np.linalg.inv(_POWERS)
-# The weight of the beginning in the second quadrature: the real eigenvalue, for which its errors decay as the method's do.
-_EIGENVALUES = np.linalg.eigvals(STAGE_WEIGHTS)
-BEGINNING = float(_EIGENVALUES[np.argmin(np.abs(_EIGENVALUES.imag))].real)
-DIFFERENCES = np.linalg.solve(_POWERS.T, -BEGINNING * np.eye(STAGES)[0])
-# Coefficients of the polynomial through the beginning and the points.
-_INTERPOLATION = np.linalg.inv(np.vander(np.append(0.0, POINTS), STAGES + 1, increasing=True))
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
-# Of the first step, in units of the time in which the solution changes by its own size.
-FIRST = 0.5
-# Of the tolerance, for the difference of two quadratures: that is of order s + 1 in the step, and the error of order 2 s. The
-# integrals of the parameters read the polynomial in between, whose order is s + 1 too.
-POWER = 0.75
+def _radau(stages: int) -> tuple[Array, Array]:
+    """Points in (0, 1], the last of them 1, and integrals from zero to each of them in terms of values at all of them."""
+    points = np.append((roots_jacobi(stages - 1, 1, 0)[0] + 1) / 2, 1.0)
+    powers = np.vander(points, stages, increasing=True)
+    return points, (points[:, None] * powers / np.arange(1, stages + 1)) @ np.linalg.inv(powers)
 
 
-class Collocation(OdeSolver):
-    """Solves a real linear equation, z' = A(t) z, by collocation at Radau's points.
+STAGES, FEWER = 5, 3
+# Of the difference of the two results in the step.
+ORDER = 2 * FEWER
+POINTS, WEIGHTS = _radau(STAGES)
+FEWER_POINTS, FEWER_WEIGHTS = _radau(FEWER)
+# Times of a step at which something is evaluated, and what takes values there to the fewer points.
+TIMES = np.append(0.0, POINTS)
+BETWEEN = np.vander(FEWER_POINTS, STAGES + 1) @ np.linalg.inv(np.vander(TIMES, STAGES + 1))
+# Steps that are looked ahead.
+DECAYS = 3
+
+
+@dataclass
+class Step:
+    """A step of collocation.
 
     Args:
-        fun: not called; SciPy's solvers have it.
-        t0, y0, t_bound: as SciPy's.
-        matrices: gives A at times ``(k,)``, as ``(k, n, n)``.
-        rtol, atol: tolerances, as SciPy's.
-        max_step: the longest step.
-        first_step: the first one at most, if the solution does not change faster.
+        h: its length, negative backward in time.
+        start: value at its beginning ``(n,)``.
+        matrices: those at :data:`TIMES` ``(s + 1, n, n)``.
     """
 
-    def __init__(
-        self,
-        fun: Callable[[float, Array], Array],
-        t0: float,
-        y0: Array,
-        t_bound: float,
-        *,
-        matrices: Callable[[Array], Array],
-        rtol: float,
-        atol: Any,
-        max_step: float = np.inf,
-        first_step: float | None = None,
-    ) -> None:
-        super().__init__(fun, t0, y0, t_bound, vectorized=False)
-        self.matrices, self.rtol, self.atol, self.max_step = matrices, rtol**POWER, atol * rtol ** (POWER - 1), max_step
-        self._here = matrices(np.array([t0]))[0]
-        fastest = float(np.abs(self._here @ self.y).max(initial=0.0))
-        time = FIRST * float(np.abs(self.y).max(initial=0.0)) / max(fastest, np.finfo(float).tiny)
-        self.h_abs = min(time or np.inf, first_step or np.inf, abs(t_bound - t0))
-        self._polynomial: Array | None = None
+    h: float
+    start: Array
+    matrices: Array
+    #: At the points ``(s, n)``, the last of them the result; and at the fewer ones.
+    values: Array = field(init=False)
+    fewer: Array = field(init=False)
 
-    def _step_impl(self) -> tuple[bool, str | None]:
-        smallest = 10 * float(np.abs(np.nextafter(self.t, self.direction * np.inf) - self.t))
-        size = min(self.h_abs, self.max_step)
-        while True:
-            size = max(size, smallest)
-            end = self.t + self.direction * size
-            if self.direction * (end - self.t_bound) > 0:
-                end = self.t_bound
-            h = end - self.t
-            matrices, values = self._collocate(h)
-            error = self._error(h, matrices, values)
-            if error <= 1:
-                break
-            if abs(h) <= smallest:
-                return False, self.TOO_SMALL_STEP
-            size = abs(h) * max(SHRINK, SAFETY * error ** (-1 / (STAGES + 1)))
-        wanted = abs(h) * min(GROW, SAFETY * max(error, np.finfo(float).tiny) ** (-1 / (STAGES + 1)))
-        # A step that was cut short at the end says nothing against a longer one.
-        self.h_abs = max(wanted, size) if end == self.t_bound else wanted
-        self._polynomial = np.concatenate([self.y[None], values]).T @ _INTERPOLATION.T
-        self.t, self.y, self._here = end, values[-1], matrices[-1]
-        return True, None
+    def __post_init__(self) -> None:
+        self.values = _solve(self.h * WEIGHTS, self.matrices[1:], self.start)
+        self.fewer = _solve(self.h * FEWER_WEIGHTS, np.einsum("ij,jkl->ikl", BETWEEN, self.matrices), self.start)
 
-    def _collocate(self, h: float) -> tuple[Array, Array]:
-        """The matrices ``(s, n, n)`` and values ``(s, n)`` at the points of a step."""
-        matrices, n = self.matrices(self.t + h * POINTS), self.n
-        system = np.eye(STAGES * n) - h * np.einsum("ij,jkl->ikjl", STAGE_WEIGHTS, matrices).reshape(STAGES * n, STAGES * n)
-        return matrices, np.linalg.solve(system, np.tile(self.y, STAGES)).reshape(STAGES, n)
-
-    def _error(self, h: float, matrices: Array, values: Array) -> float:
-        """The difference of the two quadratures, relative to what is allowed."""
-        off = h * np.einsum("i,ikl,il->k", DIFFERENCES, matrices, values)
-        damping = np.eye(self.n) - h * BEGINNING * self._here
-        scale = self.atol + self.rtol * np.maximum(np.abs(self.y), np.abs(values[-1]))
-        error = np.linalg.solve(damping, off + h * BEGINNING * (self._here @ self.y))
-        size = _norm(error / scale)
-        if size > 1:
-            # Where the step is long beside a time of the equation, the first difference is all of what decays.
-            error = np.linalg.solve(damping, off + h * BEGINNING * (self._here @ (self.y + error)))
+    def error(self, rtol: float, atol: float, remaining: float) -> tuple[float, Array]:
+        """What is left of the error of the value in units of what is allowed, and the sum over :math:`E_{kj}`. ``remaining`` is
+        the length of the way after this step."""
+        scale = atol + rtol * np.maximum(np.abs(self.start), np.abs(self.values[-1]))
+        error = self.values[-1] - self.fewer[-1]
+        size, lasting = _norm(error / scale), np.zeros_like(error)
+        if size > 1 and remaining > 0:
+            length = np.copysign(min(abs(self.h), remaining), self.h)
+            later = _solve(length * WEIGHTS, np.tile(self.matrices[-1], (STAGES, 1, 1)), np.eye(error.size))
+            area = length * np.einsum("i,ikl->kl", WEIGHTS[-1], later)
+            for _ in range(min(DECAYS, int(remaining / abs(length)))):
+                error, lasting = later[-1] @ error, lasting + area @ error
             size = _norm(error / scale)
-        return size if np.isfinite(size) else np.inf
+        return size if np.isfinite(size) else np.inf, lasting
 
-    def _dense_output_impl(self) -> DenseOutput:
-        assert self._polynomial is not None
-        assert self.t_old is not None
-        return _Polynomial(self.t_old, self.t, self._polynomial)
+    def weighted(self) -> Array:
+        """What the integral takes at :data:`TIMES` ``(n, s + 1)``: values with their weights."""
+        return np.concatenate([np.zeros((1, self.start.size)), self.h * WEIGHTS[-1][:, None] * self.values]).T
+
+    def differences(self, lasting: Array) -> Array:
+        """The same for the error of the integral."""
+        found = self.weighted() - ((self.h * FEWER_WEIGHTS[-1][:, None] * self.fewer).T @ BETWEEN)
+        found[:, -1] += lasting
+        return found
 
 
-class _Polynomial(DenseOutput):
-    def __init__(self, t_old: float, t: float, coefficients: Array) -> None:
-        super().__init__(t_old, t)
-        self.coefficients = coefficients
-
-    def _call_impl(self, t: Array) -> Array:
-        x = (np.asarray(t) - self.t_old) / (self.t - self.t_old)
-        powers = np.power.outer(x, np.arange(self.coefficients.shape[1]))
-        return self.coefficients @ powers.T
+def _solve(weights: Array, matrices: Array, start: Array) -> Array:
+    """The values at the points of a step from a start ``(n,)``, or from several ``(n, k)``. Its length is in the weights."""
+    stages, size = len(weights), len(weights) * len(start)
+    system = np.eye(size) - np.einsum("ij,jkl->ikjl", weights, matrices).reshape(size, size)
+    return np.linalg.solve(system, np.concatenate([start] * stages)).reshape(stages, *start.shape)
 
 
 def _norm(x: Array) -> float:

@@ -17,7 +17,6 @@ from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 from adjsim.ivp.rhs import Array
 from adjsim.ivp.unchanged import alike, changed
 
-Interpolant = Callable[[Any], Array]
 # Times that are read on the way back, each with its state, in the order in which they are come to.
 Stops = Sequence[tuple[float, Array]]
 Watcher = Callable[[OdeSolver], None]
@@ -86,7 +85,7 @@ class StoredInterpolants:
     def solution(self) -> OdeSolution:
         return solution(self.times, self.interpolants, self.method)
 
-    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+    def back(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """Pieces of the way back from the first of some stops: where each ends, and its states."""
         if stops[0][0] != self.times[0]:
             yield self.times[0], self.solution()
@@ -108,7 +107,7 @@ class Backsolved:
     rate: Callable[[float, Array], Array]
     options: dict[str, Any]
 
-    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+    def back(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """As for :class:`StoredInterpolants`, at most :data:`HELD` steps at a time."""
         step = None
         for (begin, state), end in zip(stops, [*(t for t, _ in stops[1:]), self.start], strict=True):
@@ -150,7 +149,7 @@ class Checkpointed:
                 self.kept, self.every = self.kept[::2], 2 * self.every
         self.count += 1
 
-    def back(self, stops: Stops) -> Iterator[tuple[float, Interpolant]]:
+    def back(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """As for :class:`StoredInterpolants`.
 
         Raises:
@@ -162,7 +161,7 @@ class Checkpointed:
                 yield from self._again(snapshot(solver), end, state)
                 end, state = float(solver.t), solver.y
 
-    def _again(self, solver: Any, end: float, state: Array | None) -> Iterator[tuple[float, Interpolant]]:
+    def _again(self, solver: Any, end: float, state: Array | None) -> Iterator[tuple[float, OdeSolution]]:
         """Solve again from one checkpoint to a time, at which the next one has this state."""
         keeper = StoredInterpolants(self.method) if self.every <= HELD else Checkpointed(self.method)
         keeper(solver)

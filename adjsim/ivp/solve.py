@@ -45,9 +45,10 @@ def solve_ivp(
     .. math::
         \dot\lambda = -(\partial f/\partial y)^T \lambda, \qquad dL/d\theta = \int \lambda^T \partial f/\partial\theta \, dt,
 
-    integrated backward by the same method. They flow to ``y0``, ``t_span``, ``t_eval``, the tensors in ``args``, the parameters
-    of ``fun`` where it is a module (or a method of one), tensors and modules declared by ``params``, and whatever events and
-    resets read; through ``sol.y``, ``sol.t``, ``sol.sol(t)``, ``sol.t_events`` and ``sol.y_events``.
+    integrated backward by the same method, or by collocation where that is implicit, with an error of its own. They flow to
+    ``y0``, ``t_span``, ``t_eval``, the tensors in ``args``, the parameters of ``fun`` where it is a module (or a method of
+    one), tensors and modules declared by ``params``, and whatever events and resets read; through ``sol.y``, ``sol.t``,
+    ``sol.sol(t)``, ``sol.t_events`` and ``sol.y_events``.
 
     Args:
         fun: ``fun(t, y, *args)`` of torch tensors, ``t`` of no axis and ``y`` of shape ``(n,)``; it returns a tensor of this

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import scipy.integrate
 import torch
@@ -175,7 +173,8 @@ def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
     assert float(p.grad) == pytest.approx(exact, abs=1e-6 if fun is quick or method != "DOP853" else 1e-4)
 
 
-def test_a_derivative_that_cancels_takes_no_time():
+@pytest.mark.parametrize("method", ["RK45", "BDF"])
+def test_a_derivative_that_cancels_takes_no_time(method):
     """What is left of it is rounding, which no division makes smooth."""
     p, q = leaf(0.3), leaf(0.2)
     evaluations = []
@@ -185,20 +184,21 @@ def test_a_derivative_that_cancels_takes_no_time():
         push = p * torch.sin(3 * t) * (y[0] + 0.1)
         return torch.stack([push - q * y[1], push - q * y[1]])
 
-    found = adjsim.solve_ivp(rotate, (0, 3), [1.0, 0.3], "RK45", [3.0], args=(p, q), rtol=1e-8, atol=1e-10)
+    found = adjsim.solve_ivp(rotate, (0, 3), [1.0, 0.3], method, [3.0], args=(p, q), rtol=1e-8, atol=1e-10)
     (found.y[0, -1] - found.y[1, -1]).backward()
     assert abs(float(p.grad)) < 1e-12
     assert abs(float(q.grad)) < 1e-12
     assert len(evaluations) < 10_000
 
 
-def test_a_derivative_that_is_not_finite_or_random_is_refused():
+@pytest.mark.parametrize("method", ["RK45", "Radau"])
+def test_a_derivative_that_is_not_finite_or_random_is_refused(method):
     p = leaf(0.0)
-    endless = adjsim.solve_ivp(lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], args=(p,), rtol=1e-6)
-    with pytest.raises(FloatingPointError, match="by a parameter is not finite"):
+    endless = adjsim.solve_ivp(lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], method, args=(p,), rtol=1e-6)
+    with pytest.raises(FloatingPointError, match="with respect to a parameter is not finite"):
         endless.y[0, -1].backward()
     p = leaf(0.0)
-    noisy = adjsim.solve_ivp(lambda t, y, p: -y + p * torch.randn(()), (0, 1), [1.0], args=(p,), rtol=1e-6)
+    noisy = adjsim.solve_ivp(lambda t, y, p: -y + p * torch.randn(()), (0, 1), [1.0], method, args=(p,), rtol=1e-6)
     with pytest.raises(RuntimeError, match="does not settle"):
         noisy.y[0, -1].backward()
 
@@ -305,12 +305,13 @@ def test_backward_tolerances_are_their_own():
 
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
-    """Their integrals are in no norm of the error and no Jacobian: thirty take the steps of the adjoint that one takes."""
+    """Each tensor's integral has an error of its own: thirty numbers take the steps of the adjoint that one takes."""
     counts = []
-    pull = adjsim.ivp.rhs.RightHandSide.state_vjp
+    name = "state_vjp" if method == "RK45" else "matrices"
+    pull = getattr(adjsim.ivp.rhs.RightHandSide, name)
     for many in (1, 30):
         seen = []
-        monkeypatch.setattr(adjsim.ivp.rhs.RightHandSide, "state_vjp", lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
+        monkeypatch.setattr(adjsim.ivp.rhs.RightHandSide, name, lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
         p = torch.ones(many, requires_grad=True)
 
         def spring(t, y, p):
@@ -321,49 +322,7 @@ def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
         found.y[0, -1].backward()
         assert p.grad.shape == (many,)
         counts.append(len(seen))
-    assert counts[0] == counts[1]
-
-
-def robertson(t, y, k1, k2, k3):
-    slow, fast, back = k1 * y[0], k2 * y[1] ** 2, k3 * y[1] * y[2]
-    return torch.stack([-slow + back, slow - back - fast, fast])
-
-
-@functools.cache
-def robertson_variations() -> np.ndarray:
-    """dy(40)/d(k1, k2, k3) by the variational equations, written out: S' = J S + df/dk."""
-    k1, k2, k3 = 0.04, 3e7, 1e4
-
-    def both(t, z):
-        y, s = z[:3], z[3:].reshape(3, 3)
-        slow, fast, back = k1 * y[0], k2 * y[1] ** 2, k3 * y[1] * y[2]
-        jacobian = np.array(
-            [[-k1, k3 * y[2], k3 * y[1]], [k1, -k3 * y[2] - 2 * k2 * y[1], -k3 * y[1]], [0.0, 2 * k2 * y[1], 0.0]]
-        )
-        by_k = np.array([[-y[0], 0.0, y[1] * y[2]], [y[0], -(y[1] ** 2), -y[1] * y[2]], [0.0, y[1] ** 2, 0.0]])
-        rates = np.array([-slow + back, slow - back - fast, fast])
-        return np.concatenate([rates, (jacobian @ s + by_k).ravel()])
-
-    start = np.concatenate([[1.0, 0.0, 0.0], np.zeros(9)])
-    # Entries differ by ten orders of magnitude: each has its own scale.
-    scales = np.concatenate([[1.0, 1e-5, 1.0], np.tile([1.0, 1e-9, 1e-6], 3) * np.repeat([1.0, 1e-4, 1.0], 3)])
-    found = scipy.integrate.solve_ivp(both, (0, 40), start, "Radau", rtol=1e-11, atol=1e-11 * scales)
-    return found.y[3:, -1].reshape(3, 3)
-
-
-@pytest.mark.parametrize("component", [0, 1, 2])
-@pytest.mark.parametrize(("method", "error"), [("Radau", 1e-6), ("BDF", 1e-4)])
-@pytest.mark.parametrize("adjoint", ["interpolate", "checkpoint"])
-def test_stiff_robertson(method, error, component, adjoint):
-    """Relative to each answer. BDF at rtol 1e-8 is good to 1e-5."""
-    k = [torch.tensor(x, requires_grad=True) for x in (0.04, 3e7, 1e4)]
-    found = adjsim.solve_ivp(
-        robertson, (0, 40), [1.0, 0.0, 0.0], method, [40.0], args=tuple(k), rtol=1e-8, atol=[1e-10, 1e-14, 1e-10],
-        jac="autodiff", adjoint=adjoint,
-    )  # fmt: skip
-    found.y[component, -1].backward()
-    for x, answer in zip(k, robertson_variations()[component], strict=True):
-        assert float(x.grad) == pytest.approx(answer, rel=error)
+    assert counts[0] == counts[1] > 0
 
 
 def leaf(x: float) -> torch.Tensor:
@@ -655,20 +614,3 @@ def test_a_network_learns_through_it():
         grads.append(torch.cat([p.grad.reshape(-1).double() for p in net.parameters()] + [y0.grad.double()]))
     assert float(grads[0].abs().min()) > 0
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)
-
-
-def test_save_times_do_not_start_the_adjoint_anew():
-    """Robertson's way back with 25 save times, each with a boundary layer, beside its way forward: measured at 8 to 12
-    times, and at 34 where the adjoint started anew from each."""
-    ratios = []
-    for _ in range(2):
-        k = [torch.tensor(x, requires_grad=True) for x in (0.04, 3e7, 1e4)]
-        begin = time.process_time()
-        found = adjsim.solve_ivp(
-            robertson, (0, 40), [1.0, 0.0, 0.0], "Radau", np.linspace(1.6, 40, 25), args=tuple(k), rtol=1e-7,
-            atol=[1e-9, 1e-13, 1e-9],
-        )  # fmt: skip
-        middle = time.process_time()
-        found.y[0].sum().backward()
-        ratios.append((time.process_time() - middle) / (middle - begin))
-    assert min(ratios) < 20
