@@ -63,8 +63,9 @@ def simulate(
         compile: run forward and backward in compiled loops of steps. It works for
             :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`, and with any adjoint
             where no gradient is asked for. It needs a C++ compiler. The first run of a kind
-            compiles for five seconds to a minute (``trajectory.stats["compile_seconds"]``), and
-            torch caches the result across processes. A different number of steps, seed, parameter
+            compiles for a few seconds, or up to a minute where torch's Inductor has to
+            (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
+            result is kept across processes. A different number of steps, seed, parameter
             value or save time does not compile again. Anything else that a potential or a record
             reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
             in, and compiles again after a change; a value that cannot be inspected is refused.
