@@ -16,7 +16,7 @@ from adjsim._cpp.graph import Lowering
 from adjsim._cpp.values import LANES, TYPES, Body, Buffer, Index, Indices, Joined, Reduced, Seen, Value
 
 # Elements of a loop above which threads share it.
-SHARED = 16_384
+SHARED = 131_072
 # Numbers of a vector's block of sums.
 BLOCK = 16
 

@@ -160,7 +160,7 @@ def test_functions_agree_to_the_last_bits(function):
 
 def test_threads_do_not_change_a_bit():
     """Rows are summed by one thread each, whichever it is."""
-    x, before = numbers(200), torch.get_num_threads()
+    x, before = numbers(400), torch.get_num_threads()
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
