@@ -1,11 +1,14 @@
 """Sphinx configuration."""
 
+import os
 import re
 from importlib.metadata import version as installed
 
 import matplotlib
 
 matplotlib.use("Agg")
+# Examples run in two processes, which would otherwise have a team of threads each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 project = "adjsim"
 author = "the adjsim authors"
@@ -50,6 +53,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
     "show_memory": False,
+    "parallel": 2,
     "remove_config_comments": True,
     "plot_gallery": True,
     "download_all_examples": False,

@@ -108,7 +108,7 @@ def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
     return corners + shift, momentum
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A dynamics, a scheme (a word, or the name of a solver) and a potential: one row of a table test."""
 

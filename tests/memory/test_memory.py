@@ -49,13 +49,13 @@ def test_checkpoint_grows_as_the_root():
 
 
 def test_the_score_function_is_flat_in_the_samples():
-    """Eight times the frames of 256 replicas, a sample each: they are used and forgotten. Their positions take 43 MB."""
-    assert growth("score", 8_000, 256) - growth("score", 1_000, 256) < 4 * MB
+    """Five times the frames of 256 replicas, a sample each: they are used and forgotten. Their positions take 15 MB."""
+    assert growth("score", 3_000, 256) - growth("score", 600, 256) < 4 * MB
 
 
 def test_pathwise_by_reversal_is_flat_in_the_steps():
-    """Of a time average over 256 replicas. The frames of 3,500 more steps take 43 MB, without any graph."""
-    assert growth("pathwise", 4_000, 256) - growth("pathwise", 500, 256) < 6 * MB
+    """Of a time average over 256 replicas. The frames of 1,500 more steps take 18 MB, without any graph."""
+    assert growth("pathwise", 2_000, 256) - growth("pathwise", 500, 256) < 6 * MB
 
 
 def test_solve_ivp_by_checkpoints_is_flat():
@@ -93,9 +93,9 @@ def test_backward_time_is_linear_in_the_steps(adjoint):
         loss.backward()
         return time.process_time() - begun
 
-    seconds(200)
+    seconds(100)
     # Pairs measured next to each other, so that the speed of the machine at the time cancels.
-    assert statistics.median(seconds(1600) / seconds(400) for _ in range(3)) < 5
+    assert statistics.median(seconds(800) / seconds(200) for _ in range(3)) < 5
 
 
 @pytest.mark.parametrize("adjoint", [adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint()], ids=repr)
