@@ -99,13 +99,15 @@ class Lowering:
             return self.values[node.args[0]][node.args[1]]
         name = str(node.target).removeprefix("aten.")
         base = name.split(".")[0]
-        meta = node.meta["val"]
+        meta = node.meta.get("val")
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
         args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
         if isinstance(meta, (list, tuple)):
             return self._pieces(base, meta, *args)
+        if not isinstance(meta, Tensor):
+            raise UnprintableError(name)
         if meta.device.type != "cpu" or meta.dtype not in TYPES or meta.numel() == 0:
             raise UnprintableError(f"{name} of {tuple(meta.shape)} {meta.dtype} on {meta.device}")
         value = self._value(base, name, node, meta, args)
@@ -135,7 +137,7 @@ class Lowering:
             return self._copied(args[0], meta)
         if base == "as_strided":
             source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
-            if shape != args[0].shape or tuple(source.stride()) != rows or tuple(args[2]) != rows or any(args[3:]):
+            if shape != args[0].shape or tuple(source.stride()) != rows or tuple(args[2]) != rows or args[3:]:
                 raise UnprintableError(name)
             kept = Pointwise(shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x)
             self.store(kept)
@@ -185,6 +187,8 @@ class Lowering:
         pieces, at = [], 0
         for part in meta:
             shape = tuple(part.shape)
+            if part.numel() == 0:
+                raise UnprintableError(f"{base} into a part without elements")
             if base == "unbind":
                 pieces.append(View(shape, part.dtype, (x,), strides=tuple(part.stride()), map=selecting(axis, at)))
                 at += 1
@@ -199,7 +203,7 @@ class Lowering:
         if x.dtype == meta.dtype:
             return View(tuple(meta.shape), meta.dtype, (x,))
         kind = TYPES[meta.dtype]
-        return Pointwise(tuple(meta.shape), meta.dtype, (x,), expression=lambda x: f"({kind}){x}")
+        return Pointwise(tuple(meta.shape), meta.dtype, (x,), strides=tuple(meta.stride()), expression=lambda x: f"({kind}){x}")
 
     def _reshaped(self, x: Value, meta: Tensor) -> Value:
         old, new = [n for n in x.shape if n > 1], [n for n in meta.shape if n > 1]
@@ -245,7 +249,7 @@ class Lowering:
             kept = View((*shape[:axis], 1, *shape[axis + 1 :]), x.dtype, (patch,), map=_unsqueeze((), shape, axis))
             patch = kept
         else:
-            start, stop, step = slice(*args[1:4]).indices(shape[axis])
+            start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
         if step != 1:
             raise UnprintableError(base)
 
@@ -272,10 +276,11 @@ class Lowering:
         # A sum over all pairs takes rows first, in the loop that other sums over rows are in.
         if len([axis for axis in axes if x.shape[axis] > 1]) > 1 and x.numel > self.large:
             last = max(axis for axis in axes if x.shape[axis] > 1)
-            rows = tuple(n for axis, n in enumerate(x.shape) if axis != last)
-            part = Reduced(rows, x.dtype, (x,), strides=_without(x.strides, (last,)), axes=(last,))
+            keep = len(meta.shape) == len(x.shape)
+            rows = tuple(n if axis != last else 1 for axis, n in enumerate(x.shape) if keep or axis != last)
+            part = Reduced(rows, x.dtype, (x,), strides=x.strides if keep else _without(x.strides, (last,)), axes=(last,))
             self._settle(part, node)
-            x, axes = part, tuple(axis - (axis > last) for axis in axes if axis != last)
+            x, axes = part, tuple(axis - (not keep and axis > last) for axis in axes if axis != last)
         # In memory the sums lie as what is summed does.
         strides = x.strides if len(meta.shape) == len(x.shape) else _without(x.strides, axes)
         total = Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
@@ -370,17 +375,21 @@ class Lowering:
                 rest = iter(limits)
                 if low is not None:
                     least = next(rest)
-                    x = f"({x} < {least} ? {least} : {x})"
+                    x = f"({x} < {least} || {least} != {least} ? {least} : {x})"
                 if high is not None:
                     most = next(rest)
-                    x = f"({x} > {most} ? {most} : {x})"
+                    x = f"({x} > {most} || {most} != {most} ? {most} : {x})"
                 return x
 
             return printed(clamp, args[0], *bounds)
-        if base == "round" and len(args) == 1 and not kwargs.get("decimals"):
+        if base == "round" and not whole and len(args) == 1 and not kwargs.get("decimals"):
             return printed(EXACT["round"], args[0])
         table = LOGICAL if base in LOGICAL else BITS if base in BITS else INEXACT if base in INEXACT else EXACT
-        if base not in table or base == "round" or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil")):
+        if (
+            base not in table
+            or base == "round"
+            or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc"))
+        ):
             raise UnprintableError(name)
         return printed(table[base], *args)
 

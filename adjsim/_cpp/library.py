@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,9 +28,25 @@ class CompilerError(UnprintableError):
 
 
 def folder() -> Path:
-    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches."""
-    given = os.environ.get("ADJSIM_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
+    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches, or where that cannot be written one for
+    this process."""
+    try:
+        given = os.environ.get("ADJSIM_CACHE")
+        found = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
+        found = found.absolute()
+        found.mkdir(parents=True, exist_ok=True)
+        if os.access(found, os.W_OK | os.X_OK):
+            return found
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home.
+        pass
+    own = Path(_own_folder().name)
+    own.mkdir(mode=0o700, exist_ok=True)  # A process forked from this one may have removed it.
+    return own
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="adjsim-")
 
 
 def compiled(source: str, threads: bool) -> ctypes.CDLL:
@@ -42,21 +59,33 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
         CompilerError: there is no C++ compiler, or it does not take the source.
     """
     compiler, flags = _compiler(), _flags(threads)
-    key = hashlib.sha256("\0".join([source, compiler, _version(compiler), *flags, _processor()]).encode()).hexdigest()[:32]
-    path = folder() / f"{key}.so"
-    if not path.exists():
-        _build(source, [compiler, *flags], path)
-    return ctypes.CDLL(str(path))
+    try:
+        path = path_of(source, threads)
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:
+                pass  # Cut short, or made on another system: built again.
+        _build(source, [*compiler, *flags], path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerError(f"{shlex.join(compiler)} could not be used: {error}") from error
+
+
+def path_of(source: str, threads: bool) -> Path:
+    """Where the library of a source is kept."""
+    compiler = _compiler()
+    made_of = [source, *compiler, _version(compiler), *_flags(threads), _processor()]
+    return folder() / f"{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:32]}.so"
 
 
 def _build(source: str, command: list[str], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, made = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(source)
         done = subprocess.run([*command, str(code), "-o", str(made)], capture_output=True, text=True)
         if done.returncode:
-            raise CompilerError(f"{command[0]} refused the loop:\n{done.stderr[-2000:]}")
+            raise CompilerError(f"{shlex.join(command)} refused the loop:\n{done.stderr[-2000:]}")
         # Whole or not at all, and the first of several processes serves all.
         os.replace(made, path)
 
@@ -67,17 +96,19 @@ def _flags(threads: bool) -> list[str]:
 
 
 @functools.cache
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+def _compiler() -> tuple[str, ...]:
+    """The command, which may have arguments, such as ``ccache g++``."""
+    for command in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        name, *arguments = shlex.split(command) or [""]
         found = shutil.which(name) if name else None
         if found:
-            return found
+            return (found, *arguments)
     raise CompilerError("no C++ compiler was found (CXX, g++, clang++, c++)")
 
 
 @functools.cache
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+def _version(compiler: tuple[str, ...]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
 
 
 @functools.cache

@@ -189,6 +189,8 @@ class Nest:
         places = [*self.body.reads, *((t.buffer, at) for t, _, at in self.results if not t.buffer.variable)]
         touched = [(buffer, at) for buffer, at in places if at.factor(name)]
         filled = all(b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched)
+        # The end of one part of a joined row is the beginning of the next.
+        filled &= all(t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name))
         divides = any("_quotient(" in line or "_rest(" in line for line in self.body.lines)
         return row if filled and not divides else n
 

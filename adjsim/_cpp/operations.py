@@ -31,7 +31,7 @@ def literal(x: Any, dtype: torch.dtype) -> str:
     if math.isinf(x):
         return f"({TYPES[dtype]})({'-' if x < 0 else ''}INFINITY)"
     text = f"{x!r}" if dtype == torch.float64 else f"(float){x!r}"
-    return f"({text})" if x < 0 or dtype == torch.float32 else text
+    return f"({text})" if math.copysign(1, x) < 0 or dtype == torch.float32 else text
 
 
 def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
@@ -63,7 +63,7 @@ EXACT: dict[str, Printer] = {
     "maximum": lambda x, y: f"({x} > {y} || {x} != {x}) ? {x} : {y}",
     "minimum": lambda x, y: f"({x} < {y} || {x} != {x}) ? {x} : {y}",
     "sign": lambda x: f"({x} > 0) - ({x} < 0)",
-    "relu": lambda x: f"({x} > 0 || {x} != {x}) ? {x} : 0",
+    "relu": lambda x: f"{x} < 0 ? 0 : {x}",
 }
 LOGICAL: dict[str, Printer] = {
     "eq": lambda x, y: f"{x} == {y}",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adjsim._cpp import library
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
 from adjsim.adjoints import loops
@@ -196,3 +197,53 @@ def test_what_is_not_printed_is_refused(name):
     assert isinstance(parts.start, Part)
     with pytest.raises(UnprintableError):
         program(parts, [steps, x], carry, exact=False, threads=1)
+
+
+JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of two lengths": lambda x: (torch.cat([x * 2, x[:, :1] * 4], 1) * torch.stack([x[:, 0] * 2, x[:, 1]]).sum(0)[:, None]),
+    "patched at the end": lambda x: x.slice_scatter(x[:, 9:] * 3, 1, 9) + x.select_scatter(x[:, 0] * 2, 1, -1),
+    "of other types": lambda x: (3 * torch.arange(12) - (x > 0).to(torch.int64) * 2) * x.unsqueeze(1),
+    "of sums of conditions": lambda x: x[:, :1] + (x[:, :, None] > x[:, None]).sum((1, 2), keepdim=True)[0],
+    "chosen twice": lambda x: x.index_select(0, torch.tensor([1]))[:, torch.tensor([3, -2])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_that_are_filled_up_end_where_they_should(name):
+    """The end of a row that is filled up is not written over what comes after it."""
+    x = numbers(3, 12)
+    assert torch.equal(printed(JOINED[name], x), JOINED[name](x))
+
+
+def test_numbers_out_of_range_choose_nothing():
+    """The filled end of a row of numbers may hold anything, and no memory of others is read."""
+    x, table = numbers(13).abs() + 1, numbers(50)
+    function = lambda x: table[((x + 1e-12).reciprocal() * 40).to(torch.int64)] * x  # noqa: E731
+    assert torch.equal(printed(function, x), function(x))
+    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
+    outside = spec(lambda x: table[(x * 1e9).to(torch.int64)])
+    loop, _ = compile_loop(outside, nullcontext, constants, carry, exact=False, short=False, what="a test")
+    assert loop(constants, carry)[0].isnan().all()
+
+
+def test_special_numbers_have_the_bits_of_torch():
+    x = torch.tensor([0.0, -0.0, 1.0, torch.nan, -torch.inf] * 4, dtype=torch.float64)
+    y = torch.tensor([-0.0, 0.0, torch.nan, 2.0] * 5, dtype=torch.float64)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        extremes = [torch.maximum(x, y), torch.minimum(x, y), x.clamp(max=y), x.clamp(torch.nan), x.sign()]
+        return torch.stack([*extremes, 1 / x.relu(), 1 / x.clamp(0, 1), 1 / torch.full_like(x, -0.0).neg()])
+
+    torch.testing.assert_close(printed(function, x, y), function(x, y), rtol=0, atol=0, equal_nan=True)
+
+
+def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):
+    """A folder of this process serves instead, and a library that was cut short is built again."""
+    source = 'extern "C" int run(const void* const* in, void* const* out) { return 42; }'
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ADJSIM_CACHE", str(tmp_path / "file" / "below"))
+    assert library.compiled(source, False).run(None, None) == 42
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ADJSIM_CACHE", ".")
+    (tmp_path / library.path_of(source, False).name).write_text("")
+    assert library.compiled(source, False).run(None, None) == 42
