@@ -67,7 +67,8 @@ def test_solve_ivp_by_checkpoints_is_flat():
 
 def test_direct_grows_with_the_steps():
     """The measurement sees what there is to see."""
-    short, long = growth("direct", 200, "batch"), growth("direct", 800, "batch")
+    # The larger of two: memory that the system takes back in between is missing in a measurement.
+    short, long = (max(growth("direct", steps, "batch") for _ in range(2)) for steps in (200, 800))
     assert 3 < long / short < 6
     assert long > 20 * max(growth("reversible", 800, "batch"), MB)
 
