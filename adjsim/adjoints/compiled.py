@@ -1,15 +1,16 @@
 """Steps in compiled loops.
 
-A loop is many steps forward, or the way back over them with the cotangents, as one function of tensors. Its step is traced
-once, by running the moves and products that run otherwise on tensors that record their operations, and compiled by torch's
-Inductor, the loop around it included. Whatever may differ from run to run is an input
+A loop is one function of tensors: many steps forward, or the backward pass over them with the cotangents. Its step is traced
+once, by running the same moves and products as an uncompiled step on tensors that record their operations, and is compiled
+together with the loop (:mod:`adjsim.adjoints.loops`). Everything that may differ from run to run is an input
 (:class:`~adjsim.adjoints.loop_runner.LoopConstants`): the number of steps, the state, the time, coefficients, noise, every
 parameter and buffer of the dynamics, the spacings of a lattice. So no number of steps, seed, value of a parameter or save time
 compiles again; another shape, dtype, scheme or record does.
 
-On the way back an iteration begins where the position has just been changed: it finishes one step and begins the one before
-it. All that asks for the force at one position is then in one iteration, so that the force and its product with the cotangents
-share their loop over pairs. What comes before the first iteration and after the last is compiled with the loop.
+A backward iteration begins in the middle of a step, where the position has just changed: it finishes one step and begins the
+one before it. Every move that needs the force at one position is then in one iteration, so the force and its product with the
+cotangents share their loop over pairs. The part before the first iteration and the part after the last are compiled with the
+loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
 (:mod:`adjsim.adjoints.cache_key`).
@@ -37,7 +38,7 @@ from adjsim.solvers.base import Problem
 
 
 class ForwardCarry(NamedTuple):
-    """What forward steps carry: the sum of a time average and the force at the position, where there are any, and the state."""
+    """The carry of forward steps: the sum of a time average and the force, where there are any, and the state."""
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
@@ -45,8 +46,8 @@ class ForwardCarry(NamedTuple):
 
 
 class BackwardCarry(NamedTuple):
-    """What the way back carries: the sums of the cotangents of coefficients and parameters, the cotangents of the fields, and
-    the state."""
+    """The carry of the backward pass: the sums of the cotangents of coefficients and parameters, the cotangents of the fields,
+    and the state."""
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
@@ -55,8 +56,10 @@ class BackwardCarry(NamedTuple):
 
 
 class ForwardLoops:
-    """Steps forward in compiled loops, but for the first: it is carried out as it is written, and tells whether a step leaves
-    behind the force that the next one begins with."""
+    """Run forward steps in compiled loops.
+
+    The first step is not compiled. It shows whether a step ends with the force that the next one begins with.
+    """
 
     def __init__(self, driver: LoopRunner, recording: Recording) -> None:
         self.driver, self.recording = driver, recording
@@ -101,7 +104,7 @@ class ForwardLoops:
 
     @staticmethod
     def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, ForwardCarry]:
-        """One step an iteration."""
+        """Specify an iteration: one step."""
 
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
             return torch.zeros_like(constants.steps), carry
@@ -131,13 +134,13 @@ class ForwardLoops:
 
 
 class BackwardLoops:
-    """The way back in compiled loops."""
+    """Run the backward pass in compiled loops."""
 
     def __init__(self, driver: LoopRunner, forces: ForceEvaluator) -> None:
         self.driver, self.forces = driver, forces
 
     def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
-        """Take the cotangents from the last state back to the start, which is returned."""
+        """Take the cotangents from the last state back to the start, and return the start."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.driver.recorder.average is None:
@@ -147,7 +150,7 @@ class BackwardLoops:
         return state
 
     def _traverse(self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None) -> State:
-        """From the state after ``stop`` steps back to that after ``start``, with the cotangents taken along."""
+        """Go back from the state after ``stop`` steps to the state after ``start``, with the cotangents."""
         driver, fields = self.driver, cotangents.fields
         coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
         carry = BackwardCarry(
@@ -170,11 +173,11 @@ class BackwardLoops:
 
     @staticmethod
     def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
-        """The end of one step and the beginning of the one before it an iteration."""
+        """Specify an iteration: the end of one step, and the beginning of the step before it."""
         late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
 
         class Sweep:
-            """The way back inside a trace, from what is carried."""
+            """The backward pass inside a trace, from its carry."""
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.stats = constants, {"energy_evaluations": 0}
@@ -192,7 +195,7 @@ class BackwardLoops:
                 self.state = self.program.backward(t, self.state, coefficients, noise, self.forces, self.sums, None, part)
 
             def add_average(self) -> None:
-                """Add what a time average says of the state."""
+                """Add the cotangent of the state that a time average contributes."""
                 if averaging:
                     (cotangent,), state = self.constants.average, driver.stepper.from_lattice(self.state)
                     RecordSweep(driver.recorder, (), None, 0.0).add_function(state, cotangent, self.sums, self.forces)
@@ -256,9 +259,9 @@ class CompiledDriver:
         self.runner = LoopRunner(stepper, inputs, problem)
 
     def forward(self, recording: Recording) -> ForwardLoops:
-        """Steps forward, with the time average that they gather."""
+        """Return forward steps, which add to the time average of a recording."""
         return ForwardLoops(self.runner, recording)
 
     def backward(self, forces: ForceEvaluator) -> BackwardLoops:
-        """The way back, with the forces of what is not compiled."""
+        """Return the backward pass, with the forces of its uncompiled parts."""
         return BackwardLoops(self.runner, forces)

@@ -1,4 +1,4 @@
-"""Compiled loops of one run: what goes in, which are known already, and how they are traced."""
+"""The compiled loops of one run: their inputs, the cache of loops, and how a loop is traced."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ FINITE_EVERY = 1024
 
 
 class LoopConstants(NamedTuple):
-    """What does not change in a loop: the number of its steps and of the first one, the time of step 0, the coefficients, all
-    tensors of the dynamics, the spacings of a lattice, the noise of its steps if there is any, and on the way back the
-    cotangent of a time average at each step if there is one."""
+    """The inputs that do not change in a loop.
+
+    They are the number of its steps and of the first one, the time of step 0, the coefficients, all tensors of the dynamics,
+    the spacings of a lattice, the noise of its steps if there is any, and in a backward loop the cotangent of a time average at
+    each step if there is one.
+    """
 
     steps: Tensor
     first: Tensor
@@ -66,11 +69,11 @@ cache: ModuleCache[Loop] = ModuleCache(32)
 
 @dataclass(frozen=True)
 class MakeSpec:
-    """How what a loop does is made for a run: of the runner, whether it averages, the kind of its states, and the loop, which
-    counts its passes over the energy.
+    """Makes the specification of a loop from a runner, whether it averages, the kind of its states, and the loop, which counts
+    its passes over the energy.
 
     Attributes:
-        back: whether the loop goes back, and has parameters and coefficients as leaves.
+        back: whether the loop is a backward loop, which has parameters and coefficients as leaves.
         make: to the loop's :class:`~adjsim.adjoints.loops.LoopSpec`.
     """
 
@@ -126,7 +129,7 @@ class LoopRunner:
         return self.stops
 
     def averages(self, step: int) -> bool:
-        """Whether the end of a step counts for a time average."""
+        """Return whether the end of a step counts for a time average."""
         return self.recorder.average is not None and step >= self.recorder.first
 
     def run(
@@ -154,21 +157,21 @@ class LoopRunner:
         return loop.function(constants, carry)
 
     def pack(self, x: Tensor) -> Tensor:
-        """A field as it lies in memory inside a loop."""
+        """Copy a field to its layout inside a loop."""
         return clone(packed(x, self.batch))
 
     def unpack(self, x: Tensor) -> Tensor:
-        """The field of the packed one."""
+        """Return the field of a packed tensor."""
         return unpacked(x, self.batch)
 
     # How loops are traced.
 
     def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
-        """The time at a share of step number ``k`` of the loop."""
+        """Return the time at a share of step number ``k`` of the loop."""
         return lambda share: constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
 
     def noise_of(self, constants: LoopConstants, k: Tensor) -> list[Tensor] | None:
-        """The noise that step number ``k`` of the loop sees."""
+        """Return the noise that step number ``k`` of the loop reads."""
         if not constants.noise:
             return None
         steps = [constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.noise_steps)]
@@ -176,7 +179,7 @@ class LoopRunner:
 
     @contextmanager
     def _within(self, back: bool, loop: Loop, constants: LoopConstants) -> Iterator[LoopConstants]:
-        """Run the dynamics with the tensors of a trace, those as leaves that a gradient is wanted by."""
+        """Run the dynamics with the tensors of a trace; tensors that need a gradient are leaves."""
         if back:
             leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(constants.parameters)]
             coefficients = {
@@ -240,7 +243,7 @@ class LoopRunner:
             raise CompileError(f"compile=True: {unseen}") from unseen
 
     def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """That of the steps of a loop, as many as a loop may have; or none."""
+        """Return the noise of the steps of a loop, as many as a loop may have, or nothing."""
         if self.stepper.noise is None:
             return ()
         if self._last_noise is not None and self._last_noise[:2] == (first, count):
@@ -249,6 +252,6 @@ class LoopRunner:
         drawn = packed(self.stepper.noise.of_steps(first, seen), self.batch, leading=2)
         whole = drawn.new_empty((self.length + self.program.noise_steps - 1, *drawn.shape[1:]))
         whole[:seen] = drawn
-        # The way back begins with what the way forward ended with.
+        # The backward pass begins with the noise that the forward pass ended with.
         self._last_noise = (first, count, whole)
         return (whole,)
