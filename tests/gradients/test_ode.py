@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -14,7 +15,7 @@ from adjsim.solvers.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
 from tests.gradients.test_table import agree, moment
 from tests.problems import DYNAMICS, POTENTIALS, parameter, square
 
-TIMES = [0.0, 0.05, 0.2, 0.25, 0.5]
+TIMES = [0.0, 0.05, 0.15, 0.2, 0.25]
 
 
 # What each adaptive method reaches in reasonable time: an order of 2 needs 1e5 steps a unit of time for 1e-10.
@@ -32,7 +33,7 @@ def solver_for(method: str) -> ODESolver:
 
 
 def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
-    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of some of them."""
+    """The gradient of a loss along 0.25 time units by every input, or the loss alone after a shift of some of them."""
     if shift is not None:
         with torch.no_grad():
             return float(loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0])
@@ -62,6 +63,11 @@ def loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift):
     return loss, inputs
 
 
+@functools.cache
+def exact_gradients(kind: str, dynamics: str):
+    return gradients("dopri8", DirectAdjoint(), kind, dynamics, solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
+
+
 def test_every_method_of_torchdiffeq_is_there():
     assert set(ADAPTIVE + ONE_STEP + MULTISTEP + SCIPY) == set(SOLVERS)
 
@@ -87,12 +93,14 @@ def test_direct_against_central_differences(method):
         assert slope == pytest.approx(expected, rel=rel, abs=floor), names
 
 
-@pytest.mark.parametrize("kind", ["final", "saves", "record", "average"])
-@pytest.mark.parametrize("dynamics", ["hamiltonian", "chain-3", "esh"])
+@pytest.mark.parametrize(
+    ("dynamics", "kind"),
+    [*(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")), ("chain-3", "saves"), ("esh", "average")],
+)
 def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics, kind):
-    exact = gradients("dopri8", DirectAdjoint(), kind, dynamics, solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
+    exact = exact_gradients(kind, dynamics)
     errors = []
-    for tolerance in (1e-4, 1e-6, 1e-9):
+    for tolerance in (1e-4, 1e-6, 1e-10):
         found = gradients(
             "dopri5", BacksolveAdjoint(), kind, dynamics, solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance)
         )
@@ -104,7 +112,7 @@ def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics
 @pytest.mark.parametrize("method", [*ADAPTIVE, *ONE_STEP, *MULTISTEP, *SCIPY])
 def test_continuous_adjoint_of_every_method(method):
     """Away from the exact flow's gradient by the method's own error at its step or tolerance."""
-    exact = gradients("dopri8", DirectAdjoint(), solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
+    exact = exact_gradients("saves", "hamiltonian")
     agree(gradients(method, BacksolveAdjoint(), solver=solver_for(method)), exact, 0.1 if method == "euler" else 1e-2)
 
 
