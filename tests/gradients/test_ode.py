@@ -15,7 +15,7 @@ from adjsim.solvers.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
 from tests.gradients.test_table import agree, moment
 from tests.problems import DYNAMICS, POTENTIALS, parameter, square
 
-TIMES = [0.0, 0.05, 0.15, 0.2, 0.25]
+TIMES = [0.0, 0.05, 0.2, 0.25, 0.5]
 
 
 # What each adaptive method reaches in reasonable time: an order of 2 needs 1e5 steps a unit of time for 1e-10.
@@ -33,7 +33,7 @@ def solver_for(method: str) -> ODESolver:
 
 
 def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
-    """The gradient of a loss along 0.25 time units by every input, or the loss alone after a shift of some of them."""
+    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of some of them."""
     if shift is not None:
         with torch.no_grad():
             return float(loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0])
@@ -100,7 +100,7 @@ def test_direct_against_central_differences(method):
 def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics, kind):
     exact = exact_gradients(kind, dynamics)
     errors = []
-    for tolerance in (1e-4, 1e-6, 1e-10):
+    for tolerance in (1e-4, 1e-6, 1e-9):
         found = gradients(
             "dopri5", BacksolveAdjoint(), kind, dynamics, solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance)
         )
