@@ -1,6 +1,6 @@
 """From a traced graph to values: which operation becomes what, and which values are stored.
 
-Stored are outputs, sums, what is joined, what the trace marks as stored (:func:`adjsim._layout.stored`), and
+Stored are outputs, sums, joined tensors, tensors that the trace marks (:func:`adjsim._layout.materialise_contiguous`), and
 
 - single numbers, as variables;
 - values that broadcast into a larger one, so that they are not computed again for each of its elements;
@@ -11,14 +11,15 @@ All others, matrices of pairs above all, are computed where they are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from adjsim._cpp.operations import BITS, EXACT, INEXACT, LOGICAL, literal, power, scaled
+from adjsim._cpp.operations import LOGICAL, literal
+from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import (
     TYPES,
     Buffer,
@@ -31,12 +32,12 @@ from adjsim._cpp.values import (
     Pointwise,
     Reduced,
     Seen,
-    Selected,
     UnprintableError,
     Value,
     View,
     laid_out,
 )
+from adjsim._cpp.views import VIEWS, expanded, selecting, slicing, unsqueezed
 
 CHEAP = 4
 # Keyword arguments that are looked at, or that say nothing about values on the CPU.
@@ -54,11 +55,10 @@ class Lowering:
         inputs: the buffers of its placeholders.
         large: values of more numbers are never stored for being read more than once.
         exact: refuse operations whose last bit is not IEEE's.
-        prefix: of the names of buffers.
     """
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool, prefix: str) -> None:
-        self.large, self.exact, self.prefix = large, exact, prefix
+    def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool) -> None:
+        self.large, self.exact = large, exact
         self.stored: list[Value] = []
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
@@ -80,7 +80,7 @@ class Lowering:
         value = value.source
         if value.buffer is not None or isinstance(value, Literal):
             return
-        name = f"{self.prefix}{len(self.stored)}"
+        name = f"b{len(self.stored)}"
         if value.numel == 1:
             value.buffer = Buffer(name, value.dtype, value.shape, (0,) * len(value.shape), variable=True)
         else:
@@ -156,19 +156,15 @@ class Lowering:
             return Counting(shape, dtype, begin=begin, step=step)
         if base == "index_select":
             x, axis, number = args
-            if number.numel != 1:
-                raise UnprintableError("index_select of several")
-            self.store(number)
-            self.store(x)
-            return Selected(shape, dtype, (x, number), axis=axis % len(x.shape))
+            return self._gathered(meta, x, axis % len(x.shape), [number], wraps=False)
         if base == "index":
-            return self._gathered(meta, *args)
+            return self._indexed(meta, *args)
         if base in ("cat", "stack"):
             axis = args[1] % len(shape) if len(args) > 1 else 0
             parts = [self.values[part] for part in args[0]]
             if base == "stack":
                 rows = (*shape[:axis], 1, *shape[axis + 1 :])
-                parts = [View(rows, dtype, (part,), map=_unsqueeze((), rows, axis)) for part in parts]
+                parts = [View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts]
             joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
             self.store(joined)
             return joined
@@ -202,8 +198,11 @@ class Lowering:
     def _copied(self, x: Value, meta: Tensor) -> Value:
         if x.dtype == meta.dtype:
             return View(tuple(meta.shape), meta.dtype, (x,))
-        kind = TYPES[meta.dtype]
-        return Pointwise(tuple(meta.shape), meta.dtype, (x,), strides=tuple(meta.stride()), expression=lambda x: f"({kind}){x}")
+        whole = meta.dtype == torch.int64 and x.dtype.is_floating_point
+        convert = "integer" if whole else f"({TYPES[meta.dtype]})"
+        return Pointwise(
+            tuple(meta.shape), meta.dtype, (x,), strides=tuple(meta.stride()), expression=lambda x: f"{convert}({x})"
+        )
 
     def _reshaped(self, x: Value, meta: Tensor) -> Value:
         old, new = [n for n in x.shape if n > 1], [n for n in meta.shape if n > 1]
@@ -230,15 +229,29 @@ class Lowering:
         line = Seen((x.numel,), x.dtype, (flat,), buffer=as_line(flat.buffer))
         return View(tuple(meta.shape), meta.dtype, (line,), map=merged)
 
-    def _gathered(self, meta: Tensor, x: Value, numbers: list[Any]) -> Value:
-        """Elements that tensors of whole numbers choose."""
-        given = [(axis, self.values[node]) for axis, node in enumerate(numbers) if node is not None]
-        axes = [axis for axis, _ in given]
-        if axes != list(range(axes[0], axes[0] + len(axes))) or any(number.dtype != torch.int64 for _, number in given):
+    def _indexed(self, meta: Tensor, x: Value, nodes: list[Any]) -> Value:
+        """Elements numbered by tensors along neighbouring axes."""
+        numbers = {axis: self.values[node] for axis, node in enumerate(nodes) if node is not None}
+        first = min(numbers)
+        neighbours = list(numbers) == list(range(first, first + len(numbers)))
+        if not neighbours or any(number.dtype != torch.int64 for number in numbers.values()):
             raise UnprintableError("index by masks, or along axes that are apart")
-        for value in (x, *(number for _, number in given)):
-            self.store(value)
-        return Gathered(tuple(meta.shape), meta.dtype, (x, *(number for _, number in given)), axis=axes[0])
+        return self._gathered(meta, x, first, list(numbers.values()), wraps=True)
+
+    def _gathered(self, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool) -> Value:
+        """Elements numbered along axes from ``axis`` on; ``wraps``: negative numbers count from the end."""
+        self.store(x)
+        checked = []
+        for length, number in zip(x.shape[axis:], numbers, strict=False):
+            least = -length if wraps else 0
+
+            def in_range(text: str, length: int = length, least: int = least) -> str:
+                return f"in_range({text}, {least}, {length}, refused)"
+
+            checked.append(Pointwise(number.shape, torch.int64, (number,), strides=number.strides, expression=in_range))
+            # Rows of addresses are not filled up, since their ends would be addresses too.
+            self.store(checked[-1], fill=False)
+        return Gathered(tuple(meta.shape), meta.dtype, (x, *checked), axis=axis)
 
     def _patched(self, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
         """A tensor of which a part is replaced: the parts before, the patch, and the parts after it."""
@@ -246,7 +259,7 @@ class Lowering:
         if base == "select_scatter":
             start, step = args[1] % shape[axis], 1
             stop = start + 1
-            kept = View((*shape[:axis], 1, *shape[axis + 1 :]), x.dtype, (patch,), map=_unsqueeze((), shape, axis))
+            kept = View((*shape[:axis], 1, *shape[axis + 1 :]), x.dtype, (patch,), map=unsqueezed((), shape, axis))
             patch = kept
         else:
             start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
@@ -290,16 +303,13 @@ class Lowering:
         return Pointwise(tuple(meta.shape), meta.dtype, (total,), expression=lambda x: f"{x} / {literal(count, meta.dtype)}")
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
-        dtype, kwargs = meta.dtype, dict(node.kwargs)
-        if base in INEXACT and meta.numel() > (1 if self.exact else self.large):
-            raise UnprintableError(f"{name}, which torch computes in vectors, to a last bit of its own")
+        dtype = meta.dtype
         tensors = [x for x in args if isinstance(x, Value)]
         common = dtype
         if base in LOGICAL and tensors:
             common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
-        operands, expression = self._expression(base, name, args, kwargs, common)
-        if any(isinstance(x, Value) and x.dtype not in TYPES for x in args):
-            raise UnprintableError(name)
+        inexact = meta.numel() <= (1 if self.exact else self.large)
+        operands, expression = pointwise(base, name, args, node.kwargs, common, inexact)
         # A condition stays one; all else is computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [
@@ -314,84 +324,7 @@ class Lowering:
         if short == shape:
             return value
         self._settle(value, node)
-        return View(shape, dtype, (value,), map=_expand(short, shape))
-
-    def _expression(
-        self, base: str, name: str, args: list[Any], kwargs: dict[str, Any], dtype: torch.dtype
-    ) -> tuple[list[Value], Callable[..., str]]:
-        """The operands of an operation, and its printer."""
-
-        def printed(function: Callable[..., str], *given: Any) -> tuple[list[Value], Callable[..., str]]:
-            operands = [x for x in given if isinstance(x, Value)]
-
-            def expression(*texts: str) -> str:
-                rest = iter(texts)
-                return function(*(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in given))
-
-            return operands, expression
-
-        whole = dtype == torch.int64
-        alpha = kwargs.get("alpha", 1)
-        if base == "add":
-            alpha = args[2] if len(args) > 2 else alpha
-            return printed(lambda x, y: f"{x} + {scaled(alpha, dtype, y)}", *args[:2])
-        if base == "sub":
-            alpha = args[2] if len(args) > 2 else alpha
-            return printed(lambda x, y: f"{x} - {scaled(alpha, dtype, y)}", *args[:2])
-        if base == "rsub":
-            alpha = args[2] if len(args) > 2 else alpha
-            return printed(lambda x, y: f"{y} - {scaled(alpha, dtype, x)}", *args[:2])
-        if base == "addcmul":
-            value = kwargs.get("value", 1)
-            return printed(lambda x, y, z: f"{x} + {scaled(value, dtype, y)} * {z}", *args[:3])
-        if base == "addcdiv":
-            value = kwargs.get("value", 1)
-            return printed(lambda x, y, z: f"{x} + {scaled(value, dtype, y)} / {z}", *args[:3])
-        if base == "div":
-            mode = kwargs.get("rounding_mode")
-            if mode is None:
-                return printed(lambda x, y: f"{x} / {y}", *args[:2])
-            return printed(lambda x, y: f"{mode}_quotient({x}, {y})", *args[:2])
-        if base == "floor_divide":
-            return printed(lambda x, y: f"floor_quotient({x}, {y})", *args[:2])
-        if base == "remainder":
-            return printed(lambda x, y: f"floor_rest({x}, {y})", *args[:2])
-        if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
-            exponent = args[1]
-            text, few = power("x", exponent), args[0].numel <= (1 if self.exact else self.large)
-            if (whole and exponent not in (1, 2, 3)) or (text is None and not few):
-                raise UnprintableError(name)
-            if text is None:
-                return printed(lambda x: f"std::pow({x}, {literal(exponent, dtype)})", args[0])
-            return printed(lambda x: str(power(x, exponent)), args[0])
-        if base == "square":
-            return printed(lambda x: f"{x} * {x}", args[0])
-        if base == "clamp" or base in ("clamp_min", "clamp_max"):
-            low = args[1] if len(args) > 1 and base != "clamp_max" else kwargs.get("min")
-            high = args[1] if base == "clamp_max" else args[2] if len(args) > 2 else kwargs.get("max")
-            bounds = [x for x in (low, high) if x is not None]
-
-            def clamp(x: str, *limits: str) -> str:
-                rest = iter(limits)
-                if low is not None:
-                    least = next(rest)
-                    x = f"({x} < {least} || {least} != {least} ? {least} : {x})"
-                if high is not None:
-                    most = next(rest)
-                    x = f"({x} > {most} || {most} != {most} ? {most} : {x})"
-                return x
-
-            return printed(clamp, args[0], *bounds)
-        if base == "round" and not whole and len(args) == 1 and not kwargs.get("decimals"):
-            return printed(EXACT["round"], args[0])
-        table = LOGICAL if base in LOGICAL else BITS if base in BITS else INEXACT if base in INEXACT else EXACT
-        if (
-            base not in table
-            or base == "round"
-            or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc"))
-        ):
-            raise UnprintableError(name)
-        return printed(table[base], *args)
+        return View(shape, dtype, (value,), map=expanded(short, shape))
 
 
 def as_line(buffer: Buffer) -> Buffer:
@@ -425,70 +358,3 @@ def _without(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
 def _examples(args: Sequence[Any]) -> list[Any]:
     """Numbers and empty tensors of the types of operands, for torch's rules of promotion."""
     return [torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args]
-
-
-# Views: of the operand's shape, the result's shape and the arguments, to a map of indices.
-
-
-def selecting(axis: int, at: int) -> Callable[[Indices], Indices]:
-    return lambda index: (*index[:axis], Index(at), *index[axis:])
-
-
-def slicing(axis: int, start: int, step: int) -> Callable[[Indices], Indices]:
-    return lambda index: (*index[:axis], index[axis] * step + start, *index[axis + 1 :])
-
-
-def _permute(old: Sequence[int], new: Sequence[int], order: Sequence[int]) -> Callable[[Indices], Indices]:
-    places = [axis % len(old) for axis in order]
-    return lambda index: tuple(index[places.index(axis)] for axis in range(len(old)))
-
-
-def _transpose(old: Sequence[int], new: Sequence[int], a: int, b: int) -> Callable[[Indices], Indices]:
-    order = list(range(len(old)))
-    order[a], order[b] = order[b], order[a]
-    return _permute(old, new, order)
-
-
-def _squeeze(old: Sequence[int], new: Sequence[int], axes: Any = None) -> Callable[[Indices], Indices]:
-    axes = range(len(old)) if axes is None else [axes] if isinstance(axes, int) else axes
-    gone = {axis % len(old) for axis in axes if old[axis] == 1}
-
-    def map(index: Indices) -> Indices:
-        rest = iter(index)
-        return tuple(Index() if axis in gone else next(rest) for axis in range(len(old)))
-
-    return map
-
-
-def _unsqueeze(old: Sequence[int], new: Sequence[int], axis: int) -> Callable[[Indices], Indices]:
-    axis %= len(new)
-    return lambda index: (*index[:axis], *index[axis + 1 :])
-
-
-def _expand(old: Sequence[int], new: Sequence[int], *_: Any) -> Callable[[Indices], Indices]:
-    lead = len(new) - len(old)
-    return lambda index: tuple(Index() if n == 1 else i for i, n in zip(index[lead:], old, strict=True))
-
-
-def _select(old: Sequence[int], new: Sequence[int], axis: int, at: int) -> Callable[[Indices], Indices]:
-    axis %= len(old)
-    return selecting(axis, at % old[axis])
-
-
-def _slice(
-    old: Sequence[int], new: Sequence[int], axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Callable[[Indices], Indices]:
-    axis %= len(old)
-    return slicing(axis, range(old[axis])[slice(start, end, step)].start, step)
-
-
-VIEWS: dict[str, Callable[..., Callable[[Indices], Indices]]] = {
-    "permute": _permute,
-    "transpose": _transpose,
-    "t": lambda old, new: _permute(old, new, range(len(old))[::-1]),
-    "squeeze": _squeeze,
-    "unsqueeze": _unsqueeze,
-    "expand": _expand,
-    "select": _select,
-    "slice": _slice,
-}

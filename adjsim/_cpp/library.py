@@ -15,11 +15,11 @@ from pathlib import Path
 
 from adjsim._cpp.values import UnprintableError
 
-# Without contraction into fused multiply-add, which torch's own operations do not have either. No number traps, so both sides
-# of a condition may be computed.
+# Without contraction into fused multiply-add, so that bits are those of the traced operations.
+# No number traps, so both sides of a condition may be computed; integers wrap around as torch's do.
 FLAGS = [
     "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-fopenmp-simd", "-shared", "-fPIC",
+    "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
 ]  # fmt: skip
 
 

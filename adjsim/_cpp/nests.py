@@ -34,7 +34,6 @@ class Task:
     value: Value
     axes: tuple[int, ...] = ()
     begin: Indices = ()
-    shape: tuple[int, ...] = ()
 
     @cached_property
     def kept(self) -> list[int]:
@@ -143,13 +142,13 @@ class Function:
         for task in tasks:
             nests.setdefault(task.space, []).append(task)
         for (kept, summed), group in nests.items():
-            self.lines += Nest(kept, summed, group, self.threads, self.large).lines()
+            self.lines += Nest(kept, summed, group, self.threads).lines()
 
 
 class Nest:
     """Loops over kept and summed axes that several tasks share."""
 
-    def __init__(self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int, large: int) -> None:
+    def __init__(self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int) -> None:
         self.tasks, self.threads = tasks, threads
         self.outer = [f"i{n}" for n in range(len(kept))]
         self.inner = [f"j{n}" for n in range(len(summed))]
@@ -191,8 +190,9 @@ class Nest:
         filled = all(b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched)
         # The end of one part of a joined row is the beginning of the next.
         filled &= all(t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name))
-        divides = any("_quotient(" in line or "_rest(" in line for line in self.body.lines)
-        return row if filled and not divides else n
+        # The filled end holds any numbers, which are not to be refused.
+        refuses = any("refused" in line for line in self.body.lines)
+        return row if filled and not refuses else n
 
     def _variables(self) -> list[str]:
         """Declarations of sums that are single numbers."""

@@ -100,9 +100,32 @@ template <class T> inline T absolute(T x) { return std::fabs(x); }
 template <> inline int64_t absolute(int64_t x) { return x < 0 ? -x : x; }
 inline bool inverted(bool x) { return !x; }
 inline int64_t inverted(int64_t x) { return ~x; }
-// Quotients rounded down, as torch computes them.
-inline int64_t floor_quotient(int64_t a, int64_t b) { int64_t q = a / b; return q - (a % b != 0 && (a < 0) != (b < 0)); }
-inline int64_t trunc_quotient(int64_t a, int64_t b) { return a / b; }
+// Of a number that no integer holds torch makes the least integer. The barrier keeps compilers from
+// taking a conversion forth and back for a truncation, which would keep NaN and the sign of zero.
+template <class T> inline int64_t integer(T x) {
+  int64_t i = x >= (T)-0x1p63 && x < (T)0x1p63 ? (int64_t)x : INT64_MIN;
+  asm("" : "+r"(i));
+  return i;
+}
+// Quotients rounded down or to zero, and remainders, as torch computes them. Division of integers by
+// zero and indices out of range are reported and give 0; division by -1 is a negation, which wraps.
+inline int64_t trunc_quotient(int64_t a, int64_t b, int* refused) {
+  if (b == 0) *refused = 2;
+  return b == 0 ? 0 : b == -1 ? -a : a / b;
+}
+inline int64_t floor_rest(int64_t a, int64_t b, int* refused) {
+  if (b == 0) *refused = 2;
+  int64_t r = b == 0 || b == -1 ? 0 : a % b;
+  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
+}
+inline int64_t floor_quotient(int64_t a, int64_t b, int* refused) {
+  int64_t q = trunc_quotient(a, b, refused);
+  return q - (b != 0 && q * b != a && (a < 0) != (b < 0));
+}
+inline int64_t in_range(int64_t i, int64_t least, int64_t length, int* refused) {
+  if (i < least || i >= length) *refused = 3;
+  return i < least || i >= length ? 0 : i < 0 ? i + length : i;
+}
 template <class T> inline T floor_quotient(T a, T b) {
   if (b == 0) return a / b;
   T rest = std::fmod(a, b), q = (a - rest) / b;
@@ -112,7 +135,6 @@ template <class T> inline T floor_quotient(T a, T b) {
   return q - down > (T)0.5 ? down + 1 : down;
 }
 template <class T> inline T trunc_quotient(T a, T b) { return std::trunc(a / b); }
-inline int64_t floor_rest(int64_t a, int64_t b) { int64_t r = a % b; return r != 0 && (r < 0) != (b < 0) ? r + b : r; }
 template <class T> inline T floor_rest(T a, T b) { T r = std::fmod(a, b); return r != 0 && (b < 0) != (r < 0) ? r + b : r; }
 }
 """

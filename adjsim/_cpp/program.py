@@ -22,6 +22,12 @@ from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, laid_out
 
 # Constants of more numbers are read where they are.
 COPIED = 65_536
+# What a program returns instead of 0, for what torch's own operations would have refused.
+STATUS: dict[int, tuple[type[Exception], str]] = {
+    1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
+    2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
+    3: (IndexError, "a compiled step indexed a tensor out of range."),
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,10 @@ def program(
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         inputs = [x.contiguous() for x in (*constants, *text.baked, *carry)]
-        if run(kind_in(*(x.data_ptr() for x in inputs)), kind_out(*(x.data_ptr() for x in results))):
-            raise MemoryError("there is no memory for the buffers of a compiled loop.")
+        status = run(kind_in(*(x.data_ptr() for x in inputs)), kind_out(*(x.data_ptr() for x in results)))
+        if status:
+            error, message = STATUS[status]
+            raise error(message)
         return results
 
     return loop
@@ -121,7 +129,7 @@ class _Program:
         self.baked += part.baked
         inputs = [*inputs, *baked]
         part.graph.graph.eliminate_dead_code()
-        lowering = Lowering(part.graph, inputs, self.large, self.exact, "b")
+        lowering = Lowering(part.graph, inputs, self.large, self.exact)
         kept = lowering.outputs[1:] if result else lowering.outputs
         goals = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
         function = Function(lowering, goals, self.threads, lowering.outputs[0] if result else None)
@@ -138,7 +146,13 @@ class _Program:
         self.work = max(self.work, at)
         names = [_parameter(b, const=True) for b in inputs] + [_parameter(b, const=False) for b in outputs]
         self.functions.append(
-            "\n".join([f"static {result or 'void'} {name}({', '.join([*names, 'char* __restrict work'])}) {{", *lines, "}"])
+            "\n".join(
+                [
+                    f"static {result or 'void'} {name}({', '.join([*names, 'char* __restrict work', 'int* refused'])}) {{",
+                    *lines,
+                    "}",
+                ]
+            )
         )
         return baked
 
@@ -179,10 +193,11 @@ class _Program:
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
         def call(function: str, *buffers: Buffer | str) -> str:
-            return f"{function}({', '.join([*(b if isinstance(b, str) else b.name for b in buffers), 'work'])})"
+            return f"{function}({', '.join([*(b if isinstance(b, str) else b.name for b in buffers), 'work', '&refused'])})"
 
         lines += [
             f"char* work = memory + {at};",
+            "int refused = 0;",
             f"int64_t k = {call('start', *given, *outside, *begun, *inside)};",
             f"while ({call('more', 'k', given[0])}) {{",
             f"k = {call('body', 'k', *inside, *given, *each, *after)};",
@@ -197,7 +212,7 @@ class _Program:
             "char* memory = block + (64 - (uintptr_t)block % 64);",
             *lines,
             "std::free(block);",
-            "return 0;",
+            "return refused;",
             "}",
         ]
 

@@ -212,31 +212,8 @@ class Counting(Value):
 
 
 @dataclass(eq=False)
-class Selected(Value):
-    """The element of an axis that another value numbers."""
-
-    axis: int = 0
-
-    @property
-    def computed(self) -> bool:
-        return False
-
-    def load(self, body: Body, index: Indices) -> str:
-        return body.read(self.buffer, index) if self.buffer is not None else self.print(body, index)
-
-    def print(self, body: Body, index: Indices) -> str:
-        x, number = self.operands
-        at = Index(0, ((number.load(body, tuple(Index() for _ in number.shape)), 1),))
-        return x.load(body, (*index[: self.axis], at, *index[self.axis + 1 :]))
-
-
-@dataclass(eq=False)
 class Gathered(Value):
-    """The elements that other values number along neighbouring axes; negative numbers count from the end.
-
-    A number out of range, which torch refuses, must not read other memory: it chooses NaN, or among integers the first element.
-    Numbers in the filled end of a row may be anything.
-    """
+    """The elements that other values, checked to be in range, number along neighbouring axes."""
 
     axis: int = 0
 
@@ -244,14 +221,8 @@ class Gathered(Value):
         x, *numbers = self.operands
         width = max(len(number.shape) for number in numbers)
         where = index[self.axis : self.axis + width]
-        found, valid = [], []
-        for axis, number in enumerate(numbers, self.axis):
-            n, text = x.shape[axis], number.load(body, broadcast(where, number.shape))
-            at = body.define(torch.int64, f"{text} < 0 ? {text} + {n} : {text}")
-            valid.append(body.define(torch.bool, f"{at} >= 0 && {at} < {n}"))
-            found.append(Index(0, ((body.define(torch.int64, f"{valid[-1]} ? {at} : 0"), 1),)) if n > 1 else Index())
-        element = x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
-        return f"{' && '.join(valid)} ? {element} : ({TYPES[self.dtype]})NAN" if self.dtype.is_floating_point else element
+        found = tuple(Index(0, ((number.load(body, broadcast(where, number.shape)), 1),)) for number in numbers)
+        return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
 
 
 @dataclass(eq=False)

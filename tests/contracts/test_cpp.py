@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -215,15 +216,70 @@ def test_rows_that_are_filled_up_end_where_they_should(name):
     assert torch.equal(printed(JOINED[name], x), JOINED[name](x))
 
 
-def test_numbers_out_of_range_choose_nothing():
-    """The filled end of a row of numbers may hold anything, and no memory of others is read."""
-    x, table = numbers(13).abs() + 1, numbers(50)
-    function = lambda x: table[((x + 1e-12).reciprocal() * 40).to(torch.int64)] * x  # noqa: E731
-    assert torch.equal(printed(function, x), function(x))
+def run_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+    """The printed program of a function that eager torch would refuse to evaluate at these numbers."""
     constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
-    outside = spec(lambda x: table[(x * 1e9).to(torch.int64)])
-    loop, _ = compile_loop(outside, nullcontext, constants, carry, exact=False, short=False, what="a test")
-    assert loop(constants, carry)[0].isnan().all()
+    loop, path = compile_loop(spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test")
+    assert path == "C++"
+    return lambda: loop(constants, carry)[0]
+
+
+def test_filled_ends_of_rows_are_no_addresses():
+    x, table = numbers(13).abs() + 1, numbers(50)
+
+    def function(x: Tensor) -> Tensor:
+        return table[((x + 1e-12).reciprocal() * 40).to(torch.int64)] * x
+
+    assert torch.equal(printed(function, x), function(x))
+
+
+TABLE = numbers(50)
+OUT_OF_RANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "many": lambda x: TABLE[(x * 1e9).to(torch.int64)],
+    "one": lambda x: x + TABLE.index_select(0, (x[:1] + 100).to(torch.int64)),
+    "one from the end": lambda x: x + TABLE.index_select(0, (-1 - 0 * x[:1]).to(torch.int64)),
+    "beyond the beginning": lambda x: x + TABLE[(-51 - 0 * x).to(torch.int64)],
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_numbers_out_of_range_are_refused(name):
+    with pytest.raises(IndexError, match="out of range"):
+        run_of(OUT_OF_RANGE[name], numbers(13).abs() + 1)()
+
+
+@pytest.mark.parametrize("mode", ["floor", "trunc", "rest"])
+def test_division_of_whole_numbers_by_zero_is_refused(mode):
+    def divide(x: Tensor) -> Tensor:
+        zero = (0 * x).to(torch.int64)
+        found = torch.remainder(zero + 3, zero) if mode == "rest" else torch.div(zero + 3, zero, rounding_mode=mode)
+        return found.to(x.dtype)
+
+    with pytest.raises(ZeroDivisionError):
+        run_of(divide, numbers(13))()
+
+
+def test_conversion_to_integers_and_back():
+    """Compilers take it for a truncation, which keeps NaN, infinities and the sign of zero."""
+    x = torch.tensor([-0.3, 0.3, -1.7, math.nan, math.inf, -math.inf, 1e30, 2.5, -0.0, -2.5])
+
+    def function(x: Tensor) -> Tensor:
+        return x.to(torch.int64).to(x.dtype)
+
+    for dtype in (torch.float64, torch.float32):
+        found, expected = printed(function, x.to(dtype)), function(x.to(dtype))
+        assert torch.equal(found, expected)
+        assert torch.equal(found.signbit(), expected.signbit())
+
+
+def test_whole_numbers_wrap_around():
+    i = torch.tensor([1, -1, 0, 2**62, -(2**63)])
+
+    def function(i: Tensor) -> Tensor:
+        above = ((i + 2**62) * 2 > 0).to(torch.int64)
+        return above + (i - 2**62) * 3 + torch.div(i, -1 + 0 * i, rounding_mode="floor")
+
+    assert torch.equal(printed(function, i), function(i))
 
 
 def test_special_numbers_have_the_bits_of_torch():

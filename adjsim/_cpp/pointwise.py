@@ -1,0 +1,99 @@
+"""Elementwise operations of a traced graph: their operands, and how their expression is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from adjsim._cpp.operations import BITS, EXACT, INEXACT, LOGICAL, Printer, literal, power, scaled
+from adjsim._cpp.values import UnprintableError, Value
+
+
+def pointwise(
+    base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, inexact: bool
+) -> tuple[list[Value], Printer]:
+    """Return the operands of an elementwise operation, and the printer of its expression.
+
+    Args:
+        base, name: the operation without its overload, and with it.
+        args, kwargs: its arguments, tensors as values.
+        dtype: in which it is computed.
+        inexact: whether functions such as exp, whose last bits differ between libraries, may be printed.
+
+    Raises:
+        UnprintableError: the operation is not printed.
+    """
+
+    def printed(function: Callable[..., str], *given: Any) -> tuple[list[Value], Callable[..., str]]:
+        operands = [x for x in given if isinstance(x, Value)]
+
+        def expression(*texts: str) -> str:
+            rest = iter(texts)
+            return function(*(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in given))
+
+        return operands, expression
+
+    whole = dtype == torch.int64
+    # Torch refuses to divide integers by zero; in C++ it ends the process.
+    check = ", refused" if whole else ""
+    alpha = kwargs.get("alpha", 1)
+    if base == "add":
+        alpha = args[2] if len(args) > 2 else alpha
+        return printed(lambda x, y: f"{x} + {scaled(alpha, dtype, y)}", *args[:2])
+    if base == "sub":
+        alpha = args[2] if len(args) > 2 else alpha
+        return printed(lambda x, y: f"{x} - {scaled(alpha, dtype, y)}", *args[:2])
+    if base == "rsub":
+        alpha = args[2] if len(args) > 2 else alpha
+        return printed(lambda x, y: f"{y} - {scaled(alpha, dtype, x)}", *args[:2])
+    if base == "addcmul":
+        value = kwargs.get("value", 1)
+        return printed(lambda x, y, z: f"{x} + {scaled(value, dtype, y)} * {z}", *args[:3])
+    if base == "addcdiv":
+        value = kwargs.get("value", 1)
+        return printed(lambda x, y, z: f"{x} + {scaled(value, dtype, y)} / {z}", *args[:3])
+    if base == "div":
+        mode = kwargs.get("rounding_mode")
+        if mode is None:
+            return printed(lambda x, y: f"{x} / {y}", *args[:2])
+        return printed(lambda x, y: f"{mode}_quotient({x}, {y}{check})", *args[:2])
+    if base == "floor_divide":
+        return printed(lambda x, y: f"floor_quotient({x}, {y}{check})", *args[:2])
+    if base == "remainder":
+        return printed(lambda x, y: f"floor_rest({x}, {y}{check})", *args[:2])
+    if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
+        exponent = args[1]
+        text = power("x", exponent)
+        if (whole and exponent not in (1, 2, 3)) or (text is None and not inexact):
+            raise UnprintableError(name)
+        if text is None:
+            return printed(lambda x: f"std::pow({x}, {literal(exponent, dtype)})", args[0])
+        return printed(lambda x: str(power(x, exponent)), args[0])
+    if base == "square":
+        return printed(lambda x: f"{x} * {x}", args[0])
+    if base == "clamp" or base in ("clamp_min", "clamp_max"):
+        low = args[1] if len(args) > 1 and base != "clamp_max" else kwargs.get("min")
+        high = args[1] if base == "clamp_max" else args[2] if len(args) > 2 else kwargs.get("max")
+        bounds = [x for x in (low, high) if x is not None]
+
+        def clamp(x: str, *limits: str) -> str:
+            rest = iter(limits)
+            if low is not None:
+                least = next(rest)
+                x = f"({x} < {least} || {least} != {least} ? {least} : {x})"
+            if high is not None:
+                most = next(rest)
+                x = f"({x} > {most} || {most} != {most} ? {most} : {x})"
+            return x
+
+        return printed(clamp, args[0], *bounds)
+    if base == "round" and not whole and len(args) == 1 and not kwargs.get("decimals"):
+        return printed(EXACT["round"], args[0])
+    if base in INEXACT and not inexact:
+        raise UnprintableError(f"{name}, which torch computes in vectors, to a last bit of its own")
+    table = LOGICAL if base in LOGICAL else BITS if base in BITS else INEXACT if base in INEXACT else EXACT
+    if base not in table or base == "round" or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")):
+        raise UnprintableError(name)
+    return printed(table[base], *args)
