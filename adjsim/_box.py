@@ -26,7 +26,7 @@ from adjsim._typing import Array
 
 
 def differences(x: Tensor) -> Tensor:
-    """Compute q_i - q_j of all pairs: ``(*batch, atoms, dim)`` to ``(*batch, dim, atoms, atoms)``."""
+    """Compute q_i - q_j of all pairs, of shape ``(*batch, dim, atoms, atoms)``."""
     columns = x.transpose(-1, -2)
     return columns.unsqueeze(-1) - columns.unsqueeze(-2)
 
@@ -49,15 +49,25 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     """
     cell = as_tensor("box", box).to(torch.float64)
     if cell.requires_grad:
-        raise ValueError("box cannot require grad: gradients with respect to the cell are not provided.")
+        raise ValueError(
+            "box cannot require grad: gradients with respect to the cell are not provided."
+        )
     if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
-        raise ValueError(f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}.")
+        raise ValueError(
+            f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
+        )
     volume = cell.prod() if cell.ndim == 1 else torch.linalg.det(cell)
-    if not bool(torch.isfinite(cell).all()) or float(volume.abs()) == 0 or (cell.ndim == 1 and float(cell.min()) <= 0):
+    if (
+        not bool(torch.isfinite(cell).all())
+        or float(volume.abs()) == 0
+        or (cell.ndim == 1 and float(cell.min()) <= 0)
+    ):
         raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
     if cell.ndim == 2:
         if len(cell) > 3:
-            raise ValueError(f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths.")
+            raise ValueError(
+                f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths."
+            )
         cell = _reduced(cell)
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
@@ -93,7 +103,9 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
             # First multiples of one row, of which very tilted cells need many; then every sum of
             # shorter rows.
             candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
-            candidates += [row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)]
+            candidates += [
+                row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)
+            ]
             best = min(candidates, key=lambda x: float(x @ x))
             if best @ best < row @ row * (1 - 1e-12):
                 rows = np.concatenate([shorter, best[None], rows[k + 1 :]])
@@ -116,9 +128,14 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
         raise ValueError(f"box has {box.shape[0]} dimensions and position {dim}.")
     if box.ndim == 1:
         lengths = [box[:, None, None]] if len(parts) == 1 else list(box)
-        return [d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)]
+        return [
+            d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)
+        ]
     planes = parts[0].split(1, -3) if len(parts) == 1 else parts
-    moved = [d + shift for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)]
+    moved = [
+        d + shift
+        for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)
+    ]
     return [torch.cat(moved, -3)] if len(parts) == 1 else moved
 
 
@@ -136,7 +153,10 @@ def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     near = [x + y for x, y in zip(d, shift, strict=True)]
     best, extra = _dot(near, near), [torch.zeros_like(x) for x in near]
     for offset in product((-1.0, 0.0, 1.0), repeat=len(rows)):
-        step = [sum(n * x for n, x in zip(offset, column, strict=True)) for column in zip(*rows, strict=True)]
+        step = [
+            sum(n * x for n, x in zip(offset, column, strict=True))
+            for column in zip(*rows, strict=True)
+        ]
         other = [x + y for x, y in zip(near, step, strict=True)]
         distance = _dot(other, other)
         closer = distance < best

@@ -29,7 +29,8 @@ def as_number(name: str, value: Any) -> float:
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
-                f"{name} requires grad, and no gradient with respect to it is provided; pass a number, such as {name}.item()."
+                f"{name} requires grad, and no gradient with respect to it is provided; pass a "
+                f"number, such as {name}.item()."
             )
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
@@ -67,7 +68,11 @@ def as_tensor(name: str, value: Any) -> Tensor:
             raise TypeError(f"{name} must be real numbers; got a tensor of {value.dtype}.")
         if not value.is_floating_point():
             return value.double()
-        return value if not value.is_inference() or torch.is_inference_mode_enabled() else value.clone()
+        return (
+            value
+            if not value.is_inference() or torch.is_inference_mode_enabled()
+            else value.clone()
+        )
     return torch.tensor(_as_array(name, _plain(name, value)))
 
 
@@ -83,12 +88,18 @@ def as_indices(name: str, value: Any) -> Tensor:
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:
-    if not isinstance(value, np.ndarray | np.generic | numbers.Real | Sequence) and not hasattr(value, "__array__"):
-        raise TypeError(f"{name} must be a number, an array, a list or a tensor; got {describe_type(value)}.")
+    if not isinstance(value, np.ndarray | np.generic | numbers.Real | Sequence) and not hasattr(
+        value, "__array__"
+    ):
+        raise TypeError(
+            f"{name} must be a number, an array, a list or a tensor; got {describe_type(value)}."
+        )
     try:
         array = np.asarray(value)
     except ValueError as ragged:
-        raise ValueError(f"{name} must be rows of one length; got {describe_type(value)}.") from ragged
+        raise ValueError(
+            f"{name} must be rows of one length; got {describe_type(value)}."
+        ) from ragged
     if array.dtype.kind == "O" and isinstance(value, numbers.Real):
         array = np.asarray(float(value))
     # A list may hold a bool among numbers, which NumPy converts to 0 or 1.
@@ -96,7 +107,9 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name} must be real numbers; got {describe_type(value)}.")
     if array.dtype.kind != "f":
         return array.astype(np.float64)
-    return np.array(array, dtype=array.dtype.newbyteorder("=") if array.itemsize <= 8 else np.float64)
+    return np.array(
+        array, dtype=array.dtype.newbyteorder("=") if array.itemsize <= 8 else np.float64
+    )
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -126,7 +139,13 @@ def describe_type(value: Any) -> str:
     """
     text = repr(value)
     kind = type(value).__name__
-    return kind if value is None or isinstance(value, type) else f"{kind} {text}" if len(text) <= 40 else kind
+    return (
+        kind
+        if value is None or isinstance(value, type)
+        else f"{kind} {text}"
+        if len(text) <= 40
+        else kind
+    )
 
 
 def refuse_uncalled(name: str, value: Any) -> None:
@@ -137,13 +156,18 @@ def refuse_uncalled(name: str, value: Any) -> None:
     """
     refuse_uncalled_class(name, value)
     if inspect.isfunction(value):
-        raise TypeError(f"{name} must be an object, not the function {value.__name__} that makes one: write {_call(value)}.")
+        raise TypeError(
+            f"{name} must be an object, not the function {value.__name__} that makes one: write "
+            f"{_call(value)}."
+        )
 
 
 def refuse_uncalled_class(name: str, value: Any) -> None:
     """Raise if ``value`` is a class in place of an object."""
     if isinstance(value, type):
-        raise TypeError(f"{name} must be an object, not the class {value.__name__}: write {_call(value)}.")
+        raise TypeError(
+            f"{name} must be an object, not the class {value.__name__}: write {_call(value)}."
+        )
 
 
 def _call(function: Any) -> str:
@@ -152,8 +176,13 @@ def _call(function: Any) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return f"{function.__name__}(...)"
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return f"{function.__name__}({', '.join(f'{p.name}=...' if p.kind is p.KEYWORD_ONLY else p.name for p in needed)})"
+    needed = [
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    names = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in needed]
+    return f"{function.__name__}({', '.join(names)})"
 
 
 @contextmanager

@@ -33,11 +33,13 @@ def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
         return tuple(range(axes))
     coordinates = (axes - 1, axes - 2)
     links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
-    return (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
+    return (
+        (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
+    )
 
 
 def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
-    """Permute a field ``(*batch, ..., atoms, dim)`` to memory order, behind ``leading`` other axes."""
+    """Permute a field ``(*batch, ..., atoms, dim)`` to memory order, behind ``leading`` axes."""
     order = memory_order(x.ndim - leading, len(batch), batch.numel())
     return x.permute((*range(leading), *(leading + i for i in order)))
 
@@ -54,11 +56,16 @@ def materialise(x: Tensor) -> Tensor:
     While a step is traced, the compiler is made to write them to memory, instead of computing them
     again for every pair that reads them.
     """
-    return unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2]) if is_tracing() else x
+    return (
+        unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2])
+        if is_tracing()
+        else x
+    )
 
 
 def materialise_contiguous(x: Tensor) -> Tensor:
     """Make the compiler write a traced tensor to memory, with its axes in order."""
     flat = x.clone(memory_format=torch.contiguous_format)
-    # Inductor computes a tensor whose strides are requested before it goes on; backpropagation through this writes in place.
+    # Inductor computes a tensor whose strides are requested before it goes on; backpropagation
+    # through this writes in place.
     return flat if flat.requires_grad else flat.as_strided(flat.shape, flat.stride())

@@ -80,7 +80,9 @@ class ModuleTensors:
         self.wanted = tuple(number for number, x in enumerate(self.tensors) if x.requires_grad)
         number_of = {id(x): number for number, x in enumerate(self.tensors)}
         self._locks = _locks_of(module)
-        found = [(path, *place) for path, part in module.named_modules() for place in tensor_slots(part)]
+        found = [
+            (path, *place) for path, part in module.named_modules() for place in tensor_slots(part)
+        ]
         self._slots = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
         #: Where each tensor is: the path of a module, a key in it, and the number of the tensor.
         self.slots = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
@@ -111,7 +113,7 @@ class ModuleTensors:
 
 
 def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """List where a module keeps its own tensors, without its submodules: container, key and tensor."""
+    """List the tensors of a module without its submodules, as container, key and tensor."""
     for tensors in (module._parameters, module._buffers):
         yield from ((tensors, name, x) for name, x in tensors.items() if x is not None)
     if isinstance(module, nn.RNNBase):
@@ -119,7 +121,11 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
         # them.
         known, flat = module._parameters, module._flat_weights
         names = enumerate(module._flat_weights_names)
-        yield from ((flat, i, x) for i, name in names if i < len(flat) and (x := known.get(name)) is not None)
+        yield from (
+            (flat, i, x)
+            for i, name in names
+            if i < len(flat) and (x := known.get(name)) is not None
+        )
 
 
 def _version(x: Tensor) -> int:
@@ -152,7 +158,11 @@ def _locks_of(*modules: nn.Module) -> list[Any]:
     The order prevents deadlock.
     """
     with _locks_lock:
-        locks = {id(part): _locks.setdefault(part, RLock()) for module in modules for part in module.modules()}
+        locks = {
+            id(part): _locks.setdefault(part, RLock())
+            for module in modules
+            for part in module.modules()
+        }
     return sorted(locks.values(), key=id)
 
 

@@ -49,7 +49,8 @@ def as_generator(seed: Seed) -> torch.Generator | None:
         return seed
     if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
         raise TypeError(
-            f"generator must be a torch.Generator, a whole number that seeds one, or None; got {describe_type(seed)}."
+            "generator must be a torch.Generator, a whole number that seeds one, or None; got "
+            f"{describe_type(seed)}."
         )
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"generator must be a seed of at most 64 bits; got {seed}.")
@@ -77,7 +78,9 @@ class Noise:
         stream: the use of the numbers; two streams are independent.
     """
 
-    def __init__(self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS) -> None:
+    def __init__(
+        self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS
+    ) -> None:
         self.seed, self.first, self.begin, self.stream = seed, first, begin, stream
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
@@ -88,10 +91,13 @@ class Noise:
         return self._block(step // STEPS, replicas, dof, like)[step % STEPS]
 
     def span(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the numbers of ``count`` steps from number ``step``, ``(count, replicas, dof)``."""
+        """Return the numbers of ``count`` steps from ``step`` on, ``(count, replicas, dof)``."""
         replicas, dof = shape
         first, last = step + self.begin, step + self.begin + count
-        blocks = [self._block(i, replicas, dof, like) for i in range(first // STEPS, (last - 1) // STEPS + 1)]
+        blocks = [
+            self._block(i, replicas, dof, like)
+            for i in range(first // STEPS, (last - 1) // STEPS + 1)
+        ]
         return torch.cat(blocks)[first % STEPS :][:count]
 
     def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
@@ -113,5 +119,7 @@ class Noise:
         return self._blocks[key]
 
     def _tile(self, block: int, column: int) -> np.ndarray:
-        key = np.array([self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64)
+        key = np.array(
+            [self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64
+        )
         return np.random.Generator(np.random.Philox(key=key)).standard_normal((STEPS, ELEMENTS))

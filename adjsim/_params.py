@@ -31,7 +31,8 @@ def register(module: nn.Module, name: str, value: Number, *, positive: bool = Fa
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
-            f"{name} was made under torch.inference_mode, where a parameter can never be differentiated: make it outside."
+            f"{name} was made under torch.inference_mode, where a parameter can never be "
+            "differentiated: make it outside."
         )
     with outside_inference_mode():
         value = as_tensor(name, value)

@@ -75,7 +75,10 @@ def as_state(state: Any) -> Any:
         return state
     names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
     fields = [as_tensor(name, value) for name, value in zip(names, state, strict=True)]
-    made = [x if isinstance(given, Tensor | np.ndarray) else x.to(fields[0]) for x, given in zip(fields, state, strict=True)]
+    made = [
+        x if isinstance(given, Tensor | np.ndarray) else x.to(fields[0])
+        for x, given in zip(fields, state, strict=True)
+    ]
     return type(state)(*made)
 
 
@@ -87,7 +90,9 @@ def check_position(position: Tensor) -> None:
             "One particle in one dimension is (1, 1)."
         )
     if position.numel() == 0:
-        raise ValueError(f"position has shape {tuple(position.shape)}: there is nothing to simulate.")
+        raise ValueError(
+            f"position has shape {tuple(position.shape)}: there is nothing to simulate."
+        )
 
 
 def check_state(state: State, kind: type) -> None:

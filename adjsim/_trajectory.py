@@ -65,7 +65,8 @@ def check_function(what: str, function: Any) -> None:
     refuse_uncalled_class(f"the function of {what}", function)
     if not callable(function):
         raise TypeError(
-            f"{what} takes a function of the state, such as lambda state: state.position; got {describe_type(function)}."
+            f"{what} takes a function of the state, such as lambda state: state.position; got "
+            f"{describe_type(function)}."
         )
 
 
@@ -73,7 +74,8 @@ def check_record(record: Any) -> None:
     """Refuse a value that ``record=`` does not take."""
     if isinstance(record, Final):
         raise TypeError(
-            "record= takes a function of the state or a TimeAverage, not a Final: compute fn(trajectory.final) after the run."
+            "record= takes a function of the state or a TimeAverage, not a Final: compute "
+            "fn(trajectory.final) after the run."
         )
     if record is not None and not isinstance(record, TimeAverage):
         check_function("record=", record)
@@ -106,7 +108,14 @@ class Trajectory:
     ``copy.copy`` shares the tensors and their graph.
     """
 
-    def __init__(self, times: Tensor, states: State | None, record: Tensor | None, final: State, stats: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        times: Tensor,
+        states: State | None,
+        record: Tensor | None,
+        final: State,
+        stats: dict[str, Any],
+    ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
         self._states = states
 
@@ -116,7 +125,10 @@ class Trajectory:
         if name.startswith("_") or final is None or name not in final._fields:
             raise AttributeError(f"a trajectory of {type(final).__name__} has no '{name}'.")
         if self._states is None:
-            raise AttributeError(f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its last value.")
+            raise AttributeError(
+                f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its "
+                "last value."
+            )
         return getattr(self._states, name)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,7 +172,10 @@ def check_times(ts: Any) -> Tensor:
         )
     times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
     if times.ndim != 1 or len(times) < 2:
-        raise ValueError(f"ts must list the initial time and at least one save time; got shape {tuple(times.shape)}.")
+        raise ValueError(
+            "ts must list the initial time and at least one save time; got shape "
+            f"{tuple(times.shape)}."
+        )
     if not bool(torch.isfinite(times).all()) or not bool((times[1:] > times[:-1]).all()):
         raise ValueError("ts must be finite and increase.")
     return times
@@ -191,5 +206,7 @@ def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
     """Find the first step whose end counts for a time average."""
     first = math.floor(burn_in / dt + 1e-3) + 1
     if first > last:
-        raise ValueError(f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average.")
+        raise ValueError(
+            f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average."
+        )
     return first

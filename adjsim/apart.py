@@ -1,9 +1,10 @@
 """Work in a process of its own, so that the memory it takes is its own.
 
-Memory that one method frees is reused by the next, whose growth at the peak is then less than the method needs. Each method
-of the command line therefore runs in a process that has run nothing else. On Linux the process is a fork of a server that
-has imported the library, so that the import is paid once. The server only imports: it starts no OpenMP threads, which do not
-survive a fork, and does not touch a GPU. Elsewhere each process imports the library itself, since system libraries of macOS
+Memory that one method frees is reused by the next, whose growth at the peak is then less than the
+method needs. Each method of the command line therefore runs in a process that has run nothing else.
+On Linux the process is a fork of a server that has imported the library, so that the import is paid
+once. The server only imports: it starts no OpenMP threads, which do not survive a fork, and does
+not touch a GPU. Elsewhere each process imports the library itself, since system libraries of macOS
 do not survive a fork and Windows has none.
 """
 
@@ -25,7 +26,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
-# Names, since imports run one way. The second is what torch imports at the first gradient of given cotangents.
+# Names, since imports run one way. The second is what torch imports at the first gradient of given
+# cotangents.
 PRELOAD = ["adjsim.job", "torch.fx.experimental.symbolic_shapes"]
 
 
@@ -41,7 +43,8 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
         arguments: its arguments.
 
     Raises:
-        ProcessDied: if the process ended without a result, as when the system kills it because memory ran out.
+        ProcessDied: if the process ended without a result, as when the system kills it because
+            memory ran out.
         Exception: what the function raised, with the traceback of the process as a note.
     """
     context = _context()
@@ -69,7 +72,8 @@ def _context() -> Any:
     context = multiprocessing.get_context(START)
     if START == "forkserver":
         context.set_forkserver_preload(PRELOAD)
-        # The server and its forks ignore Ctrl-C from their first moment: the caller ends the processes it has started.
+        # The server and its forks ignore Ctrl-C from their first moment: the caller ends the
+        # processes it has started.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             forkserver.ensure_running()
@@ -105,7 +109,9 @@ def _pickled(error: Exception) -> bytes:
         data = pickle.dumps((None, error))
         pickle.loads(data)
     except Exception:
-        data = pickle.dumps((None, RuntimeError("".join(traceback.format_exception(error)).rstrip())))
+        data = pickle.dumps(
+            (None, RuntimeError("".join(traceback.format_exception(error)).rstrip()))
+        )
     return data
 
 
@@ -114,6 +120,8 @@ def _reason(code: int | None) -> str:
         return f"its process ended with exit status {code} before it had a result."
     name = signal.Signals(-code).name
     memory = (
-        ", as the system does when memory runs out; fewer replicas or a shorter horizon take less" if name == "SIGKILL" else ""
+        ", as the system does when memory runs out; fewer replicas or a shorter horizon take less"
+        if name == "SIGKILL"
+        else ""
     )
     return f"its process was ended by {name}{memory}."

@@ -33,11 +33,23 @@ from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 # Options that go with every preset; the others make up the system of lj13.
-COMMON = {"preset", "estimators", "observable", "horizon", "replicas", "seed", "output", "compile_runs"}
+COMMON = {
+    "preset",
+    "estimators",
+    "observable",
+    "horizon",
+    "replicas",
+    "seed",
+    "output",
+    "compile_runs",
+}
 
 
 def _observables() -> str:
-    known = {"lj13": list(OBSERVABLES), **{name: list(preset.questions) for name, preset in presets().items()}}
+    known = {
+        "lj13": list(OBSERVABLES),
+        **{name: list(preset.questions) for name, preset in presets().items()},
+    }
     return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
 
 
@@ -50,7 +62,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """adjsim: gradients through physical simulation."""
@@ -63,14 +78,16 @@ def compare_command(
         str,
         typer.Argument(
             metavar="[PRESET]",
-            help="lj13 (the Lennard-Jones cluster, or with --structure another), or a problem to set estimators beside each "
+            help="lj13 (the Lennard-Jones cluster, or with --structure another), or a problem to "
+            "set estimators beside each "
             f"other on, with its exact answer: {', '.join(presets())}.",
         ),
     ] = "lj13",
     estimators: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by commas; or all. With lj13 they are "
+            help=f"Estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by "
+            "commas; or all. With lj13 they are "
             "of the mean over the second half of the run, by epsilon and sigma.",
             show_default="all; for lj13 none, and adjoints are compared",
         ),
@@ -84,24 +101,31 @@ def compare_command(
         typer.Option(
             "--structure",
             metavar="FILE",
-            help="Start from this structure (any file ASE reads: xyz, extxyz, pdb, cif) instead of the 13-atom cluster, "
-            "with its cell, if it has one, as the periodic box. Units are then eV, angstrom, amu, fs and K.",
+            help="Start from this structure (any file ASE reads: xyz, extxyz, pdb, cif) instead of "
+            "the 13-atom cluster, "
+            "with its cell, if it has one, as the periodic box. Units are then eV, angstrom, amu, "
+            "fs and K.",
         ),
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option(help="Lennard-Jones well depth; shipped for the noble gases Ne, Ar, Kr, Xe.")
+        float | None,
+        typer.Option(help="Lennard-Jones well depth; shipped for the noble gases Ne, Ar, Kr, Xe."),
     ] = None,
     sigma: Annotated[
-        float | None, typer.Option(help="Lennard-Jones diameter; shipped for the noble gases Ne, Ar, Kr, Xe.")
+        float | None,
+        typer.Option(help="Lennard-Jones diameter; shipped for the noble gases Ne, Ar, Kr, Xe."),
     ] = None,
     cutoff: Annotated[
         float | None,
-        typer.Option(help="Cutoff distance.", show_default="in a box 3 sigma or half its width, else none"),
+        typer.Option(
+            help="Cutoff distance.", show_default="in a box 3 sigma or half its width, else none"
+        ),
     ] = None,
     dynamics: Annotated[
         str | None,
         typer.Option(
-            help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, generalised (Langevin with a "
+            help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, "
+            "generalised (Langevin with a "
             "memory) or overdamped.",
             show_default="hamiltonian, or langevin with --estimators",
         ),
@@ -117,18 +141,24 @@ def compare_command(
         bool,
         typer.Option(
             "--exact",
-            help="Carry the steps out on a lattice, where they are undone bit for bit, and show reversal in floating point "
+            help="Carry the steps out on a lattice, where they are undone bit for bit, and show "
+            "reversal in floating point "
             "(plain) beside it. The usual start is then a hot one, over longer horizons.",
         ),
     ] = False,
     dt: Annotated[
-        float | None, typer.Option(help="Time step.", show_default="0.005 (overdamped 0.0005), 4 fs for a structure")
+        float | None,
+        typer.Option(
+            help="Time step.", show_default="0.005 (overdamped 0.0005), 4 fs for a structure"
+        ),
     ] = None,
     horizon: Annotated[
         list[str] | None,
         typer.Option(
-            help="Length of the run in time, a multiple of dt. Several, by repeating it or by commas, give the figure an axis.",
-            show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs for a structure; with "
+            help="Length of the run in time, a multiple of dt. Several, by repeating it or by "
+            "commas, give the figure an axis.",
+            show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs "
+            "for a structure; with "
             "--estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
         ),
     ] = None,
@@ -139,35 +169,45 @@ def compare_command(
             show_default="0.1 epsilon/kB (exact 0.8), or 85 K for a structure",
         ),
     ] = None,
-    tau: Annotated[float | None, typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt")] = None,
+    tau: Annotated[
+        float | None,
+        typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt"),
+    ] = None,
     friction: Annotated[
         float | None,
         typer.Option(
-            help="Rate at which momenta decay, 1/time; for generalised the integral of the memory. Overdamped: mass times it.",
+            help="Rate at which momenta decay, 1/time; for generalised the integral of the memory. "
+            "Overdamped: mass times it.",
             show_default="1, or 0.001/fs for a structure",
         ),
     ] = None,
     rates: Annotated[
         str | None,
-        typer.Option(help="Decay rates of the memory of generalised, by commas, 1/time.", show_default="5 times friction"),
+        typer.Option(
+            help="Decay rates of the memory of generalised, by commas, 1/time.",
+            show_default="5 times friction",
+        ),
     ] = None,
     strengths: Annotated[
         str | None,
         typer.Option(
-            help="Strengths of the memory, one for each rate, 1/time^2.", show_default="friction times rate, shared evenly"
+            help="Strengths of the memory, one for each rate, 1/time^2.",
+            show_default="friction times rate, shared evenly",
         ),
     ] = None,
     adjoint: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Adjoints to compare, of {', '.join(ADJOINTS)}, by repeating it or by commas; the first is the reference.",
+            help=f"Adjoints to compare, of {', '.join(ADJOINTS)}, by repeating it or by commas; "
+            "the first is the reference.",
             show_default="all that go with the dynamics",
         ),
     ] = None,
     replicas: Annotated[
         list[str] | None,
         typer.Option(
-            help="Starts to average over, each with momenta and noise of its own. Several, by repeating it or by commas, give "
+            help="Starts to average over, each with momenta and noise of its own. Several, by "
+            "repeating it or by commas, give "
             "the figure an axis instead of the horizon.",
             show_default="1, with --estimators 64, or 4096 for a preset",
         ),
@@ -176,55 +216,94 @@ def compare_command(
         bool,
         typer.Option(
             "--compile",
-            help="Run in compiled loops what goes in these: the adjoint reversible, and the estimators finite-difference, "
-            "score-function and reweighting. Each compiles for up to a minute first, and for further horizons reads what it "
+            help="Run in compiled loops what goes in these: the adjoint reversible, and the "
+            "estimators finite-difference, "
+            "score-function and reweighting. Each compiles for up to a minute first, and for "
+            "further horizons reads what it "
             "compiled from a cache; neither is in its seconds.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path("adjsim-compare"),
+    output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
+        "adjsim-compare"
+    ),
 ) -> None:
     """Set adjoint gradients beside backpropagation, or gradient estimators beside each other.
 
-    Adjoints: the observable of a Lennard-Jones system at the horizon, by epsilon and sigma (and kT, tau, friction, rates and
-    strengths of a thermostat), is differentiated by each adjoint from the same starts and the same noise.
+    Adjoints: the observable of a Lennard-Jones system at the horizon, by epsilon and sigma (and kT,
+    tau, friction, rates and strengths of a thermostat), is differentiated by each adjoint from the
+    same starts and the same noise.
 
-    Estimators (--estimators, or a preset other than lj13): means with error bars, of what happens along a path and of the
-    equilibrium, which are two questions and are shown apart.
+    Estimators (--estimators, or a preset other than lj13): means with error bars, of what happens
+    along a path and of the equilibrium, which are two questions and are shown apart.
 
     Writes compare.png and compare.json into the output folder.
     """
     try:
         names, job, adjoints, several = _estimators(estimators), None, {}, ""
         if preset == "lj13":
-            system = structure(structure_file, epsilon, sigma, cutoff) if structure_file else cluster(epsilon, sigma, cutoff)
+            system = (
+                structure(structure_file, epsilon, sigma, cutoff)
+                if structure_file
+                else cluster(epsilon, sigma, cutoff)
+            )
             kind = dynamics or ("langevin" if names else "hamiltonian")
             if kind not in SCHEMES:
                 raise ValueError(f"unknown dynamics '{kind}'; choose one of {', '.join(SCHEMES)}.")
             real, stiff = structure_file is not None, kind == "overdamped"
             step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
-            warmth = temperature if temperature is not None else (85.0 if real else 0.8 if exact else 0.1)
+            warmth = (
+                temperature
+                if temperature is not None
+                else (85.0 if real else 0.8 if exact else 0.1)
+            )
             rate = friction if friction is not None else (0.001 if real else 1.0)
-            bath = BathSettings(warmth, tau if tau is not None else 50 * step, rate, *_memory(rate, rates, strengths))
+            bath = BathSettings(
+                warmth,
+                tau if tau is not None else 50 * step,
+                rate,
+                *_memory(rate, rates, strengths),
+            )
             word = scheme or SCHEMES[kind]
             job = Job(
-                system, model_of(system, kind, bath), word, solver_of(word, kind, step * system.time, exact), warmth, seed
+                system,
+                model_of(system, kind, bath),
+                word,
+                solver_of(word, kind, step * system.time, exact),
+                warmth,
+                seed,
             )
             job.check()
-            several = "200,400,800" if real else "5,10,20,40" if exact else "0.1,0.2,0.4,0.8" if stiff else "1,2,4"
-            problem = Preset(job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions())
+            several = (
+                "200,400,800"
+                if real
+                else "5,10,20,40"
+                if exact
+                else "0.1,0.2,0.4,0.8"
+                if stiff
+                else "1,2,4"
+            )
+            problem = Preset(
+                job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions()
+            )
             question = _question(problem, preset, observable)
             if names:
                 if adjoint:
-                    raise ValueError("--adjoint compares adjoints, and --estimators estimators; give one of the two.")
-                # The bath is held: most estimators have no gradient by it, and one table holds one set of parameters.
+                    raise ValueError(
+                        "--adjoint compares adjoints, and --estimators estimators; give one of "
+                        "the two."
+                    )
+                # The bath is held: most estimators have no gradient by it, and one table holds one
+                # set of parameters.
                 for number in job.model.parameters(recurse=False):
                     number.requires_grad_(False)
             else:
                 adjoints = adjoints_of(adjoint, kind, exact)
         else:
             problem = _preset(preset)
-            others = [name for name in context.params if name not in COMMON and _given(context, name)]
+            others = [
+                name for name in context.params if name not in COMMON and _given(context, name)
+            ]
             if others:
                 option = "structure" if others[0] == "structure_file" else others[0]
                 raise ValueError(f"--{option} goes with the preset lj13, not with {preset}.")
@@ -234,12 +313,16 @@ def compare_command(
             assert isinstance(solver, SteppingSolver)
             step = solver.dt
         # An error bar takes two replicas.
-        usual, count, least = (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
+        usual, count, least = (
+            (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
+        )
         sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
         check_writable(output)
         quantity = observable or next(iter(problem.questions))
         if names:
-            methods = estimators_of(names, partial(question_of, preset, quantity, job), step, seed, compile_runs)
+            methods = estimators_of(
+                names, partial(question_of, preset, quantity, job), step, seed, compile_runs
+            )
         else:
             assert job is not None
             methods = job.adjoints(adjoints, quantity, compile_runs)
@@ -253,7 +336,10 @@ def compare_command(
         results = run_sweep(methods, sweep, next(iter(adjoints)))
         report = report_adjoints(job, quantity, adjoints, sweep, results)
     if report.empty:
-        print("adjsim: no method gave a number, so nothing was written; the reasons are above.", file=sys.stderr)
+        print(
+            "adjsim: no method gave a number, so nothing was written; the reasons are above.",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
     report.write(output)
 
@@ -268,7 +354,9 @@ def _preset(name: str) -> Preset:
 def _question(problem: Preset, preset: str, observable: str | None) -> Question:
     known = problem.questions
     if observable is not None and observable not in known:
-        raise ValueError(f"unknown observable '{observable}' of {preset}; choose from {', '.join(known)}.")
+        raise ValueError(
+            f"unknown observable '{observable}' of {preset}; choose from {', '.join(known)}."
+        )
     return known[observable or next(iter(known))]
 
 
@@ -278,7 +366,9 @@ def _estimators(asked: list[str] | None) -> list[str]:
         return list(ESTIMATORS)
     for name in names:
         if name not in ESTIMATORS:
-            raise ValueError(f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all.")
+            raise ValueError(
+                f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all."
+            )
     return names
 
 
@@ -299,13 +389,22 @@ def _given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _memory(friction: float, rates: str | None, strengths: str | None) -> tuple[list[float], list[float]]:
+def _memory(
+    friction: float, rates: str | None, strengths: str | None
+) -> tuple[list[float], list[float]]:
     if strengths is not None and rates is None:
         raise ValueError("--strengths was given without --rates; give both, as many of each.")
     decays = _numbers("rates", rates) if rates is not None else [5 * friction]
-    weights = _numbers("strengths", strengths) if strengths is not None else [friction * r / len(decays) for r in decays]
+    weights = (
+        _numbers("strengths", strengths)
+        if strengths is not None
+        else [friction * r / len(decays) for r in decays]
+    )
     if len(decays) != len(weights):
-        raise ValueError(f"--rates has {len(decays)} numbers and --strengths {len(weights)}; give as many of each.")
+        raise ValueError(
+            f"--rates has {len(decays)} numbers and --strengths {len(weights)}; give as many of "
+            "each."
+        )
     return decays, weights
 
 
@@ -313,7 +412,9 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{option} '{text}' is not a list of numbers; write such as 1,4.") from None
+        raise ValueError(
+            f"--{option} '{text}' is not a list of numbers; write such as 1,4."
+        ) from None
 
 
 def _horizons(asked: list[str], dt: float) -> list[float]:
@@ -322,7 +423,9 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
         try:
             horizon = float(text)
         except ValueError:
-            raise ValueError(f"horizon '{text}' is not a number; write a time such as 2.5.") from None
+            raise ValueError(
+                f"horizon '{text}' is not a number; write a time such as 2.5."
+            ) from None
         if not 0 < horizon < float("inf"):
             raise ValueError(f"horizon {text} is not a positive time.")
         if dt > 0:
@@ -331,7 +434,8 @@ def _horizons(asked: list[str], dt: float) -> list[float]:
             except ValueError:
                 below = max(1, int(horizon / dt)) * dt
                 raise ValueError(
-                    f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are {below:.10g} and {below + dt:.10g}."
+                    f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are "
+                    f"{below:.10g} and {below + dt:.10g}."
                 ) from None
         horizons.add(horizon)
     return sorted(horizons)

@@ -32,9 +32,11 @@ class Comparison:
     """Estimates of one gradient by several methods.
 
     Attributes:
-        estimates: by method name. Path and stationary estimates answer different questions and are shown apart.
+        estimates: by method name. Path and stationary estimates answer different questions and are
+            shown apart.
         failures: methods that gave no number, with the reason.
-        reference: the method that the others' gradients are compared with; None: the first of each estimand.
+        reference: the method that the others' gradients are compared with; None: the first of each
+            estimand.
     """
 
     estimates: dict[str, GradientEstimate]
@@ -42,9 +44,13 @@ class Comparison:
     reference: str | None = None
 
     def difference(self, name: str) -> float | None:
-        """The largest relative difference, over parameters, of a method's gradient from the reference's of its estimand."""
+        """The largest relative difference, over parameters, of a method's gradient from the
+        reference's of its estimand.
+        """
         mine = self.estimates[name]
-        peers = [key for key, estimate in self.estimates.items() if estimate.estimand == mine.estimand]
+        peers = [
+            key for key, estimate in self.estimates.items() if estimate.estimand == mine.estimand
+        ]
         reference = self.reference if self.reference in peers else peers[0]
         if reference == name:
             return None
@@ -63,7 +69,9 @@ class Comparison:
                     "value": _plain(estimate.value),
                     "value_stderr": _plain(estimate.value_stderr),
                     "grad": {key: _plain(grad) for key, grad in estimate.grad.items()},
-                    "grad_stderr": {key: _plain(error) for key, error in estimate.grad_stderr.items()},
+                    "grad_stderr": {
+                        key: _plain(error) for key, error in estimate.grad_stderr.items()
+                    },
                     "relative_difference": self.difference(name),
                     **{key: _plain(value) for key, value in estimate.diagnostics.items()},
                 }
@@ -121,7 +129,11 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What is to be said of single methods: why not to trust a number, or why there is none."""
-        doubts = [f"{name}: not to be trusted, {why}." for name, e in self.estimates.items() for why in e.warnings]
+        doubts = [
+            f"{name}: not to be trusted, {why}."
+            for name, e in self.estimates.items()
+            for why in e.warnings
+        ]
         return doubts + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
@@ -131,13 +143,26 @@ class Comparison:
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
         axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
         bars: list[tuple[str, Callable[[GradientEstimate], float], str | None]] = [
-            *((f"gradient d/d {short_name(key, parameters)}", norm_of(key), key) for key in parameters),
+            *(
+                (f"gradient d/d {short_name(key, parameters)}", norm_of(key), key)
+                for key in parameters
+            ),
             ("seconds", lambda estimate: estimate.diagnostics["seconds"], None),
             ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6, None),
         ]
         for axis, (title, number, key) in zip(axes, bars, strict=True):
-            errors = None if key is None else [2 * float(self.estimates[name].grad_stderr[key].norm()) for name in names]
-            axis.bar(names, [number(self.estimates[name]) for name in names], yerr=errors, capsize=3, color="C0")
+            errors = (
+                None
+                if key is None
+                else [2 * float(self.estimates[name].grad_stderr[key].norm()) for name in names]
+            )
+            axis.bar(
+                names,
+                [number(self.estimates[name]) for name in names],
+                yerr=errors,
+                capsize=3,
+                color="C0",
+            )
             axis.set_title(title)
             axis.tick_params(axis="x", rotation=45)
         return figure
@@ -162,14 +187,17 @@ def compare(
         estimators: by the name they are to be shown under; the first is the reference.
         replicas: number of independent runs for each.
         chunks: groups of replicas whose spread gives the standard errors.
-        generator: seeds starts and noise, as a generator or a whole number; None: torch's default generator.
-        compile: run the methods that go in compiled loops in these, and the others as they are; which did is in
-            ``diagnostics["compiled"]``. (``Simulation(..., compile=True)`` asks it of all, and the others do not apply.)
+        generator: seeds starts and noise, as a generator or a whole number; None: torch's default
+            generator.
+        compile: run the methods that go in compiled loops in these, and the others as they are;
+            which did is in ``diagnostics["compiled"]``. (``Simulation(..., compile=True)`` asks it
+            of all, and the others do not apply.)
 
     Returns:
-        A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary one to a path question, a
-        path score to a parameter that scales the noise) is listed with the reason, and so is one whose run is lost (reversal
-        beyond its tolerance, numbers no longer finite or off the lattice).
+        A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary
+        one to a path question, a path score to a parameter that scales the noise) is listed with
+        the reason, and so is one whose run is lost (reversal beyond its tolerance, numbers no
+        longer finite or off the lattice).
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
@@ -177,7 +205,10 @@ def compare(
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
-        asked = replace(simulation, compile=simulation.compile or (compile and estimator.can_compile(simulation)))
+        asked = replace(
+            simulation,
+            compile=simulation.compile or (compile and estimator.can_compile(simulation)),
+        )
         try:
             estimator.check(asked, observable)
         except (TypeError, ValueError) as unfit:
@@ -186,7 +217,9 @@ def compare(
         # What one method leaves behind is not counted as room that the next one does not need.
         release()
         try:
-            result.estimates[name] = estimator(asked, observable, replicas=replicas, chunks=chunks, generator=own)
+            result.estimates[name] = estimator(
+                asked, observable, replicas=replicas, chunks=chunks, generator=own
+            )
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:
             result.failures[name] = str(lost)
     return result
@@ -209,7 +242,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be written, before any work; nothing is left behind.
 
-    Tried and not asked for, since permission bits do not know of a full disk, a quota or a read-only mount.
+    Tried and not asked for, since permission bits do not know of a full disk, a quota or a
+    read-only mount.
 
     Raises:
         ValueError: with what the system says of it.
@@ -222,7 +256,9 @@ def check_writable(folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".adjsim-") as file:
             file.write(b"adjsim")
     except OSError as error:
-        raise ValueError(f"output '{folder}' cannot be written ({error.strerror or error}); name another folder.") from error
+        raise ValueError(
+            f"output '{folder}' cannot be written ({error.strerror or error}); name another folder."
+        ) from error
     finally:
         for path in absent:
             if path.is_dir():

@@ -29,7 +29,9 @@ class Panel:
 
 
 def plot_sweep(
-    comparisons: Mapping[float, Comparison], axis: str = "horizon", exact: Mapping[float, Mapping[str, float]] | None = None
+    comparisons: Mapping[float, Comparison],
+    axis: str = "horizon",
+    exact: Mapping[float, Mapping[str, float]] | None = None,
 ) -> Figure:
     """Plot gradient (with two standard errors), error, time and memory of each method.
 
@@ -41,19 +43,25 @@ def plot_sweep(
         exact: known gradients, by the same quantity and by parameter, drawn as a line.
     """
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
-    names = list(dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates))
+    names = list(
+        dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
+    )
     parameters = list(estimates[0].grad)
     panels = [_gradient(key, parameters, estimates, exact or {}) for key in parameters]
     for key in parameters:
         error = _error_of(key)
         if any(error(e) > 0 for e in estimates):
-            panels.append(Panel(f"standard error of d/d {short_name(key, parameters)}", error, scale="log"))
+            panels.append(
+                Panel(f"standard error of d/d {short_name(key, parameters)}", error, scale="log")
+            )
     lost = [e.diagnostics["reconstruction_error"] for e in estimates]
     if any(error is not None and error > 1e-6 for error in lost):
         title = "reconstruction error (0: exact)"
         panels.append(Panel(title, lambda e: e.diagnostics["reconstruction_error"], scale="symlog"))
     panels.append(Panel("time / s", lambda e: e.diagnostics["seconds"], scale="from zero"))
-    panels.append(Panel("peak memory / MB", lambda e: e.diagnostics["peak_memory"] / 1e6, scale="from zero"))
+    panels.append(
+        Panel("peak memory / MB", lambda e: e.diagnostics["peak_memory"] / 1e6, scale="from zero")
+    )
     figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         if axis == "replicas":
@@ -68,28 +76,46 @@ def plot_sweep(
 
 
 def _gradient(
-    key: str, parameters: list[str], estimates: list[GradientEstimate], exact: Mapping[float, Mapping[str, float]]
+    key: str,
+    parameters: list[str],
+    estimates: list[GradientEstimate],
+    exact: Mapping[float, Mapping[str, float]],
 ) -> Panel:
-    title, number, error = f"gradient d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
+    title, number, error = (
+        f"gradient d/d {short_name(key, parameters)}",
+        norm_of(key),
+        _error_of(key),
+    )
     sizes = [abs(number(e)) for e in estimates if number(e) != 0]
     # In chaos the gradient grows by decades, and its size matters more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not any(error(e) > 0 for e in estimates):
         return Panel(f"|{title}|", lambda e: abs(number(e)), scale="log")
-    return Panel(title, number, error, exact={x: grads[key] for x, grads in exact.items() if key in grads})
+    return Panel(
+        title, number, error, exact={x: grads[key] for x, grads in exact.items() if key in grads}
+    )
 
 
-def _draw(axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], names: list[str]) -> None:
+def _draw(
+    axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], names: list[str]
+) -> None:
     for i, name in enumerate(names):
         found = [(x, c.estimates[name]) for x, c in comparisons.items() if name in c.estimates]
         points = [(x, value, e) for x, e in found if (value := panel.number(e)) is not None]
         xs, values = [x for x, _, _ in points], [value for _, value, _ in points]
         bars = [2 * panel.error(e) for _, _, e in points] if panel.error is not None else []
-        style: dict[str, Any] = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i}", "label": name}
+        style: dict[str, Any] = {
+            "marker": MARKERS[i % len(MARKERS)],
+            "color": f"C{i}",
+            "label": name,
+        }
         if any(bar > 0 for bar in bars):
             # Side by side, since bars would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)
             span = max(comparisons) - min(comparisons) or 1.0
-            xs = [x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span for x in xs]
+            xs = [
+                x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span
+                for x in xs
+            ]
             axes.errorbar(xs, values, bars, capsize=2, ms=4, lw=1, **style)
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)

@@ -1,4 +1,6 @@
-"""What a comparison from the command line consists of: a system, its dynamics, a scheme, methods, horizons and replicas."""
+"""What a comparison from the command line consists of: a system, its dynamics, a scheme, methods,
+horizons and replicas.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from torch import Tensor, nn
 
 from adjsim._state import State
 from adjsim._trajectory import Final, TimeAverage
-from adjsim.adjoints import Adjoint, BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
+from adjsim.adjoints import (
+    Adjoint,
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ReversibleAdjoint,
+)
 from adjsim.apart import ProcessDied, apart
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
@@ -63,14 +71,19 @@ class BathSettings:
 
 # What may be observed of a system of atoms, by the names of the command line.
 OBSERVABLES: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
-    "energy": ("potential energy per atom", lambda system, position: system.potential(position) / position.shape[-2]),
+    "energy": (
+        "potential energy per atom",
+        lambda system, position: system.potential(position) / position.shape[-2],
+    ),
     "gyration": ("radius of gyration", lambda system, position: radius_of_gyration(position)),
 }
 
 
 @dataclass
 class Sweep:
-    """Lengths of the run and numbers of replicas, of which one may have several values, the axis of the figure."""
+    """Lengths of the run and numbers of replicas, of which one may have several values, the axis of
+    the figure.
+    """
 
     horizons: list[float]
     replicas: list[int]
@@ -80,7 +93,10 @@ class Sweep:
             why = " for an error bar" if least > 1 else ""
             raise ValueError(f"replicas must be at least {least}{why}; got {min(self.replicas)}.")
         if len(self.horizons) > 1 and len(self.replicas) > 1:
-            raise ValueError("give several horizons or several numbers of replicas, not both: the figure has one axis.")
+            raise ValueError(
+                "give several horizons or several numbers of replicas, not both: the figure has "
+                "one axis."
+            )
 
     @property
     def axis(self) -> str:
@@ -89,15 +105,18 @@ class Sweep:
     def points(self) -> dict[float, tuple[float, int]]:
         """By the value on the axis: horizon and replicas."""
         pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
-        return {(count if self.axis == "replicas" else horizon): (horizon, count) for horizon, count in pairs}
+        return {
+            (count if self.axis == "replicas" else horizon): (horizon, count)
+            for horizon, count in pairs
+        }
 
 
 @dataclass(frozen=True)
 class Method:
     """One method of the comparison. It pickles, to be carried out in a process of its own.
 
-    ``make`` and ``question`` are called in that process: a question holds functions that do not pickle, and an estimator may
-    keep what it sampled.
+    ``make`` and ``question`` are called in that process: a question holds functions that do not
+    pickle, and an estimator may keep what it sampled.
     """
 
     name: str
@@ -108,9 +127,12 @@ class Method:
     compile: bool
 
     def __call__(self, horizon: float, replicas: int) -> Comparison:
-        """The method's numbers at a horizon, warm: what is done only once in a process is in nobody's time and memory."""
+        """The method's numbers at a horizon, warm: what is done only once in a process is in
+        nobody's time and memory.
+        """
         question = self.question()
-        # A step of two replicas. A method that compiles runs all of it, so memory that it keeps is not in its growth.
+        # A step of two replicas. A method that compiles runs all of it, so memory that it keeps is
+        # not in its growth.
         whole = self.compile and self.make().can_compile(question.simulation(horizon))
         self._estimate(question, *((horizon, replicas) if whole else (self.step, 2)))
         return self._estimate(question, horizon, replicas)
@@ -127,12 +149,18 @@ class Method:
         )
 
 
-def run_sweep(methods: list[Method], sweep: Sweep, reference: str | None) -> dict[float, Comparison]:
-    """A comparison for each point, each method in a process of its own, with a progress bar on a terminal."""
+def run_sweep(
+    methods: list[Method], sweep: Sweep, reference: str | None
+) -> dict[float, Comparison]:
+    """A comparison for each point, each method in a process of its own, with a progress bar on a
+    terminal.
+    """
     console, points = Console(stderr=True), sweep.points()
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
     results = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
         for x, (horizon, replicas) in points.items():
             result = results[x] = Comparison({}, reference=reference)
@@ -148,16 +176,22 @@ def run_sweep(methods: list[Method], sweep: Sweep, reference: str | None) -> dic
     return results
 
 
-def estimators_of(names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool) -> list[Method]:
+def estimators_of(
+    names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool
+) -> list[Method]:
     """Estimators of a question's gradient."""
     _check_compile(compile, [ESTIMATORS[name]() for name in names], question().simulation(step))
-    return [Method(name, ESTIMATORS[name], question, step, seed, compile) for name in dict.fromkeys(names)]
+    return [
+        Method(name, ESTIMATORS[name], question, step, seed, compile)
+        for name in dict.fromkeys(names)
+    ]
 
 
 def _check_compile(asked: bool, estimators: list[Estimator], simulation: Simulation) -> None:
     if asked and not any(estimator.can_compile(simulation) for estimator in estimators):
         raise ValueError(
-            "--compile: none of these methods goes in compiled loops; those that do are the adjoint reversible, and the "
+            "--compile: none of these methods goes in compiled loops; those that do are the "
+            "adjoint reversible, and the "
             "estimators finite-difference, score-function and reweighting."
         )
 
@@ -204,7 +238,8 @@ class Job:
     def title(self) -> str:
         word = f"{self.scheme} exact" if self.exact else self.scheme
         return (
-            f"{self.system.name}, {type(self.model).__name__}, {word} at dt = {self.solver.dt / self.system.time:g}, "
+            f"{self.system.name}, {type(self.model).__name__}, {word} at dt = "
+            f"{self.solver.dt / self.system.time:g}, "
             f"{self.temperature:g} {self.system.temperature_name}"
         )
 
@@ -216,30 +251,50 @@ class Job:
         """What the continuous adjoint is solved with."""
         if self.model.stochastic:
             return SDESolver("midpoint", dt=self.solver.dt)
-        # Two thirds of the time of its own tolerances, and an error that is a hundredth of that of velocity Verlet's steps. A
-        # method of higher order is slower where a cutoff makes forces jump: dopri8 takes twenty times as many evaluations
-        # there.
+        # Two thirds of the time of its own tolerances, and an error that is a hundredth of that of
+        # velocity Verlet's steps. A method of higher order is slower where a cutoff makes forces
+        # jump: dopri8 takes twenty times as many evaluations there.
         return ODESolver("dopri5", rtol=1e-6, atol=1e-8)
 
-    def simulation(self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver) -> Simulation:
-        return Simulation(self.model, self.initial, [0.0, horizon * self.system.time], solver=solver)
+    def simulation(
+        self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver
+    ) -> Simulation:
+        return Simulation(
+            self.model, self.initial, [0.0, horizon * self.system.time], solver=solver
+        )
 
     def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
         """Adjoint gradients of the observable at the horizon."""
-        _check_compile(compile, [Pathwise(adjoint) for adjoint in adjoints.values()], self.simulation(1.0, self.solver))
+        _check_compile(
+            compile,
+            [Pathwise(adjoint) for adjoint in adjoints.values()],
+            self.simulation(1.0, self.solver),
+        )
         step = self.solver.dt / self.system.time
         return [
-            Method(name, partial(Pathwise, adjoint), partial(self.final, quantity, name), step, self.seed, compile)
+            Method(
+                name,
+                partial(Pathwise, adjoint),
+                partial(self.final, quantity, name),
+                step,
+                self.seed,
+                compile,
+            )
             for name, adjoint in adjoints.items()
         ]
 
     def final(self, quantity: str, name: str) -> Question:
-        """For an adjoint: the observable at the horizon, by the solver that goes with the adjoint."""
+        """Compute the observable at the horizon, with the solver that goes with the adjoint."""
         solver = self.continuous if name == "backsolve" else self.solver
         if name == PLAIN:
             solver = Splitting(self.scheme, self.solver.dt)
-        title, observable = f"{OBSERVABLES[quantity][0]} at the horizon", Final(self.observed(quantity))
-        return Question(title, lambda horizon: self.simulation(horizon, solver), lambda horizon: observable)
+        title, observable = (
+            f"{OBSERVABLES[quantity][0]} at the horizon",
+            Final(self.observed(quantity)),
+        )
+        return Question(
+            title, lambda horizon: self.simulation(horizon, solver), lambda horizon: observable
+        )
 
     def questions(self) -> dict[str, Question]:
         """For estimators: means over the second half of the run."""
@@ -248,7 +303,9 @@ class Job:
             return Question(
                 f"{OBSERVABLES[quantity][0]}, mean over the second half of the run",
                 lambda horizon: self.simulation(horizon, self.solver),
-                lambda horizon: TimeAverage(self.observed(quantity), burn_in=horizon * self.system.time / 2),
+                lambda horizon: TimeAverage(
+                    self.observed(quantity), burn_in=horizon * self.system.time / 2
+                ),
             )
 
         return {quantity: question(quantity) for quantity in OBSERVABLES}
@@ -273,7 +330,9 @@ def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics:
     if dynamics == "langevin":
         return Langevin(potential, mass, kT, number(bath.friction, 1 / time))
     if dynamics == "generalised":
-        return GeneralizedLangevin(potential, mass, kT, number(bath.rates, 1 / time), number(bath.strengths, 1 / time**2))
+        return GeneralizedLangevin(
+            potential, mass, kT, number(bath.rates, 1 / time), number(bath.strengths, 1 / time**2)
+        )
     common = mass if len(mass.unique()) > 1 else mass.unique()[0]
     return OverdampedLangevin(potential, kT, number(common * bath.friction, 1 / time))
 
@@ -282,9 +341,14 @@ def solver_of(scheme: str, dynamics: str, dt: float, exact: bool) -> SteppingSol
     if dynamics != "overdamped":
         return Splitting(scheme, dt, exact=exact)
     if exact:
-        raise ValueError("--exact needs steps that can be undone, unlike those of overdamped; choose another dynamics.")
+        raise ValueError(
+            "--exact needs steps that can be undone, unlike those of overdamped; choose another "
+            "dynamics."
+        )
     if scheme not in OVERDAMPED:
-        raise ValueError(f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}.")
+        raise ValueError(
+            f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}."
+        )
     return OVERDAMPED[scheme](dt)
 
 

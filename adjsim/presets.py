@@ -89,7 +89,10 @@ def _harmonic() -> Preset:
     dynamics = OverdampedLangevin(Harmonic(_parameter(1.0)), kT=1.0)
     observables = {"square": ("<x^2>", _square), "energy": ("<U>", dynamics.potential)}
     return Preset(
-        "harmonic well, k = kT = friction = 1", 10.0, 4096, _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, observables)
+        "harmonic well, k = kT = friction = 1",
+        10.0,
+        4096,
+        _at_equilibrium(dynamics, _line(4000, 8.0), 0.01, observables),
     )
 
 
@@ -110,13 +113,24 @@ def _asymmetric() -> Preset:
 
 def _muller_brown() -> Preset:
     dynamics = OverdampedLangevin(MullerBrown(), kT=_parameter(15.0))
-    x, y = (torch.linspace(a, b, n, dtype=torch.float64) for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561)))
+    x, y = (
+        torch.linspace(a, b, n, dtype=torch.float64)
+        for a, b, n in ((-1.8, 1.3, 621), (-0.6, 2.2, 561))
+    )
     grid = torch.cartesian_prod(x, y).unsqueeze(1)
     observables = {
-        "deep": ("share in the deep basin, its edge smoothed over 1/8", lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8))),
+        "deep": (
+            "share in the deep basin, its edge smoothed over 1/8",
+            lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8)),
+        ),
         "energy": ("<U>", dynamics.potential),
     }
-    return Preset("Muller-Brown surface, kT = 15, friction 1", 0.02, 4096, _at_equilibrium(dynamics, grid, 5e-5, observables))
+    return Preset(
+        "Muller-Brown surface, kT = 15, friction 1",
+        0.02,
+        4096,
+        _at_equilibrium(dynamics, grid, 5e-5, observables),
+    )
 
 
 def _square(position: Tensor) -> Tensor:
@@ -124,7 +138,10 @@ def _square(position: Tensor) -> Tensor:
 
 
 def _at_equilibrium(
-    dynamics: OverdampedLangevin, grid: Tensor, dt: float, observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]]
+    dynamics: OverdampedLangevin,
+    grid: Tensor,
+    dt: float,
+    observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]],
 ) -> dict[str, Question]:
     """Make time averages from starts drawn at equilibrium on a fine grid, without a burn-in."""
 
@@ -132,7 +149,9 @@ def _at_equilibrium(
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
 
     def initial(replicas: int, generator: torch.Generator | None) -> State:
-        return dynamics.init(grid[torch.multinomial(weights(), replicas, replacement=True, generator=generator)])
+        return dynamics.init(
+            grid[torch.multinomial(weights(), replicas, replacement=True, generator=generator)]
+        )
 
     def simulation(horizon: float) -> Simulation:
         return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
@@ -142,7 +161,10 @@ def _at_equilibrium(
             f"{title} from equilibrium",
             simulation,
             lambda horizon: TimeAverage(lambda state: function(state.position)),
-            Exact("equilibrium, by quadrature", lambda horizon: _answer(dynamics, (weights() * function(grid)).sum())),
+            Exact(
+                "equilibrium, by quadrature",
+                lambda horizon: _answer(dynamics, (weights() * function(grid)).sum()),
+            ),
         )
 
     return {name: question(*function) for name, function in observables.items()}
@@ -153,7 +175,12 @@ def _first_passage() -> Preset:
     start = torch.full((1, 1), -1.0, dtype=torch.float64)
 
     def simulation(times: Tensor) -> Simulation:
-        return Simulation(dynamics, lambda replicas, _: dynamics.init(start.repeat(replicas, 1, 1)), times, EulerMaruyama(dt))
+        return Simulation(
+            dynamics,
+            lambda replicas, _: dynamics.init(start.repeat(replicas, 1, 1)),
+            times,
+            EulerMaruyama(dt),
+        )
 
     def beyond(position: Tensor) -> Tensor:
         return torch.sigmoid(position[..., 0, 0] / width)
@@ -167,7 +194,9 @@ def _first_passage() -> Preset:
 
     def time(horizon: float) -> Answer:
         steps = round(horizon / dt)
-        _, densities = _densities(dynamics, start, dt, steps - 1, lambda x: torch.exp(-beyond(x) / width * dt))
+        _, densities = _densities(
+            dynamics, start, dt, steps - 1, lambda x: torch.exp(-beyond(x) / width * dt)
+        )
         return _answer(dynamics, dt * torch.stack([density.sum() for density in densities]).sum())
 
     how = "at the horizon, by propagating the density of the steps"
@@ -177,14 +206,18 @@ def _first_passage() -> Preset:
         4096,
         {
             "crossed": Question(
-                f"share beyond the barrier at the horizon, a step smoothed over {width:g}, as pathwise gradients need it",
+                f"share beyond the barrier at the horizon, a step smoothed over {width:g}, as "
+                "pathwise gradients need it",
                 lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
                 lambda horizon: Final(lambda state: beyond(state.position)),
                 Exact(how, crossed),
             ),
             "time": Question(
-                f"mean time until absorbed, beyond the barrier at a rate of sigmoid(x / {width:g}) / {width:g}, or the horizon",
-                lambda horizon: simulation(torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt),
+                "mean time until absorbed, beyond the barrier at a rate of sigmoid(x / "
+                f"{width:g}) / {width:g}, or the horizon",
+                lambda horizon: simulation(
+                    torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
+                ),
                 lambda horizon: passage,
                 Exact(how, time),
             ),
@@ -197,7 +230,11 @@ def _line(points: int, half: float) -> Tensor:
 
 
 def _densities(
-    dynamics: OverdampedLangevin, start: Tensor, dt: float, steps: int, survival: Callable[[Tensor], Tensor] | None
+    dynamics: OverdampedLangevin,
+    start: Tensor,
+    dt: float,
+    steps: int,
+    survival: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Propagate the density of a walker's steps.
 
@@ -214,7 +251,11 @@ def _densities(
 
     def step_from(position: Tensor) -> Tensor:
         mean = position + force(dynamics.potential, position) * dt / dynamics.friction
-        return spacing / (s * math.sqrt(2 * math.pi)) * torch.exp(-((x[:, 0] - mean[:, 0, 0]) ** 2) / (2 * s * s))
+        return (
+            spacing
+            / (s * math.sqrt(2 * math.pi))
+            * torch.exp(-((x[:, 0] - mean[:, 0, 0]) ** 2) / (2 * s * s))
+        )
 
     def alive(position: Tensor) -> Tensor:
         return torch.ones_like(position[:, 0, 0]) if survival is None else survival(position)
@@ -231,4 +272,6 @@ def _densities(
 def _answer(dynamics: OverdampedLangevin, mean: Tensor) -> Answer:
     parameters = dynamics.trainable()
     grads = torch.autograd.grad(mean, list(parameters.values()))
-    return float(mean.detach()), {name: float(grad) for name, grad in zip(parameters, grads, strict=True)}
+    return float(mean.detach()), {
+        name: float(grad) for name, grad in zip(parameters, grads, strict=True)
+    }

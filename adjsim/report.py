@@ -47,32 +47,46 @@ class Report:
         exact = {x: grads for x, (_, grads) in self.answers.items()}
         plot_sweep(self.results, label, exact).savefig(picture, format="png", dpi=130)
         write_atomically(output / "compare.png", picture.getvalue())
-        write_atomically(output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode())
+        write_atomically(
+            output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode()
+        )
         _print(_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
 
 
 def report_adjoints(
-    job: Job, quantity: str, adjoints: dict[str, Adjoint], sweep: Sweep, results: dict[float, Comparison]
+    job: Job,
+    quantity: str,
+    adjoints: dict[str, Adjoint],
+    sweep: Sweep,
+    results: dict[float, Comparison],
 ) -> Report:
     """Print a comparison of adjoints."""
     console = _console()
-    _print(console, f"{job.title}, seed {job.seed}. Value: {OBSERVABLES[quantity][0]} at the horizon.")
+    _print(
+        console, f"{job.title}, seed {job.seed}. Value: {OBSERVABLES[quantity][0]} at the horizon."
+    )
     for x, comparison in results.items():
         _table(console, _heading(sweep, x, job), comparison)
     if "backsolve" in adjoints:
         solver, other = repr(job.continuous), "the exact flow"
         if job.model.stochastic:
-            solver, other = "the midpoint rule of SDESolver at this dt", "other steps on the same noise"
+            solver, other = (
+                "the midpoint rule of SDESolver at this dt",
+                "other steps on the same noise",
+            )
         _print(
             console,
-            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its difference from "
+            f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
+            "difference from "
             "the others is the discretisation error of dt, not of the adjoint.",
         )
     if PLAIN in adjoints:
         _print(
             console,
-            f"{PLAIN} takes and undoes the same steps in floating point. In chaos its path soon differs from the exact "
-            "path, and so does its gradient. Where its reconstruction error is not small, its gradient is that of no path.",
+            f"{PLAIN} takes and undoes the same steps in floating point. In chaos its path soon "
+            "differs from the exact "
+            "path, and so does its gradient. Where its reconstruction error is not small, its "
+            "gradient is that of no path.",
         )
     return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
 
@@ -97,7 +111,9 @@ def report_estimators(
             slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in grads.items())
             heading += f"\n{question.exact.how}: {value:.6g}, {slopes}"
         _table(console, heading, results[x])
-    about = {"preset": name, "title": preset.title, "seed": seed, "observable": question.title} | (_about(job) if job else {})
+    about = {"preset": name, "title": preset.title, "seed": seed, "observable": question.title} | (
+        _about(job) if job else {}
+    )
     return Report(sweep, results, about, answers, job.system.time_name if job else "")
 
 
@@ -124,7 +140,9 @@ def _print(console: Console, text: str) -> None:
 
 def _heading(sweep: Sweep, x: float, job: Job | None) -> str:
     horizon, replicas = sweep.points()[x]
-    unit, steps = ("", "") if job is None else (f" {job.system.time_name}", f" ({job.steps(horizon)} steps)")
+    unit, steps = (
+        ("", "") if job is None else (f" {job.system.time_name}", f" ({job.steps(horizon)} steps)")
+    )
     count = f", {replicas} replicas" if replicas > 1 else ""
     return f"\nhorizon {horizon:g}{unit}{steps}{count}"
 

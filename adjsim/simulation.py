@@ -117,7 +117,17 @@ def run(
     with exclusive(dynamics):
         dynamics.check(state)
         _check_captured(dynamics, state, times, record)
-        problem = Problem(dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile)
+        problem = Problem(
+            dynamics,
+            ModuleTensors(dynamics),
+            state,
+            times,
+            solver,
+            record,
+            noise,
+            progress,
+            compile,
+        )
         if noise is not None:
             problem.stats["seed"] = noise.seed
         if compile:
@@ -130,27 +140,44 @@ def run(
 def _check_dynamics(dynamics: Any) -> None:
     refuse_uncalled("dynamics", dynamics)
     if not isinstance(dynamics, Dynamics):
-        raise TypeError(f"dynamics must be one such as Hamiltonian(potential); got {describe_type(dynamics)}.")
+        raise TypeError(
+            f"dynamics must be one such as Hamiltonian(potential); got {describe_type(dynamics)}."
+        )
 
 
 def _check_pair(solver: Any, adjoint: Any) -> None:
     refuse_uncalled("solver", solver)
     refuse_uncalled("adjoint", adjoint)
     if not isinstance(solver, Solver):
-        raise TypeError(f"solver must be a solver such as VelocityVerlet(dt) or ODESolver(); got {solver!r}.")
+        raise TypeError(
+            f"solver must be a solver such as VelocityVerlet(dt) or ODESolver(); got {solver!r}."
+        )
     if not isinstance(adjoint, Adjoint):
         raise TypeError(f"adjoint must be an adjoint such as ReversibleAdjoint(); got {adjoint!r}.")
     if not isinstance(solver, adjoint.accepts):
-        fitting = sorted(kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts))
-        raise TypeError(f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: {', '.join(fitting)}.")
+        fitting = sorted(
+            kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts)
+        )
+        raise TypeError(
+            f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: "
+            f"{', '.join(fitting)}."
+        )
 
 
 def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
     if not isinstance(problem.solver, SteppingSolver):
-        raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {problem.solver!r}.")
+        raise TypeError(
+            "compile=True is for solvers of fixed steps, such as Splitting; not for "
+            f"{problem.solver!r}."
+        )
     if in_transform():
-        raise RuntimeError("compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it out there.")
-    asked = torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
+        raise RuntimeError(
+            "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
+            "out there."
+        )
+    asked = torch.is_grad_enabled() and (
+        bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
+    )
     if asked and not isinstance(adjoint, ReversibleAdjoint):
         raise TypeError(
             f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where "

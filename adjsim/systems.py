@@ -39,20 +39,38 @@ class System:
     temperature_name: str
 
 
-def cluster(epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
+def cluster(
+    epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None
+) -> System:
     """Make the 13-atom Lennard-Jones cluster at its icosahedral minimum, in reduced units."""
     _check_pair(epsilon, sigma)
     atoms = ase.io.read(str(files("adjsim") / "data" / "lj13.xyz"))
     assert isinstance(atoms, ase.Atoms)
     scale = 1.0 if sigma is None else sigma
     potential = LennardJones(
-        trainable_numbers([1.0 if epsilon is None else epsilon]), trainable_numbers([scale]), cutoff=cutoff
+        trainable_numbers([1.0 if epsilon is None else epsilon]),
+        trainable_numbers([scale]),
+        cutoff=cutoff,
     )
     position = torch.from_numpy(atoms.get_positions() * scale)
-    return System("13-atom Lennard-Jones cluster", position, torch.ones(()), potential, 1.0, 1.0, "time units", "epsilon/kB")
+    return System(
+        "13-atom Lennard-Jones cluster",
+        position,
+        torch.ones(()),
+        potential,
+        1.0,
+        1.0,
+        "time units",
+        "epsilon/kB",
+    )
 
 
-def structure(path: Path, epsilon: float | None = None, sigma: float | None = None, cutoff: float | None = None) -> System:
+def structure(
+    path: Path,
+    epsilon: float | None = None,
+    sigma: float | None = None,
+    cutoff: float | None = None,
+) -> System:
     """Read a structure file, in ASE's units: eV, angstrom, amu.
 
     On the command line times are in femtoseconds and temperatures in kelvin. The file's cell, if it
@@ -76,14 +94,27 @@ def _check_pair(epsilon: float | None, sigma: float | None) -> None:
 
 def _read(path: Path) -> ase.Atoms:
     if not path.is_file():
-        raise ValueError(f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, pdb, cif).")
+        raise ValueError(
+            f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, "
+            "pdb, cif)."
+        )
     # Errors that ASE's readers raise for a file that does not match its name.
-    malformed = (OSError, ValueError, LookupError, AssertionError, StopIteration, RuntimeError, ParseError)
+    malformed = (
+        OSError,
+        ValueError,
+        LookupError,
+        AssertionError,
+        StopIteration,
+        RuntimeError,
+        ParseError,
+    )
     try:
         atoms = ase.io.read(str(path))
     except (UnknownFileTypeError, *malformed) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"ASE cannot read a structure from '{path}' ({reason}); is it xyz, extxyz, pdb or cif?") from error
+        raise ValueError(
+            f"ASE cannot read a structure from '{path}' ({reason}); is it xyz, extxyz, pdb or cif?"
+        ) from error
     if not isinstance(atoms, ase.Atoms) or len(atoms) == 0:
         raise ValueError(f"'{path}' holds no atoms; give a structure with at least two.")
     if len(atoms) < 2:
@@ -93,7 +124,9 @@ def _read(path: Path) -> ase.Atoms:
     return atoms
 
 
-def _potential(path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: float | None) -> LennardJones:
+def _potential(
+    path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float | None, cutoff: float | None
+) -> LennardJones:
     symbols = atoms.get_chemical_symbols()
     species = sorted(set(symbols))
     if (epsilon is None) != (sigma is None):
@@ -115,16 +148,22 @@ def _potential(path: Path, atoms: ase.Atoms, epsilon: float | None, sigma: float
     if box is not None and cutoff is None:
         cutoff = min(3.0 * max(sigmas), 0.5 * float(perpendicular_widths(box).min()))
     if len(species) == 1:
-        return LennardJones(trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box)
+        return LennardJones(
+            trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box
+        )
     index = torch.tensor([species.index(symbol) for symbol in symbols])
-    return LennardJonesMixture(index, trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box)
+    return LennardJonesMixture(
+        index, trainable_numbers(epsilons), trainable_numbers(sigmas), cutoff=cutoff, box=box
+    )
 
 
 def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
     if not atoms.pbc.any():
         return None
     if not atoms.pbc.all():
-        raise ValueError(f"'{path}' is periodic along some axes only; make it periodic along all three, or none.")
+        raise ValueError(
+            f"'{path}' is periodic along some axes only; make it periodic along all three, or none."
+        )
     cell = torch.from_numpy(np.array(atoms.cell))
     off_diagonal = cell - torch.diag(torch.diagonal(cell))
     return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell

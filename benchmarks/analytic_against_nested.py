@@ -55,18 +55,32 @@ def gradient(dynamics: adjsim.Hamiltonian, atoms: int, steps: int) -> tuple[floa
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("microseconds a step: analytic, nested, ratio (median of each; ratio of runs next to each other)")
+    print(
+        "microseconds a step: analytic, nested, ratio (median of each; ratio of runs next to each "
+        "other)"
+    )
     for atoms, steps in ((13, 1024), (108, 256), (256, 100)):
         potentials = adjsim.LennardJones(parameter(1.0), parameter(1.0)), Nested()
         analytic, nested = (adjsim.Hamiltonian(potential) for potential in potentials)
-        torch.testing.assert_close(gradient(analytic, atoms, steps)[2], gradient(nested, atoms, steps)[2], rtol=1e-9, atol=1e-9)
-        pairs = [(gradient(analytic, atoms, steps), gradient(nested, atoms, steps)) for _ in range(ROUNDS)]
+        torch.testing.assert_close(
+            gradient(analytic, atoms, steps)[2],
+            gradient(nested, atoms, steps)[2],
+            rtol=1e-9,
+            atol=1e-9,
+        )
+        pairs = [
+            (gradient(analytic, atoms, steps), gradient(nested, atoms, steps))
+            for _ in range(ROUNDS)
+        ]
         for i, what in enumerate(("forward", "forward and back")):
-            mine, other = (1e6 * statistics.median(pair[side][i] for pair in pairs) for side in (0, 1))
+            mine, other = (
+                1e6 * statistics.median(pair[side][i] for pair in pairs) for side in (0, 1)
+            )
             ratios = sorted(pair[1][i] / pair[0][i] for pair in pairs)
             spread = f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
             print(
-                f"{atoms:4d} atoms, {what:17s} {mine:7.1f} {other:7.1f}   {statistics.median(ratios):.1f} ({spread})",
+                f"{atoms:4d} atoms, {what:17s} {mine:7.1f} {other:7.1f}   "
+                f"{statistics.median(ratios):.1f} ({spread})",
                 flush=True,
             )
 

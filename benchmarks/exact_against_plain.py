@@ -28,7 +28,9 @@ def systems() -> dict[str, Dynamics]:
     return {
         "BAB": adjsim.Hamiltonian(potential),
         "BAOAB": adjsim.Langevin(potential, kT=kT, friction=number(1.0)),
-        "BAGAB": adjsim.GeneralizedLangevin(potential, kT=kT, rates=number(1.0, 4.0), strengths=number(1.0, 8.0)),
+        "BAGAB": adjsim.GeneralizedLangevin(
+            potential, kT=kT, rates=number(1.0, 4.0), strengths=number(1.0, 8.0)
+        ),
         "NBABN": adjsim.NoseHooverChain(potential, kT=kT, tau=number(0.3)),
     }
 
@@ -36,7 +38,9 @@ def systems() -> dict[str, Dynamics]:
 def seconds(dynamics: Dynamics, scheme: str, exact: bool) -> tuple[float, float]:
     """Return the seconds of a step forward, and forward and backward."""
     position = cluster().position
-    momentum = KT**0.5 * torch.randn(13, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    momentum = KT**0.5 * torch.randn(
+        13, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     start = dynamics.init(position, momentum, torch.Generator().manual_seed(1))
     begun = time.perf_counter()
     run = adjsim.simulate(
@@ -54,15 +58,26 @@ def seconds(dynamics: Dynamics, scheme: str, exact: bool) -> tuple[float, float]
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("microseconds a step: plain, exact, ratio (median of each; ratio of runs next to each other)")
+    print(
+        "microseconds a step: plain, exact, ratio (median of each; ratio of runs next to each "
+        "other)"
+    )
     for scheme, dynamics in systems().items():
         seconds(dynamics, scheme, False), seconds(dynamics, scheme, True)
-        pairs = [(seconds(dynamics, scheme, False), seconds(dynamics, scheme, True)) for _ in range(ROUNDS)]
+        pairs = [
+            (seconds(dynamics, scheme, False), seconds(dynamics, scheme, True))
+            for _ in range(ROUNDS)
+        ]
         for i, what in enumerate(("forward", "forward and back")):
-            plain, exact = (1e6 * statistics.median(pair[side][i] for pair in pairs) for side in (0, 1))
+            plain, exact = (
+                1e6 * statistics.median(pair[side][i] for pair in pairs) for side in (0, 1)
+            )
             ratios = sorted(pair[1][i] / pair[0][i] for pair in pairs)
             spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-            print(f"{scheme:6s} {what:17s} {plain:6.0f} {exact:6.0f}   {statistics.median(ratios):.2f} ({spread})")
+            print(
+                f"{scheme:6s} {what:17s} {plain:6.0f} {exact:6.0f}   "
+                f"{statistics.median(ratios):.2f} ({spread})"
+            )
 
 
 if __name__ == "__main__":

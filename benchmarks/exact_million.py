@@ -44,7 +44,9 @@ class StoredPieces(Fingerprints):
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
-    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+    ) -> Rewind:
         return InversionInPieces(self)
 
 
@@ -72,11 +74,16 @@ def resident(which: str) -> int:
 
 def main(steps: int) -> None:
     torch.set_num_threads(1)
-    epsilon, sigma, kT, friction = (nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 1.0, 0.1, 1.0))
+    epsilon, sigma, kT, friction = (
+        nn.Parameter(torch.tensor(x, dtype=torch.float64)) for x in (1.0, 1.0, 0.1, 1.0)
+    )
     dynamics = adjsim.Langevin(adjsim.LennardJones(epsilon, sigma), kT=kT, friction=friction)
     with torch.no_grad():
         start = dynamics.init(cluster().position, generator=torch.Generator().manual_seed(0))
-    solver, kinetic = adjsim.Splitting("BAOAB", DT, exact=True), adjsim.TimeAverage(dynamics.kinetic_energy)
+    solver, kinetic = (
+        adjsim.Splitting("BAOAB", DT, exact=True),
+        adjsim.TimeAverage(dynamics.kinetic_energy),
+    )
 
     def work(count: int, adjoint: Adjoint) -> tuple[list[torch.Tensor], dict[str, object]]:
         run = adjsim.simulate(
@@ -99,11 +106,20 @@ def main(steps: int) -> None:
     before, begun = resident("VmRSS"), time.perf_counter()
     grads, stats = work(steps, ReversibleAdjoint())
     seconds, growth = time.perf_counter() - begun, resident("VmHWM") - before
-    print(f"{steps} steps: {seconds:.1f} s, {1e6 * seconds / steps:.1f} us a step, resident set + {growth / 1e6:.1f} MB")
+    print(
+        f"{steps} steps: {seconds:.1f} s, {1e6 * seconds / steps:.1f} us a step, resident set + "
+        f"{growth / 1e6:.1f} MB"
+    )
     print({key: stats[key] for key in ("reconstruction_error", "buffer_bits", "buffer_bound")})
     pieces, _ = work(steps, ReversibleInPieces(checkpoint_every=steps // PIECES))
-    print("gradient with respect to epsilon, sigma, kT, friction:", ", ".join(f"{float(g):.6e}" for g in grads))
-    print(f"largest difference to {PIECES} pieces: {max(float((a - b).abs()) for a, b in zip(grads, pieces, strict=True)):g}")
+    print(
+        "gradient with respect to epsilon, sigma, kT, friction:",
+        ", ".join(f"{float(g):.6e}" for g in grads),
+    )
+    print(
+        f"largest difference to {PIECES} pieces: "
+        f"{max(float((a - b).abs()) for a, b in zip(grads, pieces, strict=True)):g}"
+    )
 
 
 if __name__ == "__main__":

@@ -23,12 +23,17 @@ HORIZONS = (1, 2, 4)
 
 def main(device: str, cases: list[tuple[int, int, int | None]]) -> None:
     card = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
-    print(f"adjsim on {card}, JAX on {jax.devices()[0]}; microseconds a step, ratio to the better of JAX's two")
+    print(
+        f"adjsim on {card}, JAX on {jax.devices()[0]}; microseconds a step, ratio to the better "
+        "of JAX's two"
+    )
     for atoms, steps, replicas in cases:
         sides = {
             "adjsim": ours(atoms, steps, replicas, "BAB", device=device),
             "adjsim, exact": ours(atoms, steps, replicas, "BAB", True, device=device),
-            "adjsim, not compiled": ours(atoms, steps, replicas, "BAB", adjoint=adjsim.ReversibleAdjoint(), device=device),
+            "adjsim, not compiled": ours(
+                atoms, steps, replicas, "BAB", adjoint=adjsim.ReversibleAdjoint(), device=device
+            ),
         }
         peers = lennard_jones(atoms, steps, replicas, 1.0).peers
         sides |= peers
@@ -46,7 +51,10 @@ def main(device: str, cases: list[tuple[int, int, int | None]]) -> None:
                 run = ours(atoms, times * steps, replicas, "BAB", device=device)
                 torch.cuda.reset_peak_memory_stats()
                 run()
-                print(f"  peak memory at {times * steps} steps: {torch.cuda.max_memory_allocated() / 1e6:.0f} MB")
+                print(
+                    f"  peak memory at {times * steps} steps: "
+                    f"{torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
+                )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+)
 
 import math
 import statistics
@@ -78,7 +80,9 @@ def lattice(atoms: int, replicas: int | None, device: str = "cpu") -> tuple[Tens
     side = math.ceil(round(atoms ** (1 / 3), 9))
     sites = 1.2 * torch.cartesian_prod(*[torch.arange(side, dtype=torch.float64)] * 3)[:atoms]
     shape = (atoms, 3) if replicas is None else (replicas, atoms, 3)
-    shift, momentum = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    shift, momentum = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     return (sites + 0.02 * shift).to(device), (0.1 * momentum).to(device)
 
 
@@ -91,7 +95,9 @@ def ours(
     adjoint: adjsim.Adjoint | None = None,
     device: str = "cpu",
 ) -> Callable[[], Work]:
-    epsilon, sigma = (nn.Parameter(torch.tensor(1.0, dtype=torch.float64, device=device)) for _ in range(2))
+    epsilon, sigma = (
+        nn.Parameter(torch.tensor(1.0, dtype=torch.float64, device=device)) for _ in range(2)
+    )
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon, sigma)).to(device)
     position, momentum = (x.requires_grad_() for x in lattice(atoms, replicas, device))
 
@@ -106,8 +112,12 @@ def ours(
             compile=adjoint is None,
         )
         forward = time.perf_counter() - begun
-        grads = torch.autograd.grad(path.final.position.square().sum(), [epsilon, sigma, position, momentum])
-        return Work(float(grads[1]), time.perf_counter() - begun, forward, path.stats.get("compile_seconds"))
+        grads = torch.autograd.grad(
+            path.final.position.square().sum(), [epsilon, sigma, position, momentum]
+        )
+        return Work(
+            float(grads[1]), time.perf_counter() - begun, forward, path.stats.get("compile_seconds")
+        )
 
     return work
 
@@ -118,8 +128,12 @@ def energy(q, epsilon, sigma):  # type: ignore[no-untyped-def]
     return (4 * epsilon * x * (x - 1)).sum()
 
 
-def in_jax(loss, atoms: int, replicas: int | None) -> Callable[[], Work]:  # type: ignore[no-untyped-def]
-    total = loss if replicas is None else lambda e, s, q, p: jax.vmap(lambda a, b: loss(e, s, a, b))(q, p).sum()
+def in_jax(loss: Callable, atoms: int, replicas: int | None) -> Callable[[], Work]:
+    total = (
+        loss
+        if replicas is None
+        else lambda e, s, q, p: jax.vmap(lambda a, b: loss(e, s, a, b))(q, p).sum()
+    )
     gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
     inputs = (1.0, 1.0, *(jnp.asarray(x.numpy()) for x in lattice(atoms, replicas)))
 
@@ -161,7 +175,14 @@ def symplectic_euler(atoms: int, steps: int) -> Callable[[], Work]:
             diffrax.ODETerm(lambda t, q, args: -jax.grad(energy)(q, epsilon, sigma)),
         )
         found = diffrax.diffeqsolve(
-            terms, diffrax.SemiImplicitEuler(), 0.0, steps * DT, DT, (q, p), max_steps=steps + 1, saveat=diffrax.SaveAt(t1=True)
+            terms,
+            diffrax.SemiImplicitEuler(),
+            0.0,
+            steps * DT,
+            DT,
+            (q, p),
+            max_steps=steps + 1,
+            saveat=diffrax.SaveAt(t1=True),
         )
         return (found.ys[0] ** 2).sum()
 
@@ -170,9 +191,13 @@ def symplectic_euler(atoms: int, steps: int) -> Callable[[], Work]:
 
 def lennard_jones(atoms: int, steps: int, replicas: int | None, target: float) -> Case:
     return Case(
-        f"{atoms} Lennard-Jones atoms{f', {replicas} replicas' if replicas else ''}, velocity Verlet",
+        f"{atoms} Lennard-Jones atoms{f', {replicas} replicas' if replicas else ''}, velocity "
+        "Verlet",
         steps,
-        {name: ours(atoms, steps, replicas, "BAB", exact) for name, exact in (("adjsim", False), ("adjsim, exact", True))},
+        {
+            name: ours(atoms, steps, replicas, "BAB", exact)
+            for name, exact in (("adjsim", False), ("adjsim, exact", True))
+        },
         {
             "JAX scan": scan(atoms, steps, replicas, False),
             "JAX checkpointed scan": scan(atoms, steps, replicas, True),
@@ -224,7 +249,9 @@ def baoab(steps: int, compile: bool) -> Callable[[], Work]:
         )
         forward = time.perf_counter() - begun
         (grad,) = torch.autograd.grad(run.final.position.square().sum(), barrier)
-        return Work(float(grad), time.perf_counter() - begun, forward, run.stats.get("compile_seconds"))
+        return Work(
+            float(grad), time.perf_counter() - begun, forward, run.stats.get("compile_seconds")
+        )
 
     return work
 
@@ -239,7 +266,9 @@ class DoubleWellSDE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.barrier = parameter(1.0)
-        self.amplitude = torch.tensor([0.0] * 3 + [(2 * FRICTION * KT) ** 0.5] * 3, dtype=torch.float64)
+        self.amplitude = torch.tensor(
+            [0.0] * 3 + [(2 * FRICTION * KT) ** 0.5] * 3, dtype=torch.float64
+        )
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
         q, p = y.split(3, -1)
@@ -257,9 +286,17 @@ def reversible_heun(steps: int, told_the_step: bool) -> Callable[[], Work]:
     def work() -> Work:
         begun, noise = time.perf_counter(), None
         if told_the_step:
-            noise = torchsde.BrownianInterval(0.0, steps * SDE_DT, size=tuple(y0.shape), dtype=y0.dtype, dt=SDE_DT)
+            noise = torchsde.BrownianInterval(
+                0.0, steps * SDE_DT, size=tuple(y0.shape), dtype=y0.dtype, dt=SDE_DT
+            )
         ys = torchsde.sdeint_adjoint(
-            sde, y0, ts, bm=noise, dt=SDE_DT, method="reversible_heun", adjoint_method="adjoint_reversible_heun"
+            sde,
+            y0,
+            ts,
+            bm=noise,
+            dt=SDE_DT,
+            method="reversible_heun",
+            adjoint_method="adjoint_reversible_heun",
         )
         (grad,) = torch.autograd.grad(ys[-1, :, :3].square().sum(), sde.barrier)
         return Work(float(grad), time.perf_counter() - begun)
@@ -313,14 +350,18 @@ def chain(steps: int, dt: float) -> Case:
         )
         forward = time.perf_counter() - begun
         grads = torch.autograd.grad(run.final.position.square().sum(), [epsilon, sigma])
-        return Work(float(grads[1]), time.perf_counter() - begun, forward, run.stats["compile_seconds"])
+        return Work(
+            float(grads[1]), time.perf_counter() - begun, forward, run.stats["compile_seconds"]
+        )
 
     def solved(method: str, tolerance: float) -> Callable[[], Work]:
         rates = Rates(dynamics)
 
         def work() -> Work:
             begun = time.perf_counter()
-            states = odeint_adjoint(rates, tuple(start), times, rtol=tolerance, atol=tolerance / 100, method=method)
+            states = odeint_adjoint(
+                rates, tuple(start), times, rtol=tolerance, atol=tolerance / 100, method=method
+            )
             grads = torch.autograd.grad(states[0][-1].square().sum(), [epsilon, sigma])
             return Work(float(grads[1]), time.perf_counter() - begun)
 
@@ -328,7 +369,10 @@ def chain(steps: int, dt: float) -> Case:
 
     truth = solved("dopri8", 1e-9)().gradient
     error = abs(split().gradient - truth)
-    peers, notes = {}, [f"gradient by sigma {truth:.9g} at tolerance 1e-9; the steps' error is {error:.1e}"]
+    peers, notes = (
+        {},
+        [f"gradient by sigma {truth:.9g} at tolerance 1e-9; the steps' error is {error:.1e}"],
+    )
     for method in ("dopri5", "dopri8"):
         for power in range(2, 8):
             side = solved(method, 10.0**-power)
@@ -337,7 +381,15 @@ def chain(steps: int, dt: float) -> Case:
                 peers[f"torchdiffeq {method}, adjoint, rtol 1e-{power}"] = side
                 notes.append(f"{method} at rtol 1e-{power}: {theirs:.1e}")
                 break
-    return Case(f"13 atoms, Nose-Hoover chain, dt {dt:g}, at equal error", steps, {"adjsim": split}, peers, 1 / 20, None, notes)
+    return Case(
+        f"13 atoms, Nose-Hoover chain, dt {dt:g}, at equal error",
+        steps,
+        {"adjsim": split},
+        peers,
+        1 / 20,
+        None,
+        notes,
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -371,7 +423,9 @@ def measure(case: Case) -> None:
         middle = f"{1e6 * medians[name] / case.steps:9.1f} ({times[1]:.1f} to {times[-2]:.1f})"
         line = f"  {name:54} {middle:30} {medians[name] / best:7.3f}"
         if first[name].compiling:
-            over = statistics.median(row[name].seconds / (row[name].forward or math.nan) for row in rounds)
+            over = statistics.median(
+                row[name].seconds / (row[name].forward or math.nan) for row in rounds
+            )
             line += f"  {over:.2f} times forward alone, compiled in {first[name].compiling:.0f} s"
         print(line, flush=True)
 
@@ -383,7 +437,10 @@ def main(words: list[str]) -> None:
     if unknown:
         raise SystemExit(f"no case {unknown[0]!r}; there are {', '.join(CASES)}.")
     if len(words) != 1:
-        print("microseconds a step, median and range without the extremes; ratio to the best peer", flush=True)
+        print(
+            "microseconds a step, median and range without the extremes; ratio to the best peer",
+            flush=True,
+        )
     # Each in a process of its own: what others leave in the heap makes the allocations of small
     # systems slower.
     for word in words or CASES:

@@ -25,13 +25,20 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "_templates", "gallery/*.py", "gallery/*.ipynb", "gallery/**/GALLERY_HEADER.rst"]
+exclude_patterns = [
+    "_build",
+    "_templates",
+    "gallery/*.py",
+    "gallery/*.ipynb",
+    "gallery/**/GALLERY_HEADER.rst",
+]
 
 html_theme = "furo"
 html_title = f"adjsim {release}"
 html_show_copyright = False
 
-# Docstrings are Google style; members keep the order of the source. Types stand in the signature, under their short names.
+# Docstrings are Google style; members keep the order of the source. Types stand in the signature,
+# under their short names.
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -40,7 +47,9 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_type_aliases = {name: name for name in ("Positions", "Energies", "Number", "Times", "Record", "Observable")}
+autodoc_type_aliases = {
+    name: name for name in ("Positions", "Energies", "Number", "Times", "Record", "Observable")
+}
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 
@@ -64,7 +73,10 @@ def setup(app):
     """Write aliased types by their bare names in signatures, also inside unions."""
 
     def bare(app, what, name, obj, options, signature, returns):
-        clean = [text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, returns)]
+        clean = [
+            text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+            for text in (signature, returns)
+        ]
         return clean[0], clean[1]
 
     app.connect("autodoc-process-signature", bare)

@@ -3,13 +3,14 @@ The adjoint against backpropagation
 ===================================
 
 To get the gradient of a simulation, one can write the integrator in PyTorch and call
-``backward()``. The result is right, but every step stays in memory. This example does so by hand
-and counts the memory. Then the four adjoints of the library take the same gradient.
+``backward()``. The result is right, but every step stays in memory. This example does
+so by hand and counts the memory. Then the four adjoints of the library take the same
+gradient.
 
-The system is a block of 32 Lennard-Jones atoms in free space, in reduced units: energies in
-epsilon, lengths in sigma, masses in the mass of an atom. The observable is the radius of gyration
-at the end of the run. Its gradient is taken with respect to epsilon and sigma, which act through
-the force of every step.
+The system is a block of 32 Lennard-Jones atoms in free space, in reduced units:
+energies in epsilon, lengths in sigma, masses in the mass of an atom. The observable is
+the radius of gyration at the end of the run. Its gradient is taken with respect to
+epsilon and sigma, which act through the force of every step.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -31,20 +32,24 @@ TEMPERATURE = 0.1
 epsilon, sigma = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2))
 dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon, sigma))
 
-# The start: two by two by two cells of a face-centred cubic lattice, and thermal momenta that add
-# up to zero.
+# The start: two by two by two cells of a face-centred cubic lattice, and thermal
+# momenta that add up to zero.
 cells = torch.cartesian_prod(*[torch.arange(2.0)] * 3)
-basis = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]])
+basis = torch.tensor(
+    [[0.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]]
+)
 position = 1.55 * (cells[:, None] + basis).reshape(1, 32, 3)
-momentum = dynamics.thermal_momentum(position, torch.tensor(TEMPERATURE), torch.Generator().manual_seed(0))
+momentum = dynamics.thermal_momentum(
+    position, torch.tensor(TEMPERATURE), torch.Generator().manual_seed(0)
+)
 start = dynamics.init(position, momentum - momentum.mean(-2, keepdim=True))
 
 # %%
 # Backpropagation by hand
 # -----------------------
 #
-# The loop needs a pair energy, its force by automatic differentiation, and velocity Verlet.
-# ``create_graph=True`` lets the final ``backward()`` pass through the forces.
+# The loop needs a pair energy, its force by automatic differentiation, and velocity
+# Verlet. ``create_graph=True`` lets the final ``backward()`` pass through the forces.
 
 i, j = torch.triu_indices(32, 32, offset=1)
 
@@ -71,9 +76,10 @@ def by_hand(steps):
 # Counting memory
 # ---------------
 #
-# Every operation passes through a dispatch mode, forward and backward. The mode adds the size of
-# each new storage to a count and subtracts it when the storage is freed. So the peak is that of the
-# tensors alive at one time, to the byte, without the interpreter and the allocator.
+# Every operation passes through a dispatch mode, forward and backward. The mode adds
+# the size of each new storage to a count and subtracts it when the storage is freed. So
+# the peak is that of the tensors alive at one time, to the byte, without the
+# interpreter and the allocator.
 
 
 class TensorMemory(TorchDispatchMode):
@@ -103,7 +109,9 @@ class TensorMemory(TorchDispatchMode):
 
 
 def peak_memory(run):
-    """Return the peak memory of ``run()`` and of the gradient of its result, and that gradient."""
+    """Return the peak memory of ``run()`` and of the gradient of its result, and that
+    gradient.
+    """
     with TensorMemory() as memory:
         gradient = torch.autograd.grad(run(), (epsilon, sigma))
     return memory.peak, torch.stack(gradient)
@@ -113,57 +121,86 @@ def peak_memory(run):
 # Four adjoints
 # -------------
 #
-# A run of the library is one call. The first three adjoints differentiate the discrete steps.
-# :class:`~adjsim.BacksolveAdjoint` differentiates the exact flow, so it takes an ODE solver with a
-# tight tolerance.
+# A run of the library is one call. The first three adjoints differentiate the discrete
+# steps. :class:`~adjsim.BacksolveAdjoint` differentiates the exact flow, so it takes an
+# ODE solver with a tight tolerance.
 
 verlet = adjsim.VelocityVerlet(DT)
 methods = {
     "direct": (verlet, adjsim.DirectAdjoint()),
     "checkpoint": (verlet, adjsim.CheckpointAdjoint()),
     "reversible": (verlet, adjsim.ReversibleAdjoint()),
-    "backsolve": (adjsim.ODESolver("dopri5", rtol=1e-7, atol=1e-9), adjsim.BacksolveAdjoint()),
+    "backsolve": (
+        adjsim.ODESolver("dopri5", rtol=1e-7, atol=1e-9),
+        adjsim.BacksolveAdjoint(),
+    ),
 }
 
 
 def by_library(name, steps):
     solver, adjoint = methods[name]
-    trajectory = adjsim.simulate(dynamics, start, [0.0, steps * DT], solver=solver, adjoint=adjoint)
+    trajectory = adjsim.simulate(
+        dynamics, start, [0.0, steps * DT], solver=solver, adjoint=adjoint
+    )
     return adjsim.radius_of_gyration(trajectory.final.position).sum()
 
 
 counts = [25, 50, 100, 200]
 peaks, gradients = {}, {}
 for steps in counts:
-    peaks["hand-written loop", steps], gradients["hand-written loop", steps] = peak_memory(lambda n=steps: by_hand(n))
+    peaks["hand-written loop", steps], gradients["hand-written loop", steps] = (
+        peak_memory(lambda n=steps: by_hand(n))
+    )
     for name in methods:
-        peaks[name, steps], gradients[name, steps] = peak_memory(lambda m=name, n=steps: by_library(m, n))
+        peaks[name, steps], gradients[name, steps] = peak_memory(
+            lambda m=name, n=steps: by_library(m, n)
+        )
 
-markers = {"hand-written loop": "v", "direct": "o", "checkpoint": "s", "reversible": "D", "backsolve": "^"}
+markers = {
+    "hand-written loop": "v",
+    "direct": "o",
+    "checkpoint": "s",
+    "reversible": "D",
+    "backsolve": "^",
+}
 colours = {name: f"C{k}" for k, name in enumerate(markers)}
 fig, ax = plt.subplots(figsize=(6, 3.8), layout="constrained")
 for name, marker in markers.items():
-    ax.loglog(counts, [peaks[name, n] / 1e6 for n in counts], marker=marker, color=colours[name], mfc="none", label=name)
-ax.set(xlabel="steps (for backsolve: the same length of time)", ylabel="peak of live tensors / MB")
+    ax.loglog(
+        counts,
+        [peaks[name, n] / 1e6 for n in counts],
+        marker=marker,
+        color=colours[name],
+        mfc="none",
+        label=name,
+    )
+ax.set(
+    xlabel="steps (for backsolve: the same length of time)",
+    ylabel="peak of live tensors / MB",
+)
 ax.set_xticks(counts, [str(n) for n in counts])
 ax.set_xticks([], minor=True)
 ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %%
-# The memory of backpropagation grows in proportion to the number of steps, by hand and with the
-# library. The library takes more for each step: its forces use the full table of pairs, while the
-# loop above takes each pair once. The memory of checkpoints grows at most as the root of the number
-# of steps. The memory of reversal and of the continuous adjoint does not grow.
+# The memory of backpropagation grows in proportion to the number of steps, by hand and
+# with the library. The library takes more for each step: its forces use the full table
+# of pairs, while the loop above takes each pair once. The memory of checkpoints grows
+# at most as the root of the number of steps. The memory of reversal and of the
+# continuous adjoint does not grow.
 
 
 def growth(name):
-    """Return the growth of the peak when the number of steps doubles for the last time."""
+    """Return the growth of the peak over the last doubling of the steps."""
     return peaks[name, counts[-1]] / peaks[name, counts[-2]]
 
 
 for name in markers:
-    print(f"{name:18} {peaks[name, counts[-1]] / 1e6:6.2f} MB at {counts[-1]} steps, grows by {growth(name):.2f} on doubling")
+    print(
+        f"{name:18} {peaks[name, counts[-1]] / 1e6:6.2f} MB at {counts[-1]} steps, "
+        f"grows by {growth(name):.2f} on doubling"
+    )
 assert abs(growth("hand-written loop") - 2) < 0.1
 assert abs(growth("direct") - 2) < 0.1
 assert growth("checkpoint") < 2**0.5
@@ -171,13 +208,15 @@ assert growth("reversible") < 1.01
 assert growth("backsolve") < 1.01
 
 # %%
-# The gradients of direct, checkpoint and reversible equal the hand-written gradient to rounding.
-# The instability of the system amplifies rounding errors, so the tolerance is far above the
-# sixteenth digit.
+# The gradients of direct, checkpoint and reversible equal the hand-written gradient to
+# rounding. The instability of the system amplifies rounding errors, so the tolerance is
+# far above the sixteenth digit.
 
 for (name, steps), gradient in gradients.items():
     if name != "backsolve":
-        torch.testing.assert_close(gradient, gradients["hand-written loop", steps], rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            gradient, gradients["hand-written loop", steps], rtol=1e-10, atol=0
+        )
 
 # %%
 # Gradient and time
@@ -188,21 +227,35 @@ for (name, steps), gradient in gradients.items():
 horizons = range(20, 201, 20)
 seconds, curve = {}, {}
 for name in methods:
-    torch.autograd.grad(by_library(name, 1), (epsilon, sigma))  # the first call also pays for loading code
+    torch.autograd.grad(
+        by_library(name, 1), (epsilon, sigma)
+    )  # the first call also pays for loading code
     for steps in horizons:
         begun = time.perf_counter()
-        curve[name, steps] = torch.stack(torch.autograd.grad(by_library(name, steps), (epsilon, sigma)))
+        curve[name, steps] = torch.stack(
+            torch.autograd.grad(by_library(name, steps), (epsilon, sigma))
+        )
         seconds[name, steps] = time.perf_counter() - begun
 
 fig, axes = plt.subplots(1, 3, figsize=(10.5, 3.4), layout="constrained")
 for size, name in zip((10, 7.5, 5, 7), methods, strict=True):
-    style = {"marker": markers[name], "color": colours[name], "ms": size, "mfc": "none", "label": name}
+    style = {
+        "marker": markers[name],
+        "color": colours[name],
+        "ms": size,
+        "mfc": "none",
+        "label": name,
+    }
     at = [n * DT for n in horizons]
     axes[0].plot(at, [curve[name, n][0] for n in horizons], **style)
     axes[1].plot(at, [curve[name, n][1] for n in horizons], **style)
     axes[2].plot(at, [seconds[name, n] for n in horizons], **style)
-axes[0].set(ylabel="d(radius of gyration)/d epsilon", title="gradient with respect to epsilon")
-axes[1].set(ylabel="d(radius of gyration)/d sigma", title="gradient with respect to sigma")
+axes[0].set(
+    ylabel="d(radius of gyration)/d epsilon", title="gradient with respect to epsilon"
+)
+axes[1].set(
+    ylabel="d(radius of gyration)/d sigma", title="gradient with respect to sigma"
+)
 axes[2].set(ylabel="forward and backward / s", title="time", ylim=(0, None))
 for ax in axes:
     ax.set(xlabel="horizon (reduced units)", xlim=(0, None))
@@ -213,23 +266,27 @@ plt.show()
 # A comparison
 # ------------
 #
-# :func:`adjsim.compare` runs estimators on the same starts and prints their results and costs. Its
-# memory is the growth of the resident set of the process. This is coarser than the count above,
-# since memory freed by earlier work is reused.
+# :func:`adjsim.compare` runs estimators on the same starts and prints their results and
+# costs. Its memory is the growth of the resident set of the process. This is coarser
+# than the count above, since memory freed by earlier work is reused.
 
 observable = adjsim.Final(lambda state: adjsim.radius_of_gyration(state.position))
 
 
 def compared(solver, names, steps):
     """Compare some of the adjoints, with one solver."""
-    simulation = adjsim.Simulation(dynamics, lambda replicas, generator: start, [0.0, steps * DT], solver=solver)
+    simulation = adjsim.Simulation(
+        dynamics, lambda replicas, generator: start, [0.0, steps * DT], solver=solver
+    )
     estimators = {name: adjsim.Pathwise(methods[name][1]) for name in names}
     return adjsim.compare(simulation, observable, estimators, replicas=1)
 
 
 discrete = compared(verlet, ["direct", "checkpoint", "reversible"], 100)
 continuous = compared(methods["backsolve"][0], ["backsolve"], 100)
-comparison = adjsim.Comparison({**discrete.estimates, **continuous.estimates}, reference="direct")
+comparison = adjsim.Comparison(
+    {**discrete.estimates, **continuous.estimates}, reference="direct"
+)
 print(comparison)
 assert comparison.difference("checkpoint") < 1e-10
 assert comparison.difference("reversible") < 1e-10
@@ -238,16 +295,19 @@ assert comparison.difference("reversible") < 1e-10
 # The gradient of the continuous adjoint
 # --------------------------------------
 #
-# Backsolve gives the gradient of the exact flow. It differs from the other gradients by the
-# discretisation error of velocity Verlet, which is of second order: half the step makes a quarter
-# of the difference.
+# Backsolve gives the gradient of the exact flow. It differs from the other gradients by
+# the discretisation error of velocity Verlet, which is of second order: half the step
+# makes a quarter of the difference.
 
 exact = continuous.estimates["backsolve"].grad["potential.sigma"]
 coarse = discrete.estimates["reversible"].grad["potential.sigma"]
 finer = compared(adjsim.VelocityVerlet(DT / 2), ["reversible"], 100)
 fine = finer.estimates["reversible"].grad["potential.sigma"]
 ratio = float((coarse - exact) / (fine - exact))
-print(f"difference at dt {float(coarse - exact):.2e}, at dt/2 {float(fine - exact):.2e}, ratio {ratio:.2f}")
-# The next term of the error is dt^2 smaller; a tenth covers it and the tolerances of the ODE
-# solver.
+print(
+    f"difference at dt {float(coarse - exact):.2e}, at dt/2 "
+    f"{float(fine - exact):.2e}, ratio {ratio:.2f}"
+)
+# The next term of the error is dt^2 smaller; a tenth covers it and the tolerances of
+# the ODE solver.
 assert abs(ratio - 4) < 0.4

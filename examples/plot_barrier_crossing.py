@@ -2,14 +2,15 @@
 Barrier crossing in a double well
 =================================
 
-A particle starts in the left well of :math:`U = b\\,(q^2 - 1)^2`, and noise carries it over the
-barrier. This example answers three questions. How long does the crossing take? For overdamped
-dynamics the exact answer is known and checks the simulation. How does the share of particles that
-has crossed change with the barrier, the friction and the temperature? This gradient is taken
-through the noisy paths. And how far back can a path with friction be reversed?
+A particle starts in the left well of :math:`U = b\\,(q^2 - 1)^2`, and noise carries it
+over the barrier. This example answers three questions. How long does the crossing take?
+For overdamped dynamics the exact answer is known and checks the simulation. How does
+the share of particles that has crossed change with the barrier, the friction and the
+temperature? This gradient is taken through the noisy paths. And how far back can a path
+with friction be reversed?
 
-Lengths are in units of the distance of a well from the barrier and masses in units of the
-particle's. Friction 1 sets the time.
+Lengths are in units of the distance of a well from the barrier and masses in units of
+the particle's. Friction 1 sets the time.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -35,15 +36,17 @@ def parameter(value):
 # The time to cross
 # -----------------
 #
-# For the overdamped equation with unit friction the mean time from -1 to a point :math:`e` is a
-# double integral,
+# For the overdamped equation with unit friction the mean time from -1 to a point
+# :math:`e` is a double integral,
 #
-# .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
+# .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm
+# dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
 #
-# Euler-Maruyama sees the path at its steps only and misses excursions over the target between them.
-# On average this has the effect of a target that is 0.5826 standard deviations of a step's noise
-# further out (Broadie, Glasserman and Kou, Math. Finance 7, 325 (1997)). So the exact time is
-# computed for the shifted target. Paths are run in blocks, and those that have arrived are dropped.
+# Euler-Maruyama sees the path at its steps only and misses excursions over the target
+# between them. On average this has the effect of a target that is 0.5826 standard
+# deviations of a step's noise further out (Broadie, Glasserman and Kou, Math. Finance
+# 7, 325 (1997)). So the exact time is computed for the shifted target. Paths are run in
+# blocks, and those that have arrived are dropped.
 
 DT, REPLICAS, BLOCK = 0.01, 4096, 500
 
@@ -52,7 +55,9 @@ def exact_time(kT, end):
     y = np.linspace(-2.5, end, 20001)
     energy = BARRIER * (y**2 - 1) ** 2
     weight = np.exp(-energy / kT)
-    below = np.concatenate([[0], np.cumsum((weight[1:] + weight[:-1]) / 2)]) * (y[1] - y[0])
+    below = np.concatenate([[0], np.cumsum((weight[1:] + weight[:-1]) / 2)]) * (
+        y[1] - y[0]
+    )
     inside = y >= -1
     return np.trapezoid(np.exp(energy[inside] / kT) * below[inside], y[inside]) / kT
 
@@ -84,13 +89,28 @@ for kT in temperatures:
     measured.append(times.mean().item())
     errors.append(times.std().item() / REPLICAS**0.5)
     expected.append(exact_time(kT, 1 + 0.5826 * np.sqrt(2 * kT * DT)))
-    print(f"kT = {kT:g}: {measured[-1]:.3f} +- {errors[-1]:.3f}, exact {expected[-1]:.3f}")
+    print(
+        f"kT = {kT:g}: {measured[-1]:.3f} +- {errors[-1]:.3f}, exact {expected[-1]:.3f}"
+    )
 
 grid = np.linspace(0.27, 1.2, 60)
 fig, ax = plt.subplots(figsize=(6, 4), layout="constrained")
 ax.semilogy(1 / grid, [exact_time(kT, 1.0) for kT in grid], label="exact integral")
-ax.semilogy(1 / grid, np.pi / (2 * np.sqrt(2) * BARRIER) * np.exp(BARRIER / grid), "--", label="Kramers' formula")
-ax.errorbar(1 / temperatures, measured, 3 * np.array(errors), fmt="ko", ms=4, capsize=3, label="simulated, 3 standard errors")
+ax.semilogy(
+    1 / grid,
+    np.pi / (2 * np.sqrt(2) * BARRIER) * np.exp(BARRIER / grid),
+    "--",
+    label="Kramers' formula",
+)
+ax.errorbar(
+    1 / temperatures,
+    measured,
+    3 * np.array(errors),
+    fmt="ko",
+    ms=4,
+    capsize=3,
+    label="simulated, 3 standard errors",
+)
 ax.set(xlabel="barrier / kT", ylabel="mean time from one well to the other")
 ax.set_yticks([3, 5, 10, 20, 30, 50], ["3", "5", "10", "20", "30", "50"])
 ax.minorticks_off()
@@ -98,8 +118,8 @@ ax.legend()
 plt.show()
 
 # %%
-# Kramers' formula, :math:`2\pi\,e^{b/kT}/\sqrt{U''(-1)\,|U''(0)|}`, holds in the limit of a high
-# barrier. The simulation holds for any barrier.
+# Kramers' formula, :math:`2\pi\,e^{b/kT}/\sqrt{U''(-1)\,|U''(0)|}`, holds in the limit
+# of a high barrier. The simulation holds for any barrier.
 
 off = (np.array(measured) - expected) / errors
 print("standard errors off:", np.round(off, 2))
@@ -109,10 +129,11 @@ assert np.abs(off).max() < 4
 # The gradient of having crossed
 # ------------------------------
 #
-# A step function has no useful derivative along a path. So the observable is smooth: the mean of a
-# sigmoid of the position after a time T. The particle has inertia here, is integrated by BAOAB, and
-# starts with thermal momenta. :class:`~adjsim.Pathwise` averages the gradient over replicas.
-# :class:`~adjsim.ReversibleAdjoint` reverses each path and draws its noise again.
+# A step function has no useful derivative along a path. So the observable is smooth:
+# the mean of a sigmoid of the position after a time T. The particle has inertia here,
+# is integrated by BAOAB, and starts with thermal momenta. :class:`~adjsim.Pathwise`
+# averages the gradient over replicas. :class:`~adjsim.ReversibleAdjoint` reverses each
+# path and draws its noise again.
 
 kT, FRICTION, TIME, DT = 0.6, 1.0, 2.0, 0.05
 crossed = adjsim.Final(lambda state: torch.sigmoid(6 * state.position[:, 0, 0]))
@@ -121,9 +142,11 @@ crossed = adjsim.Final(lambda state: torch.sigmoid(6 * state.position[:, 0, 0]))
 def simulation(solver, time=TIME, **values):
     values = {"potential.barrier": BARRIER, "kT": kT, "friction": FRICTION, **values}
     potential = adjsim.DoubleWell(parameter(values["potential.barrier"]))
-    dynamics = adjsim.Langevin(potential, kT=parameter(values["kT"]), friction=parameter(values["friction"]))
-    # The starts do not depend on kT: every estimator holds them fixed, and so must the differences
-    # below.
+    dynamics = adjsim.Langevin(
+        potential, kT=parameter(values["kT"]), friction=parameter(values["friction"])
+    )
+    # The starts do not depend on kT: every estimator holds them fixed, and so must the
+    # differences below.
     thermal = adjsim.Langevin(potential, kT=kT)
 
     def initial(replicas, generator):
@@ -135,31 +158,61 @@ def simulation(solver, time=TIME, **values):
 def estimate(solver, adjoint, seed, time=TIME):
     pathwise = adjsim.Pathwise(adjoint)
     generator = torch.Generator().manual_seed(seed)
-    return pathwise(simulation(solver, time), crossed, replicas=16384, chunks=32, generator=generator)
+    return pathwise(
+        simulation(solver, time),
+        crossed,
+        replicas=16384,
+        chunks=32,
+        generator=generator,
+    )
 
 
 def value(name, at):
     """Return the mean on the noise of seed 2, which is a function of the seed alone."""
     generator = torch.Generator().manual_seed(2)
     run = simulation(adjsim.BAOAB(DT), **{name: at})
-    return adjsim.Pathwise()(run, crossed, replicas=16384, chunks=32, generator=generator).value.item()
+    return adjsim.Pathwise()(
+        run, crossed, replicas=16384, chunks=32, generator=generator
+    ).value.item()
 
 
 splitting = estimate(adjsim.BAOAB(DT), adjsim.ReversibleAdjoint(), seed=2)
 # Other noise, another solver, another adjoint.
 equation = estimate(adjsim.SDESolver(dt=DT), adjsim.DirectAdjoint(), seed=3)
 names, h = {"potential.barrier": BARRIER, "friction": FRICTION, "kT": kT}, 1e-5
-differences = {name: (value(name, at + h) - value(name, at - h)) / (2 * h) for name, at in names.items()}
+differences = {
+    name: (value(name, at + h) - value(name, at - h)) / (2 * h)
+    for name, at in names.items()
+}
 print(splitting)
-print("central differences on the same noise:", {name: round(found, 6) for name, found in differences.items()})
+print(
+    "central differences on the same noise:",
+    {name: round(found, 6) for name, found in differences.items()},
+)
 print(equation)
 
 fig, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
-for shift, label, found in ((-0.12, "BAOAB, reversible adjoint", splitting), (0.12, "SDE midpoint, direct", equation)):
+for shift, label, found in (
+    (-0.12, "BAOAB, reversible adjoint", splitting),
+    (0.12, "SDE midpoint, direct", equation),
+):
     heights = [found.grad[name].item() for name in names]
     bars = [2 * found.grad_stderr[name].item() for name in names]
-    ax.errorbar(np.arange(3) + shift, heights, bars, fmt="o", capsize=4, label=f"{label}, 2 standard errors")
-ax.plot(np.arange(3) - 0.12, list(differences.values()), "kx", ms=9, label="central difference, noise of BAOAB's run")
+    ax.errorbar(
+        np.arange(3) + shift,
+        heights,
+        bars,
+        fmt="o",
+        capsize=4,
+        label=f"{label}, 2 standard errors",
+    )
+ax.plot(
+    np.arange(3) - 0.12,
+    list(differences.values()),
+    "kx",
+    ms=9,
+    label="central difference, noise of BAOAB's run",
+)
 ax.axhline(0, color="0.7", lw=1, zorder=0)
 ax.set_xticks(range(3), ["barrier", "friction", "kT"])
 ax.set(xlim=(-0.5, 2.5), ylabel=f"derivative of the share crossed at T = {TIME:g}")
@@ -167,25 +220,32 @@ ax.legend()
 plt.show()
 
 # %%
-# On the same noise the adjoint and the difference quotient give the same derivative. On other noise
-# the two solvers agree within their errors. A higher barrier keeps the particle in its well, and a
-# higher temperature frees it.
+# On the same noise the adjoint and the difference quotient give the same derivative. On
+# other noise the two solvers agree within their errors. A higher barrier keeps the
+# particle in its well, and a higher temperature frees it.
 
 for name in names:
     gradient, stderr = splitting.grad[name].item(), splitting.grad_stderr[name].item()
     other, other_stderr = equation.grad[name].item(), equation.grad_stderr[name].item()
     assert abs(gradient - differences[name]) < 1e-6
     assert abs(gradient - other) < 4 * np.hypot(stderr, other_stderr)
-assert splitting.grad["potential.barrier"] < -10 * splitting.grad_stderr["potential.barrier"]
+assert (
+    splitting.grad["potential.barrier"]
+    < -10 * splitting.grad_stderr["potential.barrier"]
+)
 assert splitting.grad["kT"] > 10 * splitting.grad_stderr["kT"]
 
 # %%
-# Paths part at the top of the barrier, so the gradients of single paths grow with the length of the
-# run, while their mean does not. The error of the mean grows with them. For much longer runs ask
-# the equilibrium question instead (see :doc:`/choosing_an_adjoint`).
+# Paths part at the top of the barrier, so the gradients of single paths grow with the
+# length of the run, while their mean does not. The error of the mean grows with them.
+# For much longer runs ask the equilibrium question instead (see
+# :doc:`/choosing_an_adjoint`).
 
 lengths = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-longer = [estimate(adjsim.BAOAB(DT), adjsim.ReversibleAdjoint(), seed=4, time=time) for time in lengths]
+longer = [
+    estimate(adjsim.BAOAB(DT), adjsim.ReversibleAdjoint(), seed=4, time=time)
+    for time in lengths
+]
 bars = {name: [found.grad_stderr[name].item() for found in longer] for name in names}
 for name in names:
     print(name, "standard errors", ", ".join(f"{bar:.1e}" for bar in bars[name]))
@@ -195,11 +255,12 @@ for name in names:
 # Reversal under friction
 # -----------------------
 #
-# Backward, friction acts as antifriction. A path that is reversed without checkpoints is lost as
-# :math:`e^{\gamma t}`, the factor by which rounding of 1e-16 is amplified. By default the adjoint
-# stores checkpoints, which keep the error under its tolerance at any length. The continuous adjoint
-# of the SDE starts from the discretisation error of its solver instead of from rounding, so its
-# error has much less room to grow. It is refused beyond :math:`\gamma T = 5` between save times.
+# Backward, friction acts as antifriction. A path that is reversed without checkpoints
+# is lost as :math:`e^{\gamma t}`, the factor by which rounding of 1e-16 is amplified.
+# By default the adjoint stores checkpoints, which keep the error under its tolerance at
+# any length. The continuous adjoint of the SDE starts from the discretisation error of
+# its solver instead of from rounding, so its error has much less room to grow. It is
+# refused beyond :math:`\gamma T = 5` between save times.
 
 DT = 1 / 64
 products = np.array([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
@@ -207,23 +268,42 @@ products = np.array([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
 
 def traced(product, solver, adjoint):
     potential = adjsim.DoubleWell(parameter(BARRIER))
-    dynamics = adjsim.Langevin(potential, kT=parameter(kT), friction=parameter(FRICTION))
+    dynamics = adjsim.Langevin(
+        potential, kT=parameter(kT), friction=parameter(FRICTION)
+    )
     start = dynamics.init(-torch.ones(64, 1, 1), torch.zeros(64, 1, 1))
     generator = torch.Generator().manual_seed(5)
-    run = adjsim.simulate(dynamics, start, [0.0, product / FRICTION], solver=solver, adjoint=adjoint, generator=generator)
-    found = torch.autograd.grad((run.final.position**2).mean(), list(dynamics.parameters()))
+    run = adjsim.simulate(
+        dynamics,
+        start,
+        [0.0, product / FRICTION],
+        solver=solver,
+        adjoint=adjoint,
+        generator=generator,
+    )
+    found = torch.autograd.grad(
+        (run.final.position**2).mean(), list(dynamics.parameters())
+    )
     return torch.stack(found), run.stats
 
 
 unchecked = adjsim.ReversibleAdjoint(checkpoint_every=10**9, tol=float("inf"))
-plain = [traced(p, adjsim.BAOAB(DT), unchecked)[1]["reconstruction_error"] for p in products]
+plain = [
+    traced(p, adjsim.BAOAB(DT), unchecked)[1]["reconstruction_error"] for p in products
+]
 default = [traced(p, adjsim.BAOAB(DT), adjsim.ReversibleAdjoint())[1] for p in products]
 kept = [stats["reconstruction_error"] for stats in default]
 
 allowed = products[products <= 5]
-swept = [traced(p, adjsim.SDESolver(dt=DT), adjsim.BacksolveAdjoint())[0] for p in allowed]
-direct = [traced(p, adjsim.SDESolver(dt=DT), adjsim.DirectAdjoint())[0] for p in allowed]
-solved = [((a - b).norm() / b.norm()).item() for a, b in zip(swept, direct, strict=True)]
+swept = [
+    traced(p, adjsim.SDESolver(dt=DT), adjsim.BacksolveAdjoint())[0] for p in allowed
+]
+direct = [
+    traced(p, adjsim.SDESolver(dt=DT), adjsim.DirectAdjoint())[0] for p in allowed
+]
+solved = [
+    ((a - b).norm() / b.norm()).item() for a, b in zip(swept, direct, strict=True)
+]
 try:
     traced(6, adjsim.SDESolver(dt=DT), adjsim.BacksolveAdjoint())
 except adjsim.InstabilityError as error:
@@ -233,9 +313,21 @@ else:
 
 fig, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
 ax.semilogy(products, plain, "o-", label="reversed BAOAB, no checkpoints: state")
-ax.semilogy(products, kept, "s-", label=f"reversed BAOAB, a checkpoint every {default[0]['checkpoint_every']} steps: state")
+ax.semilogy(
+    products,
+    kept,
+    "s-",
+    label="reversed BAOAB, a checkpoint every "
+    f"{default[0]['checkpoint_every']} steps: state",
+)
 ax.semilogy(allowed, solved, "^-", label="continuous adjoint of the SDE: gradient")
-ax.semilogy(products, plain[0] * np.exp(products - products[0]), "k:", lw=1, label=r"$e^{\gamma T}$")
+ax.semilogy(
+    products,
+    plain[0] * np.exp(products - products[0]),
+    "k:",
+    lw=1,
+    label=r"$e^{\gamma T}$",
+)
 ax.axhline(1e-6, color="0.7", lw=1, zorder=0)
 ax.text(33, 1.3e-6, "tol", color="0.4", ha="right", va="bottom")
 ax.set(xlabel="friction x time", ylabel="relative error", ylim=(1e-17, 10))
@@ -248,9 +340,9 @@ assert 0.7 < slope < 1.3
 assert max(kept) < 1e-6
 
 # %%
-# The limit of five is no guarantee. Some of these 64 paths stay at the barrier, whose instability
-# adds to that of friction. At the limit the first digit of the continuous gradient is wrong. Save
-# more often, or use the splitting.
+# The limit of five is no guarantee. Some of these 64 paths stay at the barrier, whose
+# instability adds to that of friction. At the limit the first digit of the continuous
+# gradient is wrong. Save more often, or use the splitting.
 
 print("continuous adjoint off by", ", ".join(f"{error:.1e}" for error in solved))
 assert max(solved[:4]) < 0.01 < 0.05 < solved[4]

@@ -3,15 +3,17 @@ Training an energy-based model by contrastive divergence
 ========================================================
 
 A network is an energy :math:`U_\theta`, and represents the density
-:math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient of the likelihood of data needs samples of
-this density, which Langevin chains of k steps provide. This example compares three methods for the
-gradient. The score function takes the ends of chains that start from data as samples. The
-persistent method does the same, but continues the same chains from one iteration to the next. The
-pathwise method starts from data and also differentiates through the chains.
+:math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient of the likelihood of data needs
+samples of this density, which Langevin chains of k steps provide. This example compares
+three methods for the gradient. The score function takes the ends of chains that start
+from data as samples. The persistent method does the same, but continues the same chains
+from one iteration to the next. The pathwise method starts from data and also
+differentiates through the chains.
 
 The data are in the plane, and their density is known in closed form. Quadrature gives
-:math:`Z_\theta`. The quality of a method is the Kullback-Leibler divergence of its model from the
-truth, compared with that of the exact gradient of the likelihood. kT and friction are 1.
+:math:`Z_\theta`. The quality of a method is the Kullback-Leibler divergence of its
+model from the truth, compared with that of the exact gradient of the likelihood. kT and
+friction are 1.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -45,10 +47,10 @@ def seeded(seed):
 # Truth and model
 # ---------------
 #
-# The truth is a crescent with a disc above it. Its energy is minus the logarithm of its density, so
-# that Z = 1. A potential is any module that takes positions ``(*batch, 1, 2)`` to energies
-# ``(*batch,)``. The model is a small network in a wide confining well, without which Z might be
-# infinite.
+# The truth is a crescent with a disc above it. Its energy is minus the logarithm of its
+# density, so that Z = 1. A potential is any module that takes positions ``(*batch, 1,
+# 2)`` to energies ``(*batch,)``. The model is a small network in a wide confining well,
+# without which Z might be infinite.
 
 SHARE, BEND, BASE, ACROSS, ALONG, HEIGHT = 0.3, 0.35, -1.8, 0.45, 1.2, 1.4
 WIDTH = 2.0  # of the Gaussian density of the confining well alone
@@ -76,7 +78,13 @@ def draw(count, generator):
 class Energy(nn.Module):
     def __init__(self, hidden=32):
         super().__init__()
-        layers = nn.Linear(2, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 1)
+        layers = (
+            nn.Linear(2, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, 1),
+        )
         self.net = nn.Sequential(*layers)
 
     def forward(self, position):
@@ -90,7 +98,9 @@ class Quadrature:
     def __init__(self, points, span=6.0):
         self.x = torch.linspace(-span, span, points)
         self.cell = (2 * span / (points - 1)) ** 2
-        self.points = torch.stack(torch.meshgrid(self.x, self.x, indexing="xy"), -1).reshape(-1, 1, 2)
+        self.points = torch.stack(
+            torch.meshgrid(self.x, self.x, indexing="xy"), -1
+        ).reshape(-1, 1, 2)
 
     def log_partition(self, energy):
         return torch.logsumexp(-energy, 0) + math.log(self.cell)
@@ -114,26 +124,42 @@ ENTROPY, TRUE_SHARE = (weight @ truth(fine.points)).item(), weight[disc].sum().i
 def measure(model, region):
     """Compute KL(truth || model), and the model's probability of a region."""
     log_density = fine.log_density(model)
-    return -(weight @ log_density).item() - ENTROPY, log_density[region].exp().sum().item() * fine.cell
+    return -(weight @ log_density).item() - ENTROPY, log_density[
+        region
+    ].exp().sum().item() * fine.cell
 
 
 data = draw(8192, seeded(1))
 total = fine.log_partition(truth(fine.points)).exp().item()
 print(f"Z of the truth by quadrature: {total:.5f}")
-print(f"share of the disc: truth {TRUE_SHARE:.3f}, data {in_disc(data).double().mean():.3f}")
+print(
+    f"share of the disc: truth {TRUE_SHARE:.3f}, data "
+    f"{in_disc(data).double().mean():.3f}"
+)
 assert abs(total - 1) < 1e-3
 
 # %%
 # The chains
 # ----------
 #
-# Which integrator is unbiased enough? Chains that start from draws of the truth, in the energy of
-# the truth, should keep its distribution. The mean change of their energy is the bias.
+# Which integrator is unbiased enough? Chains that start from draws of the truth, in the
+# energy of the truth, should keep its distribution. The mean change of their energy is
+# the bias.
 
-true_dynamics, starts, bias = adjsim.OverdampedLangevin(truth), draw(20000, seeded(2)), {}
+true_dynamics, starts, bias = (
+    adjsim.OverdampedLangevin(truth),
+    draw(20000, seeded(2)),
+    {},
+)
 for solver in (adjsim.EulerMaruyama(DT), adjsim.LeimkuhlerMatthews(DT)):
     with torch.no_grad():
-        run = adjsim.simulate(true_dynamics, true_dynamics.init(starts), [0.0, STEPS * DT], solver=solver, generator=seeded(3))
+        run = adjsim.simulate(
+            true_dynamics,
+            true_dynamics.init(starts),
+            [0.0, STEPS * DT],
+            solver=solver,
+            generator=seeded(3),
+        )
         change = truth(run.final.position) - truth(starts)
     mean, stderr = change.mean().item(), change.std().item() / len(change) ** 0.5
     bias[type(solver).__name__] = mean / stderr
@@ -142,74 +168,79 @@ assert abs(bias["LeimkuhlerMatthews"]) < 4
 assert bias["EulerMaruyama"] > 5
 
 # %%
-# The chains of Euler-Maruyama end at too high an energy, and a network trained on them would have
-# to compensate for it. :class:`~adjsim.LeimkuhlerMatthews` costs the same and shows no bias, so it
-# is used throughout.
+# The chains of Euler-Maruyama end at too high an energy, and a network trained on them
+# would have to compensate for it. :class:`~adjsim.LeimkuhlerMatthews` costs the same
+# and shows no bias, so it is used throughout.
 #
 # Three terms
 # -----------
 #
-# Let :math:`p_0` be the density of the data, and :math:`p_k` that of the ends of chains that start
-# from them. The gradient of minus the log likelihood is
+# Let :math:`p_0` be the density of the data, and :math:`p_k` that of the ends of chains
+# that start from them. The gradient of minus the log likelihood is
 #
 # .. math:: \frac{\mathrm d}{\mathrm d\theta}\,\mathrm{KL}(p_0\|p_\theta)
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_\theta} .
 #
-# The second mean is a score function, the derivative of :math:`-\log Z`. No tangent is propagated
-# through a chain. Contrastive divergence (Hinton, Neural Comput. 14, 1771 (2002)) replaces
-# :math:`p_\theta` by :math:`p_k` there. It is motivated by
+# The second mean is a score function, the derivative of :math:`-\log Z`. No tangent is
+# propagated through a chain. Contrastive divergence (Hinton, Neural Comput. 14, 1771
+# (2002)) replaces :math:`p_\theta` by :math:`p_k` there. It is motivated by
 #
 # .. math:: L = \mathrm{KL}(p_0\|p_\theta) - \mathrm{KL}(p_k\|p_\theta)
 #    = \langle U\rangle_{p_0} - \langle U\rangle_{p_k} + H(p_k) - H(p_0) ,
 #
-# in which Z cancels. But the chains depend on :math:`\theta`, so the gradient of L has a third
-# term, which contrastive divergence leaves out:
+# in which Z cancels. But the chains depend on :math:`\theta`, so the gradient of L has
+# a third term, which contrastive divergence leaves out:
 #
 # .. math:: \frac{\mathrm dL}{\mathrm d\theta}
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_k}
-#    - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle - H(p_k)\Big] ,
+# - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle -
+# H(p_k)\Big] ,
 #
 # where :math:`\bar U` is U with its parameters held fixed. The bracket is
-# :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a pathwise
-# gradient, taken through the chain.
+# :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a
+# pathwise gradient, taken through the chain.
 #
-# What is the effect of the third term? Close to the fit, let :math:`\log p_\theta - \log p_0 =
-# \varepsilon\,\varphi`, with :math:`\varphi` a mode of unit variance that the chain relaxes as
-# :math:`e^{-\lambda t}`. The derivatives with respect to :math:`\varepsilon` are, for chains of
-# length t,
+# What is the effect of the third term? Close to the fit, let :math:`\log p_\theta -
+# \log p_0 = \varepsilon\,\varphi`, with :math:`\varphi` a mode of unit variance that
+# the chain relaxes as :math:`e^{-\lambda t}`. The derivatives with respect to
+# :math:`\varepsilon` are, for chains of length t,
 #
 # .. math:: \underbrace{\varepsilon}_{\text{likelihood}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})}_{\text{two terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-2\lambda t})}_{\text{three terms}}\qquad
-#    \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third with the opposite sign}}
+# \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third with the opposite sign}}
 #
-# All vanish at the fit. They differ in slow modes, such as the weight of the disc against the
-# crescent. There the three terms give twice as much as two, and the last expression is of second
-# order.
+# All vanish at the fit. They differ in slow modes, such as the weight of the disc
+# against the crescent. There the three terms give twice as much as two, and the last
+# expression is of second order.
 #
-# The last expression matters because it is in use. Du, Li, Tenenbaum and Mordatch, "Improved
-# contrastive divergence training of energy-based models" (ICML 2021), showed that the term can be
-# estimated. The code published with the paper adds the bracket to the loss, for the last step of
-# chains from a replay buffer. This draws the chains closer to the model, while the gradient of L
-# pushes them away. This example tries both signs.
+# The last expression matters because it is in use. Du, Li, Tenenbaum and Mordatch,
+# "Improved contrastive divergence training of energy-based models" (ICML 2021), showed
+# that the term can be estimated. The code published with the paper adds the bracket to
+# the loss, for the last step of chains from a replay buffer. This draws the chains
+# closer to the model, while the gradient of L pushes them away. This example tries both
+# signs.
 #
-# The entropy comes from the distances between the ends (Kozachenko and Leonenko, Probl. Inf.
-# Transm. 23, 95 (1987)),
+# The entropy comes from the distances between the ends (Kozachenko and Leonenko, Probl.
+# Inf. Transm. 23, 95 (1987)),
 #
 # .. math:: H \approx \psi(n) - \psi(m) + \ln\pi + 2\,\langle\ln r_m\rangle ,
 #
-# with :math:`r_m` the distance from one of n ends to its m-th neighbour. The derivative of the
-# logarithm is :math:`1/r_m`. In the plane :math:`r_1^2` is distributed exponentially, so
-# :math:`1/r_1^2` has no mean, and the variance of the gradient from nearest neighbours is infinite.
-# For m > 1 it is finite. The bias grows with m. Here m = 8.
+# with :math:`r_m` the distance from one of n ends to its m-th neighbour. The derivative
+# of the logarithm is :math:`1/r_m`. In the plane :math:`r_1^2` is distributed
+# exponentially, so :math:`1/r_1^2` has no mean, and the variance of the gradient from
+# nearest neighbours is infinite. For m > 1 it is finite. The bias grows with m. Here m
+# = 8.
 
 NEIGHBOUR = 8
 
 
 def entropies(position, neighbour=NEIGHBOUR):
-    """Return numbers whose mean is the entropy of the density that the positions are drawn from."""
+    """Return numbers whose mean is the entropy of the density that the positions are
+    drawn from.
+    """
     x = position.squeeze(-2)
     with torch.no_grad():
         other = torch.cdist(x, x).topk(neighbour + 1, largest=False).indices[:, -1]
@@ -218,14 +249,16 @@ def entropies(position, neighbour=NEIGHBOUR):
 
 
 def two_means(potential, neighbour=NEIGHBOUR):
-    """Return, for ends of chains, the energy with the ends fixed, and the fixed energy less the
-    entropy.
+    """Return, for ends of chains, the energy with the ends fixed, and the fixed energy
+    less the entropy.
     """
     fixed = copy.deepcopy(potential).requires_grad_(False)
 
     def means(state):
         x = state.position
-        return torch.stack([potential(x.detach()), fixed(x) - entropies(x, neighbour)], -1)
+        return torch.stack(
+            [potential(x.detach()), fixed(x) - entropies(x, neighbour)], -1
+        )
 
     return adjsim.Final(means)
 
@@ -233,11 +266,19 @@ def two_means(potential, neighbour=NEIGHBOUR):
 def chains(dynamics, starts):
     """Make the simulation of chains from given positions."""
     solver = adjsim.LeimkuhlerMatthews(DT)
-    return adjsim.Simulation(dynamics, lambda replicas, generator: dynamics.init(starts), [0.0, STEPS * DT], solver)
+    return adjsim.Simulation(
+        dynamics,
+        lambda replicas, generator: dynamics.init(starts),
+        [0.0, STEPS * DT],
+        solver,
+    )
 
 
 off = np.array([entropies(part).mean().item() for part in data.split(CHAINS)]) - ENTROPY
-print(f"entropy of {CHAINS} data, estimated less exact: {off.mean():.3f} +- {off.std() / len(off) ** 0.5:.3f}")
+print(
+    f"entropy of {CHAINS} data, estimated less exact: {off.mean():.3f} +- "
+    f"{off.std() / len(off) ** 0.5:.3f}"
+)
 assert abs(off.mean()) < 0.1
 
 # %%
@@ -245,12 +286,14 @@ assert abs(off.mean()) < 0.1
 # --------
 #
 # The first test has exact answers. The data are normal with variance 1, and :math:`U =
-# \kappa\,|x|^2/2`. The ends of the chains are then normal too, and their variance follows from the
-# steps. So L and its derivative are known.
+# \kappa\,|x|^2/2`. The ends of the chains are then normal too, and their variance
+# follows from the steps. So L and its derivative are known.
 
 
 def exact_terms(kappa, h=1e-5):
-    """Compute the first two terms of dL/dkappa together, and the third, for LeimkuhlerMatthews."""
+    """Compute the first two terms of dL/dkappa together, and the third, for
+    LeimkuhlerMatthews.
+    """
 
     def variance(kappa):
         a, s = 1 - kappa * DT, math.sqrt(2 * DT)
@@ -274,12 +317,28 @@ print(f"exact: two terms {two:.4f}, third {third:.4f}")
 assert 0 < third < two
 errors = {}
 for neighbour in (1, NEIGHBOUR):
-    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(nn.Parameter(torch.tensor(KAPPA))))
-    simulation = chains(dynamics, torch.randn(PARTS * CHAINS, 1, 2, generator=seeded(4)))
+    dynamics = adjsim.OverdampedLangevin(
+        adjsim.Harmonic(nn.Parameter(torch.tensor(KAPPA)))
+    )
+    simulation = chains(
+        dynamics, torch.randn(PARTS * CHAINS, 1, 2, generator=seeded(4))
+    )
     observable = two_means(dynamics.potential, neighbour)
-    estimate = adjsim.Pathwise()(simulation, observable, replicas=PARTS * CHAINS, chunks=PARTS, generator=seeded(5))
-    (negative, slope), stderr = estimate.grad["potential.k"].tolist(), estimate.grad_stderr["potential.k"].tolist()
-    print(f"m = {neighbour}: two terms {1 - negative:.4f} +- {stderr[0]:.4f}, third {-slope:.4f} +- {stderr[1]:.4f}")
+    estimate = adjsim.Pathwise()(
+        simulation,
+        observable,
+        replicas=PARTS * CHAINS,
+        chunks=PARTS,
+        generator=seeded(5),
+    )
+    (negative, slope), stderr = (
+        estimate.grad["potential.k"].tolist(),
+        estimate.grad_stderr["potential.k"].tolist(),
+    )
+    print(
+        f"m = {neighbour}: two terms {1 - negative:.4f} +- {stderr[0]:.4f}, third "
+        f"{-slope:.4f} +- {stderr[1]:.4f}"
+    )
     errors[neighbour] = stderr[1]
 assert abs(1 - negative - two) < 4 * stderr[0]
 assert abs(-slope - third) < 4 * stderr[1] < third
@@ -287,30 +346,43 @@ assert errors[1] > 4 * errors[NEIGHBOUR]
 assert errors[NEIGHBOUR] > stderr[0]
 
 # %%
-# The third term has the sign of the other two together, as derived, and the three are less than
-# twice the two. With nearest neighbours the noise would hide it. With the eighth neighbour it is
-# still noisier than the other two together.
+# The third term has the sign of the other two together, as derived, and the three are
+# less than twice the two. With nearest neighbours the noise would hide it. With the
+# eighth neighbour it is still noisier than the other two together.
 #
-# The second test uses the network. The pathwise derivative of the bracket along a random direction
-# of the parameters is compared with a central difference on the same noise.
+# The second test uses the network. The pathwise derivative of the bracket along a
+# random direction of the parameters is compared with a central difference on the same
+# noise.
 
 torch.manual_seed(0)
 untrained = Energy()
-direction, observable = [torch.randn_like(p) for p in untrained.parameters()], two_means(untrained)
+direction, observable = (
+    [torch.randn_like(p) for p in untrained.parameters()],
+    two_means(untrained),
+)
 
 
 def moved(h):
-    """Estimate with a changed energy for the chains, and the same energy as observable."""
+    """Estimate with a changed energy of the chains, and this energy as observable."""
     dynamics = adjsim.OverdampedLangevin(copy.deepcopy(untrained))
     with torch.no_grad():
         for p, along in zip(dynamics.parameters(), direction, strict=True):
             p += h * along
-    return adjsim.Pathwise()(chains(dynamics, data[:CHAINS]), observable, replicas=CHAINS, chunks=1, generator=seeded(6))
+    return adjsim.Pathwise()(
+        chains(dynamics, data[:CHAINS]),
+        observable,
+        replicas=CHAINS,
+        chunks=1,
+        generator=seeded(6),
+    )
 
 
 h = 1e-6
 quotient = (moved(h).value[1] - moved(-h).value[1]).item() / (2 * h)
-slope = sum((grad[1] * along).sum().item() for grad, along in zip(moved(0.0).grad.values(), direction, strict=True))
+slope = sum(
+    (grad[1] * along).sum().item()
+    for grad, along in zip(moved(0.0).grad.values(), direction, strict=True)
+)
 print(f"along a direction: pathwise {slope:.8f}, central difference {quotient:.8f}")
 assert abs(slope - quotient) < 1e-5 * abs(quotient)
 
@@ -318,17 +390,19 @@ assert abs(slope - quotient) < 1e-5 * abs(quotient)
 # Training
 # --------
 #
-# A method is a function of the dynamics, a batch of data and the current positions of its chains.
-# It returns a loss with its gradient, and the new positions of the chains. Training needs no error
-# bars, so the chains come from :func:`~adjsim.simulate`, and for the third term ``backward`` goes
-# through them. The persistent chains (Tieleman, ICML 2008) begin as draws of the confining well.
-# All methods have the same initial network, the same batches and the same optimizer, whose rate
-# falls to a tenth.
+# A method is a function of the dynamics, a batch of data and the current positions of
+# its chains. It returns a loss with its gradient, and the new positions of the chains.
+# Training needs no error bars, so the chains come from :func:`~adjsim.simulate`, and
+# for the third term ``backward`` goes through them. The persistent chains (Tieleman,
+# ICML 2008) begin as draws of the confining well. All methods have the same initial
+# network, the same batches and the same optimizer, whose rate falls to a tenth.
 
 
 def ends_of(dynamics, starts, generator):
     run = chains(dynamics, starts)
-    return adjsim.simulate(dynamics, dynamics.init(starts), run.ts, solver=run.solver, generator=generator).final.position
+    return adjsim.simulate(
+        dynamics, dynamics.init(starts), run.ts, solver=run.solver, generator=generator
+    ).final.position
 
 
 def likelihood(dynamics, batch, at, generator):
@@ -347,7 +421,9 @@ def score_function(dynamics, batch, at, generator):
 def persistent(dynamics, batch, at, generator, restarted=0.0):
     model = dynamics.potential
     fresh = torch.rand(CHAINS, 1, 1, generator=generator) < restarted
-    starts = torch.where(fresh, WIDTH * torch.randn(CHAINS, 1, 2, generator=generator), at)
+    starts = torch.where(
+        fresh, WIDTH * torch.randn(CHAINS, 1, 2, generator=generator), at
+    )
     with torch.no_grad():
         ends = ends_of(dynamics, starts, generator)
     return model(batch).mean() - model(ends).mean(), ends
@@ -362,7 +438,9 @@ def pathwise(dynamics, batch, at, generator, sign=-1.0):
 
 
 def train(model, way, region, at=None, iterations=ITERATIONS, rate=RATE):
-    """Train the model; return :func:`measure` at regular iterations, and the seconds of training."""
+    """Train the model; return :func:`measure` at regular iterations, and the seconds of
+    training.
+    """
     dynamics, batches, noise = adjsim.OverdampedLangevin(model), seeded(7), seeded(8)
     at = WIDTH * torch.randn(CHAINS, 1, 2, generator=noise) if at is None else at
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -389,13 +467,22 @@ ways = {
     "pathwise": pathwise,
     "pathwise, opposite sign": partial(pathwise, sign=1.0),
 }
-COLORS = dict(zip((*ways, "persistent, 5 % restarted"), ("k", "C1", "C2", "C0", "C3", "C4"), strict=True))
+COLORS = dict(
+    zip(
+        (*ways, "persistent, 5 % restarted"),
+        ("k", "C1", "C2", "C0", "C3", "C4"),
+        strict=True,
+    )
+)
 models, histories, seconds = {}, {}, {}
 for name, way in ways.items():
     models[name] = copy.deepcopy(untrained)
     histories[name], seconds[name] = train(models[name], way, disc)
     kl, share = histories[name][-1]
-    print(f"{name}: KL(truth || learnt) = {kl:.3f}, disc {share:.3f} of {TRUE_SHARE:.3f}, {seconds[name]:.1f} s")
+    print(
+        f"{name}: KL(truth || learnt) = {kl:.3f}, disc {share:.3f} of "
+        f"{TRUE_SHARE:.3f}, {seconds[name]:.1f} s"
+    )
 
 # %%
 # The colours scale as the root of the density, so that thin density shows.
@@ -407,10 +494,20 @@ norm = PowerNorm(0.5, 0.0, weight.max().item() / fine.cell)
 def show(ax, model, title):
     ax.set(xlim=(-SIDE, SIDE), ylim=(-SIDE, SIDE), aspect="equal", title=title)
     density = fine.log_density(model).exp().reshape(len(fine.x), -1)
-    return ax.pcolormesh(fine.x, fine.x, density, norm=norm, cmap="magma", shading="gouraud", rasterized=True)
+    return ax.pcolormesh(
+        fine.x,
+        fine.x,
+        density,
+        norm=norm,
+        cmap="magma",
+        shading="gouraud",
+        rasterized=True,
+    )
 
 
-fig, axes = plt.subplots(2, 3, figsize=(9.5, 6.4), layout="constrained", sharex=True, sharey=True)
+fig, axes = plt.subplots(
+    2, 3, figsize=(9.5, 6.4), layout="constrained", sharex=True, sharey=True
+)
 image = show(axes[0, 0], truth, "truth,\nand some of the data")
 axes[0, 0].plot(*data[:400, 0].T, ".", ms=2, color="C9", alpha=0.7)
 for ax, (name, model) in zip(axes.flat[1:], models.items(), strict=True):
@@ -419,7 +516,8 @@ fig.colorbar(image, ax=axes, label="density", shrink=0.8)
 plt.show()
 
 # %%
-# The next figure shows the progress of training. The weight of the disc is the slow mode.
+# The next figure shows the progress of training. The weight of the disc is the slow
+# mode.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.3), layout="constrained")
 right.axhline(TRUE_SHARE, color="0.75", lw=4, label="truth")
@@ -437,23 +535,29 @@ late = {name: history[half:, 0].mean() for name, history in histories.items()}
 swing = {name: history[half // 2 :, 1].std() for name, history in histories.items()}
 astray = {name: measure(model, far)[1] for name, model in models.items()}
 for name in ways:
-    print(f"{name}: mean KL {late[name]:.3f}, swing of the disc {swing[name]:.3f}, far from the truth {astray[name]:.3f}")
+    print(
+        f"{name}: mean KL {late[name]:.3f}, swing of the disc {swing[name]:.3f}, far "
+        f"from the truth {astray[name]:.3f}"
+    )
 ratio = seconds["pathwise"] / seconds["score function"]
 print(f"pathwise takes {ratio:.1f} times as long as the score function")
 
 # %%
-# On average over the second half of the iterations, the plain score function is within a factor of
-# two of the exact gradient, and the pathwise method within a factor of two of the score function.
-# But the pathwise method takes longer, so here the third term is not worth its noise and its cost.
-# With the opposite sign the network stays further from the truth.
+# On average over the second half of the iterations, the plain score function is within
+# a factor of two of the exact gradient, and the pathwise method within a factor of two
+# of the score function. But the pathwise method takes longer, so here the third term is
+# not worth its noise and its cost. With the opposite sign the network stays further
+# from the truth.
 #
-# The weight of the disc is what the chains determine least. Its swing is the standard deviation
-# after the first quarter of the iterations. The swing of the score function is larger than that of
-# the exact gradient. Persistent chains swing most of the three and lag behind, since they have to
-# follow a changing model while they cross between its parts.
+# The weight of the disc is what the chains determine least. Its swing is the standard
+# deviation after the first quarter of the iterations. The swing of the score function
+# is larger than that of the exact gradient. Persistent chains swing most of the three
+# and lag behind, since they have to follow a changing model while they cross between
+# its parts.
 #
-# Contrastive divergence is known to leave density in regions that its chains do not visit. Here the
-# three methods leave little where the density of the truth is below 1e-4 of its maximum.
+# Contrastive divergence is known to leave density in regions that its chains do not
+# visit. Here the three methods leave little where the density of the truth is below
+# 1e-4 of its maximum.
 
 three = ("score function", "persistent", "pathwise")
 assert late["score function"] < 2 * late["likelihood, by quadrature"]
@@ -469,20 +573,29 @@ assert max(astray[name] for name in three) < 0.03
 # Density that no chain sees
 # --------------------------
 #
-# The model was wide at the start, so the chains visited every region where it had to be lowered.
-# This need not be so. Now the network trained by the score function gets a hole in its energy, far
-# from the data and deep enough to hold three tenths of the density, and training continues. The
-# persistent chains start from data here. They are tried with and without restarting a share of 5 %
-# in every iteration, as draws of the confining well.
+# The model was wide at the start, so the chains visited every region where it had to be
+# lowered. This need not be so. Now the network trained by the score function gets a
+# hole in its energy, far from the data and deep enough to hold three tenths of the
+# density, and training continues. The persistent chains start from data here. They are
+# tried with and without restarting a share of 5 % in every iteration, as draws of the
+# confining well.
 
 
 class Holed(nn.Module):
     def __init__(self, model, depth, centre=(-3.2, -3.2), radius=0.5):
         super().__init__()
-        self.model, self.depth, self.centre, self.radius = model, depth, torch.tensor(centre), radius
+        self.model, self.depth, self.centre, self.radius = (
+            model,
+            depth,
+            torch.tensor(centre),
+            radius,
+        )
 
     def well(self, position):
-        return torch.exp(-(position.squeeze(-2) - self.centre).square().sum(-1) / (2 * self.radius**2))
+        return torch.exp(
+            -(position.squeeze(-2) - self.centre).square().sum(-1)
+            / (2 * self.radius**2)
+        )
 
     def forward(self, position):
         return self.model(position) - self.depth * self.well(position)
@@ -497,7 +610,13 @@ while high - low > 1e-6:
     low, high = (depth, high) if held < 0.3 else (low, depth)
 
 reached = {}
-for name, starts in (("data", data), ("draws of the confining well", WIDTH * torch.randn(data.shape, generator=seeded(9)))):
+for name, starts in (
+    ("data", data),
+    (
+        "draws of the confining well",
+        WIDTH * torch.randn(data.shape, generator=seeded(9)),
+    ),
+):
     model = Holed(taught, depth)
     with torch.no_grad():
         ends = ends_of(adjsim.OverdampedLangevin(model), starts, seeded(10))
@@ -510,25 +629,38 @@ trials = {
     "persistent": persistent,
     "persistent, 5 % restarted": partial(persistent, restarted=0.05),
 }
-fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.7), layout="constrained", width_ratios=(1, 1, 1.3))
+fig, (left, middle, right) = plt.subplots(
+    1, 3, figsize=(9.5, 3.7), layout="constrained", width_ratios=(1, 1, 1.3)
+)
 show(left, Holed(taught, depth), "the hole")
 mended = {}
 for name, way in trials.items():
     model = Holed(copy.deepcopy(taught), depth)
     history, _ = train(model, way, hole, data[:CHAINS], iterations=160, rate=1e-3)
-    right.plot(EVERY * np.arange(len(history)), history[:, 1], "o-", ms=3, color=COLORS[name], label=name)
+    right.plot(
+        EVERY * np.arange(len(history)),
+        history[:, 1],
+        "o-",
+        ms=3,
+        color=COLORS[name],
+        label=name,
+    )
     mended[name] = history[-1, 1]
-    print(f"{name}: hole {history[0, 1]:.3f} before, {history[-1, 1]:.3f} after; KL {history[0, 0]:.3f}, {history[-1, 0]:.3f}")
+    print(
+        f"{name}: hole {history[0, 1]:.3f} before, {history[-1, 1]:.3f} after; KL "
+        f"{history[0, 0]:.3f}, {history[-1, 0]:.3f}"
+    )
 show(middle, model, "after restarts")
 right.set(xlabel="iteration", ylabel="probability of the hole", ylim=(0, None))
 fig.legend(loc="outside lower center", ncols=3)
 plt.show()
 
 # %%
-# Some of the restarted chains fall into the hole, and the network fills the hole. Chains from the
-# data do not reach it, so none of the three terms contains it, and without restarts more than a
-# third of the hole is left. So the score function can train a model that is wide from the start.
-# Where the model may be narrow, restart some of the chains.
+# Some of the restarted chains fall into the hole, and the network fills the hole.
+# Chains from the data do not reach it, so none of the three terms contains it, and
+# without restarts more than a third of the hole is left. So the score function can
+# train a model that is wide from the start. Where the model may be narrow, restart some
+# of the chains.
 
 assert mended.pop("persistent, 5 % restarted") < 0.05
 assert min(mended.values()) > 0.1

@@ -2,14 +2,14 @@ r"""
 Two questions and their estimators
 ==================================
 
-How does a mean change with a parameter? After a given time from a given start, or at equilibrium.
-These are two questions. Each estimator answers one of them, and its estimate carries the label of
-the question.
+How does a mean change with a parameter? After a given time from a given start, or at
+equilibrium. These are two questions. Each estimator answers one of them, and its
+estimate carries the label of the question.
 
-The equilibrium question comes first, in a harmonic well, where the exact answer is known. The
-example compares the estimators with the exact gradient, shows how their errors fall with the number
-of replicas, and makes a fit. Then it asks both questions in a double well, for runs of increasing
-length.
+The equilibrium question comes first, in a harmonic well, where the exact answer is
+known. The example compares the estimators with the exact gradient, shows how their
+errors fall with the number of replicas, and makes a fit. Then it asks both questions in
+a double well, for runs of increasing length.
 
 Lengths, masses and friction are 1. The overdamped particle is stepped by
 :class:`~adjsim.LeimkuhlerMatthews`, which samples a harmonic well without bias.
@@ -27,7 +27,13 @@ import adjsim
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # one particle is too little to share between threads
 
-COLORS = {"Pathwise": "C0", "ScoreFunction": "C1", "Reweighting": "C2", "Girsanov": "C3", "FiniteDifference": "C4"}
+COLORS = {
+    "Pathwise": "C0",
+    "ScoreFunction": "C1",
+    "Reweighting": "C2",
+    "Girsanov": "C3",
+    "FiniteDifference": "C4",
+}
 KT, RELAXATIONS = 0.8, 6.0
 
 
@@ -52,19 +58,23 @@ def pair(estimate, name):
 # The equilibrium mean in a well
 # ------------------------------
 #
-# :math:`\langle x^2\rangle = kT/k`, so :math:`\mathrm d\langle x^2\rangle/\mathrm dk = -kT/k^2`.
-# All replicas start at the bottom of the well. The first relaxation times are left out, and the
-# rest is averaged. In one well paths on the same noise meet, so the pathwise gradient of a long run
-# approaches the stationary one.
+# :math:`\langle x^2\rangle = kT/k`, so :math:`\mathrm d\langle x^2\rangle/\mathrm dk =
+# -kT/k^2`. All replicas start at the bottom of the well. The first relaxation times are
+# left out, and the rest is averaged. In one well paths on the same noise meet, so the
+# pathwise gradient of a long run approaches the stationary one.
 
 
 def well(k, duration, dt):
-    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(k)), kT=KT, friction=1.0)
+    dynamics = adjsim.OverdampedLangevin(
+        adjsim.Harmonic(parameter(k)), kT=KT, friction=1.0
+    )
 
     def initial(replicas, generator):
         return dynamics.init(torch.zeros(replicas, 1, 1))
 
-    return adjsim.Simulation(dynamics, initial, [0.0, duration], adjsim.LeimkuhlerMatthews(dt))
+    return adjsim.Simulation(
+        dynamics, initial, [0.0, duration], adjsim.LeimkuhlerMatthews(dt)
+    )
 
 
 def stationary(every):
@@ -77,15 +87,28 @@ def label(estimator):
 
 stiffness, found = np.array([0.5, 1.0, 2.0, 4.0]), {}
 for i, k in enumerate(stiffness.tolist()):
-    observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS / k)
+    observable = adjsim.TimeAverage(
+        lambda state: position(state) ** 2, burn_in=RELAXATIONS / k
+    )
     for j, estimator in enumerate(stationary(every=1 / k)):
         simulation = well(k, 4 * RELAXATIONS / k, 0.2 / k)
-        estimate = estimator(simulation, observable, replicas=2048, chunks=16, generator=seeded(10 * i + j))
+        estimate = estimator(
+            simulation,
+            observable,
+            replicas=2048,
+            chunks=16,
+            generator=seeded(10 * i + j),
+        )
         assert not estimate.warnings
         low, high = estimate.interval("potential.k")
         grad, stderr = pair(estimate, "potential.k")
-        found.setdefault(label(estimator), []).append((grad, stderr, low.item(), high.item()))
-        print(f"k = {k:g}: {label(estimator)} {grad:.4f} +- {stderr:.4f}, exact {-KT / k**2:.4f}")
+        found.setdefault(label(estimator), []).append(
+            (grad, stderr, low.item(), high.item())
+        )
+        print(
+            f"k = {k:g}: {label(estimator)} {grad:.4f} +- {stderr:.4f}, exact "
+            f"{-KT / k**2:.4f}"
+        )
 
 exact = -KT / stiffness**2
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
@@ -96,7 +119,12 @@ for shift, (name, rows) in zip((0.94, 1.0, 1.06), found.items(), strict=True):
     grad, stderr, low, high = np.array(rows).T
     style = {"fmt": "o", "ms": 4, "capsize": 3, "color": COLORS[name], "label": name}
     left.errorbar(stiffness * shift, -grad, 2 * stderr, **style)
-    right.errorbar(stiffness * shift, grad / exact, np.abs(np.array([high - grad, grad - low]) / exact), **style)
+    right.errorbar(
+        stiffness * shift,
+        grad / exact,
+        np.abs(np.array([high - grad, grad - low]) / exact),
+        **style,
+    )
     assert (np.abs(grad - exact) < 4 * stderr).all()
 left.set(xlabel="k", ylabel="minus the gradient of <x²>\nwith respect to k")
 right.set(xlabel="k", ylabel="gradient / exact", xscale="log")
@@ -107,16 +135,16 @@ left.legend()
 plt.show()
 
 # %%
-# The bars on the left are two standard errors. Those on the right are 95 % intervals of Student's t
-# over 16 chunks of replicas. The marks are shifted along k for legibility.
+# The bars on the left are two standard errors. Those on the right are 95 % intervals of
+# Student's t over 16 chunks of replicas. The marks are shifted along k for legibility.
 #
 # Errors and replicas
 # -------------------
 #
-# The variance of each estimator falls as one over the number of replicas N. Here it is the square
-# of the standard error that each estimate reports, from 64 chunks. Such a variance is itself
-# uncertain, by a share of :math:`\sqrt{2/63}` if chunks are large enough for their means to be
-# Gaussian, and so is the fitted slope.
+# The variance of each estimator falls as one over the number of replicas N. Here it is
+# the square of the standard error that each estimate reports, from 64 chunks. Such a
+# variance is itself uncertain, by a share of :math:`\sqrt{2/63}` if chunks are large
+# enough for their means to be Gaussian, and so is the fitted slope.
 
 CHUNKS, sizes = 64, np.array([1024, 4096, 16384, 65536, 262144])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -128,13 +156,23 @@ for j, name in enumerate(found):
     for i, size in enumerate(sizes.tolist()):
         estimator = stationary(every=0.5)[j]
         estimate = estimator(
-            well(1.0, 1.5 * RELAXATIONS, 0.25), observable, replicas=size, chunks=CHUNKS, generator=seeded(100 + 10 * i + j)
+            well(1.0, 1.5 * RELAXATIONS, 0.25),
+            observable,
+            replicas=size,
+            chunks=CHUNKS,
+            generator=seeded(100 + 10 * i + j),
         )
         variances.append(pair(estimate, "potential.k")[1] ** 2)
     slope, offset = np.polyfit(x, np.log(variances), 1)
     print(f"{name}: the variance falls as N^({slope:.3f} +- {uncertain:.3f})")
     assert abs(slope + 1) < 4 * uncertain
-    ax.loglog(sizes, variances, "o", color=COLORS[name], label=f"{name}, slope {slope:.2f} ± {uncertain:.2f}")
+    ax.loglog(
+        sizes,
+        variances,
+        "o",
+        color=COLORS[name],
+        label=f"{name}, slope {slope:.2f} ± {uncertain:.2f}",
+    )
     ax.loglog(sizes, np.exp(offset) * sizes**slope, "-", lw=1, color=COLORS[name])
 ax.set(xlabel="replicas N", ylabel="variance of the gradient")
 ax.legend()
@@ -144,13 +182,14 @@ plt.show()
 # A fit
 # -----
 #
-# The fit seeks the k of a well with a given :math:`\langle x^2\rangle`, that of k = 1, and starts
-# from four times this k. The loss is :math:`(\ln\langle x^2\rangle - \ln\text{target})^2`.
-# ``estimate.surrogate(dynamics)`` is a tensor with the value and the gradient of the estimate, so a
-# loss can use it as any other tensor, and ``backward()`` gives the gradient of the loss. Every
-# iteration makes a new run, except with Reweighting, which reweights its frames until their
-# effective share falls below one half. The particle has inertia here, since BAOAB samples the
-# harmonic well without bias at any step and all five estimators support it.
+# The fit seeks the k of a well with a given :math:`\langle x^2\rangle`, that of k = 1,
+# and starts from four times this k. The loss is :math:`(\ln\langle x^2\rangle -
+# \ln\text{target})^2`. ``estimate.surrogate(dynamics)`` is a tensor with the value and
+# the gradient of the estimate, so a loss can use it as any other tensor, and
+# ``backward()`` gives the gradient of the loss. Every iteration makes a new run, except
+# with Reweighting, which reweights its frames until their effective share falls below
+# one half. The particle has inertia here, since BAOAB samples the harmonic well without
+# bias at any step and all five estimators support it.
 
 TARGET, ITERATIONS = KT / 1.0, 30
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -170,30 +209,55 @@ def fit(estimator, seed):
     k, generator, history = simulation.dynamics.potential.k, seeded(seed), []
     optimizer = torch.optim.SGD([k], lr=0.3)
     for _ in range(ITERATIONS):
-        estimate = estimator(simulation, observable, replicas=1024, chunks=4, generator=generator)
+        estimate = estimator(
+            simulation, observable, replicas=1024, chunks=4, generator=generator
+        )
         loss = torch.log(estimate.surrogate(simulation.dynamics) / TARGET) ** 2
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         info = estimate.diagnostics
-        history.append((loss.item(), info["energy_evaluations"], info.get("sampled", True)))
+        history.append(
+            (loss.item(), info["energy_evaluations"], info.get("sampled", True))
+        )
     # The error that remains: that of the last mean, as an error of k.
-    return k.item(), abs(estimate.value_stderr / estimate.grad["potential.k"]).item(), history
+    return (
+        k.item(),
+        abs(estimate.value_stderr / estimate.grad["potential.k"]).item(),
+        history,
+    )
 
 
-fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained", sharey=True)
+fig, (left, right) = plt.subplots(
+    1, 2, figsize=(9, 3.8), layout="constrained", sharey=True
+)
 runs = {}
-for j, estimator in enumerate([*stationary(every=0.5), adjsim.Girsanov(), adjsim.FiniteDifference()]):
+for j, estimator in enumerate(
+    [*stationary(every=0.5), adjsim.Girsanov(), adjsim.FiniteDifference()]
+):
     name = label(estimator)
     k, stderr, history = fit(estimator, seed=200 + j)
-    losses, passes, sampled = (np.array(column) for column in zip(*history, strict=True))
+    losses, passes, sampled = (
+        np.array(column) for column in zip(*history, strict=True)
+    )
     runs[name], spent = int(sampled.sum()), np.cumsum(passes)
-    print(f"{name}: k = {k:.4f} +- {stderr:.4f} after {runs[name]} runs and {spent[-1]} passes over the energy")
+    print(
+        f"{name}: k = {k:.4f} +- {stderr:.4f} after {runs[name]} runs and {spent[-1]} "
+        "passes over the energy"
+    )
     assert abs(k - 1) < 4 * stderr
     assert losses[-1] < 1e-2 * losses[0]
-    left.semilogy(np.arange(ITERATIONS), losses, "-", color=COLORS[name], label=f"{name}, {runs[name]} runs")
+    left.semilogy(
+        np.arange(ITERATIONS),
+        losses,
+        "-",
+        color=COLORS[name],
+        label=f"{name}, {runs[name]} runs",
+    )
     right.loglog(spent, losses, "-", color=COLORS[name])
-    left.semilogy(np.arange(ITERATIONS)[sampled], losses[sampled], "o", ms=4, color=COLORS[name])
+    left.semilogy(
+        np.arange(ITERATIONS)[sampled], losses[sampled], "o", ms=4, color=COLORS[name]
+    )
     right.loglog(spent[sampled], losses[sampled], "o", ms=4, color=COLORS[name])
 assert runs["Reweighting"] < 0.5 * runs["ScoreFunction"]
 left.set(xlabel="iteration", ylabel="loss")
@@ -202,22 +266,26 @@ left.legend(title="dots: a new run")
 plt.show()
 
 # %%
-# The loss falls until it reaches the noise of the mean. Reweighting keeps its frames, so it finds
-# the minimum of the loss on these frames, to any number of digits. This minimum is not the exact k.
-# The difference is the sampling error of the frames, which the printed standard error contains.
+# The loss falls until it reaches the noise of the mean. Reweighting keeps its frames,
+# so it finds the minimum of the loss on these frames, to any number of digits. This
+# minimum is not the exact k. The difference is the sampling error of the frames, which
+# the printed standard error contains.
 #
 # Path and stationary
 # -------------------
 #
-# The figure shows both questions for increasing lengths of the run. On the left is the harmonic
-# well with k = 1 and the square of the last position. Its exact line is the derivative of the
-# second moment of the steps. On the right is the last position of a particle with inertia in the
-# double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, integrated by BAOAB. Every
-# run starts at rest, on the right in the left well.
+# The figure shows both questions for increasing lengths of the run. On the left is the
+# harmonic well with k = 1 and the square of the last position. Its exact line is the
+# derivative of the second moment of the steps. On the right is the last position of a
+# particle with inertia in the double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5
+# and friction 1, integrated by BAOAB. Every run starts at rest, on the right in the
+# left well.
 
 
 def exact_path(duration, dt, k=1.0, h=1e-5):
-    """Differentiate the second moment of LeimkuhlerMatthews' steps from 0 with respect to k."""
+    """Differentiate the second moment of LeimkuhlerMatthews' steps from 0 with respect
+    to k.
+    """
 
     def moment(k):
         a, s = 1 - k * dt, np.sqrt(2 * KT * dt)
@@ -230,10 +298,14 @@ def exact_path(duration, dt, k=1.0, h=1e-5):
 
 
 def double_well(duration, b=0.0):
-    dynamics = adjsim.Langevin(adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT=0.5, friction=1.0)
+    dynamics = adjsim.Langevin(
+        adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT=0.5, friction=1.0
+    )
 
     def initial(replicas, generator):
-        return dynamics.init(torch.full((replicas, 1, 1), -1.0), torch.zeros(replicas, 1, 1))
+        return dynamics.init(
+            torch.full((replicas, 1, 1), -1.0), torch.zeros(replicas, 1, 1)
+        )
 
     return adjsim.Simulation(dynamics, initial, [0.0, duration], adjsim.BAOAB(0.1))
 
@@ -253,17 +325,26 @@ REPLICAS = 8192
 square, last = adjsim.Final(lambda state: position(state) ** 2), adjsim.Final(position)
 lengths = np.array([0.2, 0.4, 0.8, 1.6, 3.2, 6.4])
 in_well = [
-    pair(adjsim.Pathwise()(well(1.0, t, 0.05), square, replicas=REPLICAS, generator=seeded(300 + i)), "potential.k")
+    pair(
+        adjsim.Pathwise()(
+            well(1.0, t, 0.05), square, replicas=REPLICAS, generator=seeded(300 + i)
+        ),
+        "potential.k",
+    )
     for i, t in enumerate(lengths.tolist())
 ]
 times, across = np.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), {}
 for j, estimator in enumerate((adjsim.Pathwise(), adjsim.Girsanov())):
     across[label(estimator)] = [
-        estimator(double_well(t), last, replicas=REPLICAS, generator=seeded(400 + 10 * i + j))
+        estimator(
+            double_well(t), last, replicas=REPLICAS, generator=seeded(400 + 10 * i + j)
+        )
         for i, t in enumerate(times.tolist())
     ]
 average = adjsim.TimeAverage(position, burn_in=80.0)
-score = adjsim.ScoreFunction()(double_well(160.0), average, replicas=2048, chunks=8, generator=seeded(500))
+score = adjsim.ScoreFunction()(
+    double_well(160.0), average, replicas=2048, chunks=8, generator=seeded(500)
+)
 middle, stderr = pair(score, "potential.asymmetry")
 print(score)
 print(f"by quadrature {exact_stationary(0.0):.4f}")
@@ -274,28 +355,65 @@ grad, error = np.array(in_well).T
 fine = 0.05 * np.arange(1, 131)
 left.axhline(-KT, color="k", lw=1, ls="--", label="stationary, exact")
 left.plot(fine, [exact_path(t, 0.05) for t in fine], color="0.6", label="path, exact")
-left.errorbar(lengths, grad, 2 * error, fmt="o", ms=4, capsize=3, color=COLORS["Pathwise"], label="Pathwise")
+left.errorbar(
+    lengths,
+    grad,
+    2 * error,
+    fmt="o",
+    ms=4,
+    capsize=3,
+    color=COLORS["Pathwise"],
+    label="Pathwise",
+)
 left.set(xlabel="length of the run", ylabel="gradient of <x²> by k", title="one well")
 left.legend()
 for name, shift in (("Pathwise", 0.95), ("Girsanov", 1.05)):
-    rows = np.array([pair(estimate, "potential.asymmetry") for estimate in across[name]])
-    right.errorbar(times * shift, rows[:, 0], 2 * rows[:, 1], fmt="o", ms=4, capsize=3, color=COLORS[name], label=name)
-right.axhline(exact_stationary(0.0), color="k", lw=1, ls="--", label="stationary, exact")
+    rows = np.array(
+        [pair(estimate, "potential.asymmetry") for estimate in across[name]]
+    )
+    right.errorbar(
+        times * shift,
+        rows[:, 0],
+        2 * rows[:, 1],
+        fmt="o",
+        ms=4,
+        capsize=3,
+        color=COLORS[name],
+        label=name,
+    )
+right.axhline(
+    exact_stationary(0.0), color="k", lw=1, ls="--", label="stationary, exact"
+)
 color = COLORS["ScoreFunction"]
-right.errorbar([1.5 * times[-1]], middle, 2 * stderr, fmt="o", ms=4, capsize=3, color=color, label="ScoreFunction")
-right.set(xlabel="length of the run", ylabel="gradient of <x> by b", title="two wells", xscale="log", ylim=(-3.4, 0.6))
+right.errorbar(
+    [1.5 * times[-1]],
+    middle,
+    2 * stderr,
+    fmt="o",
+    ms=4,
+    capsize=3,
+    color=color,
+    label="ScoreFunction",
+)
+right.set(
+    xlabel="length of the run",
+    ylabel="gradient of <x> by b",
+    title="two wells",
+    xscale="log",
+    ylim=(-3.4, 0.6),
+)
 right.set_xticks(times, [f"{t:g}" for t in times])
 right.minorticks_off()
 right.legend(loc="lower left")
 plt.show()
 
 # %%
-# Bars are two standard errors. ScoreFunction stands at the right edge, since its answer has no
-# length. In one well the pathwise gradient is right for the path at every length, and approaches
-# the stationary one after a few relaxation times. In two wells this takes many crossings, and paths
-# on the same noise part at the barrier each time. So its bias, as an answer to the stationary
-# question, falls while its spread grows, and no length makes both small. The next figure shows the
-# bars beyond the frame.
+# Bars are two standard errors. ScoreFunction stands at the right edge, since its answer
+# has no length. In one well the pathwise gradient is right for the path at every
+# length, and approaches the stationary one after a few relaxation times. In two wells
+# this takes many crossings, and paths on the same noise part at the barrier each time.
+# So its bias, as an answer to the stationary question, falls while its spread grows,
+# and no length makes both small. The next figure shows the bars beyond the frame.
 
 truth = np.array([exact_path(t, 0.05) for t in lengths])
 assert (np.abs(grad - truth) < 4 * error).all()
@@ -311,15 +429,22 @@ for one, two in zip(*across.values(), strict=True):
 # The error of a path score
 # -------------------------
 #
-# :class:`~adjsim.Girsanov` propagates no tangents. Its error is the spread of the score S, whose
-# variance grows in proportion to the time. Here :math:`\partial F/\partial b = -1` everywhere, so S
-# is Gaussian with variance :math:`T/(2\gamma\,m\,kT)`. Weights for a change :math:`\delta` of b
-# leave an effective share :math:`e^{-\delta^2\operatorname{var}S}` of the paths.
-# ``diagnostics["ess"]`` is this number of paths for a change by a tenth of the parameter, or by 0.1
-# if it is zero, as here.
+# :class:`~adjsim.Girsanov` propagates no tangents. Its error is the spread of the score
+# S, whose variance grows in proportion to the time. Here :math:`\partial F/\partial b =
+# -1` everywhere, so S is Gaussian with variance :math:`T/(2\gamma\,m\,kT)`. Weights for
+# a change :math:`\delta` of b leave an effective share
+# :math:`e^{-\delta^2\operatorname{var}S}` of the paths. ``diagnostics["ess"]`` is this
+# number of paths for a change by a tenth of the parameter, or by 0.1 if it is zero, as
+# here.
 
-spread = {name: np.array([pair(e, "potential.asymmetry")[1] for e in rows]) for name, rows in across.items()}
-share = np.array([estimate.diagnostics["ess"] for estimate in across["Girsanov"]]) / REPLICAS
+spread = {
+    name: np.array([pair(e, "potential.asymmetry")[1] for e in rows])
+    for name, rows in across.items()
+}
+share = (
+    np.array([estimate.diagnostics["ess"] for estimate in across["Girsanov"]])
+    / REPLICAS
+)
 late = times >= 4
 slope, offset = np.polyfit(np.log(times[late]), np.log(spread["Girsanov"][late]), 1)
 chunks = across["Girsanov"][0].diagnostics["chunks"]
@@ -327,19 +452,37 @@ x = np.log(times[late])
 uncertain = np.sqrt(1 / (2 * (chunks - 1)) / ((x - x.mean()) ** 2).sum())
 for name, errors in spread.items():
     print(name, "standard errors", ", ".join(f"{error:.2g}" for error in errors))
-print(f"Girsanov: as T^({slope:.2f} +- {uncertain:.2f}); share of the paths left", np.round(share, 3))
+print(
+    f"Girsanov: as T^({slope:.2f} +- {uncertain:.2f}); share of the paths left",
+    np.round(share, 3),
+)
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
 left.loglog(times, spread["Pathwise"], "o-", color=COLORS["Pathwise"], label="Pathwise")
 left.loglog(times, spread["Girsanov"], "o", color=COLORS["Girsanov"], label="Girsanov")
 power = f"slope {slope:.2f} ± {uncertain:.2f}"
-left.loglog(times[late], np.exp(offset) * times[late] ** slope, "-", lw=1, color=COLORS["Girsanov"], label=power)
+left.loglog(
+    times[late],
+    np.exp(offset) * times[late] ** slope,
+    "-",
+    lw=1,
+    color=COLORS["Girsanov"],
+    label=power,
+)
 left.set(xlabel="length of the run", ylabel="standard error of the gradient")
 left.legend()
 right.plot(times, share, "o", color=COLORS["Girsanov"], label="Girsanov")
 fine = np.linspace(0, times[-1], 50)
-right.plot(fine, np.exp(-(0.1**2) * fine / (2 * 0.5)), "k-", lw=1, label="exact, in the limit of short steps")
-right.set(xlabel="length of the run", ylabel="effective share of the paths", ylim=(0.6, 1.02))
+right.plot(
+    fine,
+    np.exp(-(0.1**2) * fine / (2 * 0.5)),
+    "k-",
+    lw=1,
+    label="exact, in the limit of short steps",
+)
+right.set(
+    xlabel="length of the run", ylabel="effective share of the paths", ylim=(0.6, 1.02)
+)
 right.legend()
 left.set_xticks(times, [f"{t:g}" for t in times])
 left.minorticks_off()

@@ -2,12 +2,12 @@
 Exact reversal
 ==============
 
-A step that can be undone needs no stored states for its gradient. In floating point the undone step
-is off by rounding, and chaos and friction amplify this error until the path is lost.
-``Splitting(..., exact=True)`` runs the steps on a lattice, where each step is a bijection, and
-undoes them bit for bit. Information buffers keep the bits that friction removes from the momenta
-(:ref:`theory <exact>`). This example compares the two on a hot drop of 13 Lennard-Jones atoms. Then
-it counts the bits in the buffers.
+A step that can be undone needs no stored states for its gradient. In floating point the
+undone step is off by rounding, and chaos and friction amplify this error until the path
+is lost. ``Splitting(..., exact=True)`` runs the steps on a lattice, where each step is
+a bijection, and undoes them bit for bit. Information buffers keep the bits that
+friction removes from the momenta (:ref:`theory <exact>`). This example compares the two
+on a hot drop of 13 Lennard-Jones atoms. Then it counts the bits in the buffers.
 
 Units are reduced: energies in epsilon, lengths in sigma, masses in the mass of an atom.
 """
@@ -37,12 +37,15 @@ def parameter(value):
 # The drop
 # --------
 #
-# The cluster starts at its icosahedral minimum, with momenta hot enough to melt it. It runs at
-# constant energy by velocity Verlet, and at friction 1 by BAOAB. The gradient is that of the atoms'
-# mean squared distance from the origin at the end of the run, with respect to epsilon and sigma,
-# and under friction also to the bath's temperature and friction.
+# The cluster starts at its icosahedral minimum, with momenta hot enough to melt it. It
+# runs at constant energy by velocity Verlet, and at friction 1 by BAOAB. The gradient
+# is that of the atoms' mean squared distance from the origin at the end of the run,
+# with respect to epsilon and sigma, and under friction also to the bath's temperature
+# and friction.
 
-momentum = math.sqrt(HOT) * torch.randn(13, 3, generator=torch.Generator().manual_seed(3))
+momentum = math.sqrt(HOT) * torch.randn(
+    13, 3, generator=torch.Generator().manual_seed(3)
+)
 momentum = momentum - momentum.mean(0)
 
 
@@ -65,7 +68,9 @@ def gradient(scheme, time, adjoint, exact):
         record=lambda state: (state.position**2).sum(-1).mean(),
         generator=torch.Generator().manual_seed(4),
     )
-    return torch.stack(torch.autograd.grad(run.record[-1], list(dynamics.parameters()))), run.stats
+    return torch.stack(
+        torch.autograd.grad(run.record[-1], list(dynamics.parameters()))
+    ), run.stats
 
 
 def difference(found, true):
@@ -76,11 +81,11 @@ def difference(found, true):
 # Reversal in floating point and on the lattice
 # ---------------------------------------------
 #
-# Plain reversal runs to the start here, without checkpoints and without a tolerance. By default it
-# would raise an error above 1e-6. Exact reversal runs with its defaults. Both gradients are
-# compared with that of :class:`~adjsim.CheckpointAdjoint` on the same steps, which runs the steps
-# again from stored states and is always exact. Over the shorter horizons the exact gradient is also
-# compared with backpropagation.
+# Plain reversal runs to the start here, without checkpoints and without a tolerance. By
+# default it would raise an error above 1e-6. Exact reversal runs with its defaults.
+# Both gradients are compared with that of :class:`~adjsim.CheckpointAdjoint` on the
+# same steps, which runs the steps again from stored states and is always exact. Over
+# the shorter horizons the exact gradient is also compared with backpropagation.
 
 horizons = {"BAB": [2, 5, 10, 15, 20], "BAOAB": [2, 5, 8, 11, 15]}
 FAR, SHORT = 25, 8
@@ -91,55 +96,96 @@ for scheme, times in horizons.items():
         key = scheme, time
         plain, stats = gradient(scheme, time, unchecked, exact=False)
         lost[key] = stats["reconstruction_error"]
-        off[key] = difference(plain, gradient(scheme, time, adjsim.CheckpointAdjoint(), exact=False)[0])
+        off[key] = difference(
+            plain, gradient(scheme, time, adjsim.CheckpointAdjoint(), exact=False)[0]
+        )
         exact, stats = gradient(scheme, time, adjsim.ReversibleAdjoint(), exact=True)
         kept[key] = stats["reconstruction_error"]
-        off_exact[key] = difference(exact, gradient(scheme, time, adjsim.CheckpointAdjoint(), exact=True)[0])
+        off_exact[key] = difference(
+            exact, gradient(scheme, time, adjsim.CheckpointAdjoint(), exact=True)[0]
+        )
         if time <= SHORT:
-            off_direct[key] = difference(exact, gradient(scheme, time, adjsim.DirectAdjoint(), exact=True)[0])
+            off_direct[key] = difference(
+                exact, gradient(scheme, time, adjsim.DirectAdjoint(), exact=True)[0]
+            )
         size[key] = exact.norm().item()
     # A longer horizon, where no reference is left to compare with.
-    kept[scheme, FAR] = gradient(scheme, FAR, adjsim.ReversibleAdjoint(), exact=True)[1]["reconstruction_error"]
+    kept[scheme, FAR] = gradient(scheme, FAR, adjsim.ReversibleAdjoint(), exact=True)[
+        1
+    ]["reconstruction_error"]
 
 names = {"BAB": "constant energy", "BAOAB": "friction 1"}
-styles = {"BAB": {"color": "C0", "marker": "o"}, "BAOAB": {"color": "C1", "marker": "s"}}
+styles = {
+    "BAB": {"color": "C0", "marker": "o"},
+    "BAOAB": {"color": "C1", "marker": "s"},
+}
 
 
 def axis_with_zero(ax, bottom):
     """Make a logarithmic axis whose lower end stands for zero."""
     ticks = [10.0**k for k in range(-15, 4, 3)]
     ax.set_yscale("log")
-    ax.set_yticks([bottom, *ticks], ["0", *(f"$10^{{{round(math.log10(t))}}}$" for t in ticks)])
+    ax.set_yticks(
+        [bottom, *ticks], ["0", *(f"$10^{{{round(math.log10(t))}}}$" for t in ticks)]
+    )
     ax.minorticks_off()
     ax.set_ylim(bottom, 100)
 
 
 def at_zero(ax, values, scheme, label):
     """Draw points at the lower end of the axis, after checking that they are zero."""
-    times = [time for (word, time), value in values.items() if word == scheme and value == 0.0]
-    style = {**styles[scheme], "mfc": "none", "ms": 9 if scheme == "BAB" else 5, "ls": ""}
-    ax.plot(times, [ax.get_ylim()[0]] * len(times), **style, label=label, clip_on=False, zorder=5)
+    times = [
+        time
+        for (word, time), value in values.items()
+        if word == scheme and value == 0.0
+    ]
+    style = {
+        **styles[scheme],
+        "mfc": "none",
+        "ms": 9 if scheme == "BAB" else 5,
+        "ls": "",
+    }
+    ax.plot(
+        times,
+        [ax.get_ylim()[0]] * len(times),
+        **style,
+        label=label,
+        clip_on=False,
+        zorder=5,
+    )
 
 
 fig, ax = plt.subplots(figsize=(6.5, 4), layout="constrained")
 axis_with_zero(ax, 1e-16)
 for scheme, times in horizons.items():
-    ax.plot(times, [lost[scheme, time] for time in times], **styles[scheme], label=f"floating point, {names[scheme]}")
+    ax.plot(
+        times,
+        [lost[scheme, time] for time in times],
+        **styles[scheme],
+        label=f"floating point, {names[scheme]}",
+    )
 for scheme in horizons:
     at_zero(ax, kept, scheme, f"exact, {names[scheme]}: 0")
 ax.axhline(1e-6, color="0.7", lw=1, zorder=0)
 ax.text(FAR, 1.5e-6, "default tolerance", color="0.4", ha="right", va="bottom")
-ax.set(xlabel="horizon (reduced units; one is 200 steps)", ylabel="reconstruction error", xlim=(0, FAR + 1))
+ax.set(
+    xlabel="horizon (reduced units; one is 200 steps)",
+    ylabel="reconstruction error",
+    xlim=(0, FAR + 1),
+)
 ax.legend(loc="center right", fontsize="small", bbox_to_anchor=(1.0, 0.33))
 plt.show()
 
 # %%
-# In floating point the error of the recovered start grows exponentially with the horizon, and
-# faster under friction. At the end of either curve the path is lost. On the lattice the recovered
-# state equals the start, also beyond the ends of the curves.
+# In floating point the error of the recovered start grows exponentially with the
+# horizon, and faster under friction. At the end of either curve the path is lost. On
+# the lattice the recovered state equals the start, also beyond the ends of the curves.
 
 for key, error in lost.items():
-    print(f"{names[key[0]]}, horizon {key[1]:2}: state off by {error:.1e}, gradient by {off[key]:.1e}; exact {kept[key]:g}")
+    print(
+        f"{names[key[0]]}, horizon {key[1]:2}: state off by {error:.1e}, gradient by "
+        f"{off[key]:.1e}; exact {kept[key]:g}"
+    )
 for scheme in horizons:
     print(f"{names[scheme]}, horizon {FAR}: exact {kept[scheme, FAR]:g}")
     assert lost[scheme, horizons[scheme][0]] < 1e-11
@@ -150,32 +196,54 @@ assert all(error == 0.0 for error in kept.values())
 # The gradient
 # ------------
 #
-# The recovered states have the same bits, so the gradients computed from them have the same bits
-# too.
+# The recovered states have the same bits, so the gradients computed from them have the
+# same bits too.
 
 fig, ax = plt.subplots(figsize=(9.5, 4), layout="constrained")
 axis_with_zero(ax, 1e-17)
 for scheme, times in horizons.items():
-    ax.plot(times, [off[scheme, time] for time in times], **styles[scheme], label=f"floating point, {names[scheme]}")
+    ax.plot(
+        times,
+        [off[scheme, time] for time in times],
+        **styles[scheme],
+        label=f"floating point, {names[scheme]}",
+    )
 for scheme in horizons:
     near = {time: value for (word, time), value in off_direct.items() if word == scheme}
-    style = {"color": styles[scheme]["color"], "marker": "x" if scheme == "BAB" else "+", "ms": 8}
-    ax.plot(near.keys(), near.values(), ":", **style, label=f"exact, {names[scheme]}, from direct")
+    style = {
+        "color": styles[scheme]["color"],
+        "marker": "x" if scheme == "BAB" else "+",
+        "ms": 8,
+    }
+    ax.plot(
+        near.keys(),
+        near.values(),
+        ":",
+        **style,
+        label=f"exact, {names[scheme]}, from direct",
+    )
 for scheme in horizons:
     at_zero(ax, off_exact, scheme, f"exact, {names[scheme]}, from checkpoint: 0")
-ax.set(xlabel="horizon (reduced units; one is 200 steps)", ylabel="relative difference of the gradient", xlim=(0, 21))
+ax.set(
+    xlabel="horizon (reduced units; one is 200 steps)",
+    ylabel="relative difference of the gradient",
+    xlim=(0, 21),
+)
 ax.set_xticks(range(0, 21, 5))
 ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 plt.show()
 
 # %%
-# The direct adjoint adds the same products in another order, so it differs by rounding. The
-# gradient itself grows with the horizon, since nearby paths part. This is not an error: it is the
-# gradient of this one path. As the gradient of an average it is useless
-# (:doc:`/choosing_an_adjoint`).
+# The direct adjoint adds the same products in another order, so it differs by rounding.
+# The gradient itself grows with the horizon, since nearby paths part. This is not an
+# error: it is the gradient of this one path. As the gradient of an average it is
+# useless (:doc:`/choosing_an_adjoint`).
 
 for scheme, times in horizons.items():
-    print(f"{names[scheme]}: size of the gradient", ", ".join(f"{size[scheme, time]:.1e}" for time in times))
+    print(
+        f"{names[scheme]}: size of the gradient",
+        ", ".join(f"{size[scheme, time]:.1e}" for time in times),
+    )
     assert off[scheme, times[-1]] > 1e-3
     # The same bits on this machine; on another a sum may be taken in another order.
     assert max(off_exact[scheme, time] for time in times) < 1e-12
@@ -185,17 +253,17 @@ assert max(off_direct.values()) < 1e-11
 # The bits in the buffers
 # -----------------------
 #
-# Without friction the buffers stay empty. Friction multiplies momenta by :math:`e^{-\gamma\Delta
-# t}` in a step, so :math:`e^{\gamma\Delta t}` values of each momentum go to one. To record which
-# value it was takes :math:`\gamma\,\Delta t/\ln 2` bits. In the long run no inverse needs less.
-# ``trajectory.stats`` has the bits that the buffers took, for each step and degree of freedom, and
-# this bound. The runs start twice as hot as the bath, since half of the heat goes into the bonds at
-# once.
+# Without friction the buffers stay empty. Friction multiplies momenta by
+# :math:`e^{-\gamma\Delta t}` in a step, so :math:`e^{\gamma\Delta t}` values of each
+# momentum go to one. To record which value it was takes :math:`\gamma\,\Delta t/\ln 2`
+# bits. In the long run no inverse needs less. ``trajectory.stats`` has the bits that
+# the buffers took, for each step and degree of freedom, and this bound. The runs start
+# twice as hot as the bath, since half of the heat goes into the bonds at once.
 
 
 def counted(friction, steps):
-    """Return bits a step and degree of freedom, the bound, and the heat removed by friction in kT
-    ln 2.
+    """Return bits a step and degree of freedom, the bound, and the heat removed by
+    friction in kT ln 2.
     """
     dynamics = drop("BAOAB", friction)
     with torch.no_grad():
@@ -208,18 +276,41 @@ def counted(friction, steps):
             generator=torch.Generator().manual_seed(1),
         )
     heat = friction * DT * 2 * run.record.item() / momentum.numel()
-    return run.stats["buffer_bits"], run.stats["buffer_bound"], heat / (KT * math.log(2))
+    return (
+        run.stats["buffer_bits"],
+        run.stats["buffer_bound"],
+        heat / (KT * math.log(2)),
+    )
 
 
 frictions, lengths = [1.0, 3.0, 10.0, 30.0, 100.0], [500, 1000, 1500, 2000]
 found = {(gamma, 2000): counted(gamma, 2000) for gamma in frictions}
-found.update({(gamma, n): counted(gamma, n) for gamma in (1.0, 3.0, 10.0) for n in lengths[:-1]})
+found.update(
+    {(gamma, n): counted(gamma, n) for gamma in (1.0, 3.0, 10.0) for n in lengths[:-1]}
+)
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
 for gamma, colour in ((10.0, "C3"), (3.0, "C2"), (1.0, "C1")):
-    axes[0].plot([n * DT for n in lengths], [n * found[gamma, n][0] for n in lengths], "o", color=colour)
-    axes[0].plot([0, 10], [0, 10 * gamma / math.log(2)], "-", color=colour, lw=1, label=rf"friction {gamma:g}")
-axes[0].set(xlabel="time", ylabel="bits in the buffer of a degree of freedom", xlim=(0, 10.4), ylim=(0, None))
+    axes[0].plot(
+        [n * DT for n in lengths],
+        [n * found[gamma, n][0] for n in lengths],
+        "o",
+        color=colour,
+    )
+    axes[0].plot(
+        [0, 10],
+        [0, 10 * gamma / math.log(2)],
+        "-",
+        color=colour,
+        lw=1,
+        label=rf"friction {gamma:g}",
+    )
+axes[0].set(
+    xlabel="time",
+    ylabel="bits in the buffer of a degree of freedom",
+    xlim=(0, 10.4),
+    ylim=(0, None),
+)
 axes[0].legend(title=r"$\gamma\,t/\ln 2$", loc="upper left")
 bits, bound, heat = zip(*(found[gamma, 2000] for gamma in frictions), strict=True)
 axes[1].loglog(frictions, bits, "ko", label="bits in the buffer")
@@ -230,24 +321,31 @@ axes[1].legend(loc="upper left")
 plt.show()
 
 # %%
-# The buffer holds the entropy of the bath. In a step friction takes the heat :math:`\gamma\,\Delta
-# t\,p^2/m` from a degree of freedom, on average :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT`
-# this is an entropy of :math:`\gamma\,\Delta t` (in units of Boltzmann's constant), which a real
-# bath would keep in the motion of its molecules. Noise returns as much heat. The noise is a
+# The buffer holds the entropy of the bath. In a step friction takes the heat
+# :math:`\gamma\,\Delta t\,p^2/m` from a degree of freedom, on average
+# :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT` this is an entropy of
+# :math:`\gamma\,\Delta t` (in units of Boltzmann's constant), which a real bath would
+# keep in the motion of its molecules. Noise returns as much heat. The noise is a
 # function of the seed, so it needs no memory.
 #
-# The count does not equal the bound exactly. A system's buffers are emptied 32 bits at a time, with
-# one more word that names the system: one word in 39 here. And buffers that hold only a few bits
-# are below the bound by a fraction of a bit.
+# The count does not equal the bound exactly. A system's buffers are emptied 32 bits at
+# a time, with one more word that names the system: one word in 39 here. And buffers
+# that hold only a few bits are below the bound by a fraction of a bit.
 
 for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
-    print(f"friction {gamma:5g}: {b:.5f} bits, bound {least:.5f}, ratio {b / least:.3f}, heat over kT ln 2 {h:.5f}")
+    print(
+        f"friction {gamma:5g}: {b:.5f} bits, bound {least:.5f}, ratio "
+        f"{b / least:.3f}, heat over kT ln 2 {h:.5f}"
+    )
 for (gamma, n), (b, least, _) in found.items():
     # A bit or two, and the word that names the system.
     assert abs(n * b - n * least) < 2 + n * least / 39, (gamma, n)
     assert abs(least / (gamma * DT / math.log(2)) - 1) < 1e-6
-# Over many relaxation times the mean kinetic energy of 39 degrees of freedom is thermal within a
-# few hundredths.
+# Over many relaxation times the mean kinetic energy of 39 degrees of freedom is thermal
+# within a few hundredths.
 assert all(abs(h / least - 1) < 0.1 for least, h in zip(bound, heat, strict=True))
 per_step = momentum.numel() * found[1.0, 2000][1]
-print(f"a million steps at friction 1 put {1e6 * per_step / 8e3:.0f} kB into the buffers; their states would be 624 MB")
+print(
+    f"a million steps at friction 1 put {1e6 * per_step / 8e3:.0f} kB into the "
+    "buffers; their states would be 624 MB"
+)

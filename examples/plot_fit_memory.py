@@ -2,11 +2,12 @@
 Fitting a memory kernel to a velocity autocorrelation
 =====================================================
 
-A particle in a double well is coupled to a bath with a memory: the friction is :math:`K(t) =
-\\sum_i s_i\\,e^{-r_i t}` with two exponentials. The data are the velocity autocorrelation of the
-particle, with its statistical error. The fit seeks the rates and strengths. In a well that is not
-harmonic no formula gives the kernel from the autocorrelation. So each trial bath is simulated, and
-the gradient of the misfit is taken through the noisy momentum trajectories.
+A particle in a double well is coupled to a bath with a memory: the friction is
+:math:`K(t) = \\sum_i s_i\\,e^{-r_i t}` with two exponentials. The data are the velocity
+autocorrelation of the particle, with its statistical error. The fit seeks the rates and
+strengths. In a well that is not harmonic no formula gives the kernel from the
+autocorrelation. So each trial bath is simulated, and the gradient of the misfit is
+taken through the noisy momentum trajectories.
 
 Mass, kT and the height of the barrier are 1 and known.
 """
@@ -35,12 +36,12 @@ DIRECT, REVERSIBLE = adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()
 # The simulation
 # --------------
 #
-# Starts are drawn from equilibrium: positions by inverting the distribution function, momenta and
-# memory by ``init``. So the run needs no burn-in, and its frames serve as time origins. Many short
-# runs are better here than few long ones, because the gradient of a path grows with its length at
-# the barrier. Every trial rebuilds the bath from the logarithms of its parameters, since the
-# constructor takes tensors with a graph. Every trial seeds the generator alike, which makes the
-# misfit a smooth function of the bath.
+# Starts are drawn from equilibrium: positions by inverting the distribution function,
+# momenta and memory by ``init``. So the run needs no burn-in, and its frames serve as
+# time origins. Many short runs are better here than few long ones, because the gradient
+# of a path grows with its length at the barrier. Every trial rebuilds the bath from the
+# logarithms of its parameters, since the constructor takes tensors with a graph. Every
+# trial seeds the generator alike, which makes the misfit a smooth function of the bath.
 
 x = torch.linspace(-3, 3, 6001)
 cumulative = torch.exp(-potential(x.reshape(-1, 1, 1))).cumsum(0)
@@ -48,7 +49,9 @@ cumulative = cumulative / cumulative[-1]
 
 
 def positions(generator):
-    return x[torch.searchsorted(cumulative, torch.rand(REPLICAS, generator=generator))].reshape(-1, 1, 1)
+    return x[
+        torch.searchsorted(cumulative, torch.rand(REPLICAS, generator=generator))
+    ].reshape(-1, 1, 1)
 
 
 def correlations(logarithms, seed, adjoint=DIRECT):
@@ -76,10 +79,11 @@ target = known.mean(1)
 # The misfit
 # ----------
 #
-# The errors of a measured autocorrelation are correlated between lags. So the misfit weights the
-# residual with the inverse of its covariance, which comes from the spread of the replicas.
-# Simulation and target have the same number of replicas and independent noise, hence twice the
-# covariance of one. For the true bath the misfit is then a chi-square per lag, 1 on average.
+# The errors of a measured autocorrelation are correlated between lags. So the misfit
+# weights the residual with the inverse of its covariance, which comes from the spread
+# of the replicas. Simulation and target have the same number of replicas and
+# independent noise, hence twice the covariance of one. For the true bath the misfit is
+# then a chi-square per lag, 1 on average.
 
 covariance = 2 * torch.cov(known) / REPLICAS
 weight = torch.linalg.inv(covariance)
@@ -119,15 +123,29 @@ assert np.linalg.norm(gradient - quotients) < 2e-4 * np.linalg.norm(gradient)
 
 history.clear()
 bounds = [(low - 3, low + 3) for low in GUESS]
-fit = minimize(misfit_and_gradient, GUESS, jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": 1e-5})
-print(f"misfit per lag {history[0]:.1f} at the guess, {fit.fun:.2f} at the end, {len(history)} evaluations")
+fit = minimize(
+    misfit_and_gradient,
+    GUESS,
+    jac=True,
+    method="L-BFGS-B",
+    bounds=bounds,
+    options={"ftol": 1e-5},
+)
+print(
+    f"misfit per lag {history[0]:.1f} at the guess, {fit.fun:.2f} at the end, "
+    f"{len(history)} evaluations"
+)
 
 with torch.no_grad():
-    before, after = (correlations(torch.tensor(values), seed=2).mean(1) for values in (GUESS, fit.x))
+    before, after = (
+        correlations(torch.tensor(values), seed=2).mean(1) for values in (GUESS, fit.x)
+    )
 lags = DT * np.arange(LAGS)
 band = 2 * known.std(1) / REPLICAS**0.5
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-axes[0].fill_between(lags, target - band, target + band, color="0.8", label="target, 2 standard errors")
+axes[0].fill_between(
+    lags, target - band, target + band, color="0.8", label="target, 2 standard errors"
+)
 axes[0].plot(lags, target, "k", lw=1)
 axes[0].plot(lags, before, "C3--", label="guess")
 axes[0].plot(lags, after, "C0", label="fit")
@@ -144,37 +162,57 @@ plt.show()
 # What the data determine
 # -----------------------
 #
-# With :math:`J` the derivative of the autocorrelation with respect to the logarithms and :math:`C`
-# the covariance, the errors of the fit have the covariance :math:`(J^\top C^{-1} J)^{-1}`. Its
-# eigenvectors show which combinations the data determine. The best combination is known tens of
-# times more precisely than the worst.
+# With :math:`J` the derivative of the autocorrelation with respect to the logarithms
+# and :math:`C` the covariance, the errors of the fit have the covariance :math:`(J^\top
+# C^{-1} J)^{-1}`. Its eigenvectors show which combinations the data determine. The best
+# combination is known tens of times more precisely than the worst.
 
 with torch.no_grad():
     columns = [
-        (correlations(torch.tensor(fit.x) + step, 2) - correlations(torch.tensor(fit.x) - step, 2)).mean(1) / (2 * h)
+        (
+            correlations(torch.tensor(fit.x) + step, 2)
+            - correlations(torch.tensor(fit.x) - step, 2)
+        ).mean(1)
+        / (2 * h)
         for step in h * torch.eye(4)
     ]
 J = torch.stack(columns, 1)
 spread = torch.linalg.inv(J.T @ weight @ J).numpy()
 stderr = np.sqrt(np.diag(spread))
 for name, value, error, truth in zip(NAMES, fit.x, stderr, TRUTH, strict=True):
-    print(f"{name:14s} {np.exp(value):6.2f} x/ {np.exp(error):.2f}   truth {np.exp(truth):5.2f}")
+    print(
+        f"{name:14s} {np.exp(value):6.2f} x/ {np.exp(error):.2f}   truth "
+        f"{np.exp(truth):5.2f}"
+    )
 widths, directions = np.linalg.eigh(spread)
-print("standard errors along the eigenvectors:", ", ".join(f"{w:.3f}" for w in np.sqrt(widths)))
-print("worst determined:", " ".join(f"{c:+.2f} log({name})" for c, name in zip(directions[:, -1], NAMES, strict=True)))
+print(
+    "standard errors along the eigenvectors:",
+    ", ".join(f"{w:.3f}" for w in np.sqrt(widths)),
+)
+print(
+    "worst determined:",
+    " ".join(
+        f"{c:+.2f} log({name})"
+        for c, name in zip(directions[:, -1], NAMES, strict=True)
+    ),
+)
 
 off = fit.x - TRUTH
 distance = off @ np.linalg.solve(spread, off)
-print(f"chi-square of the four errors: {distance:.1f}; of the misfit: {LAGS * fit.fun:.1f} for {LAGS - 4} degrees of freedom")
+print(
+    f"chi-square of the four errors: {distance:.1f}; of the misfit: "
+    f"{LAGS * fit.fun:.1f} for {LAGS - 4} degrees of freedom"
+)
 assert distance < chi2.ppf(0.999, 4)
 assert LAGS * fit.fun < chi2.ppf(0.999, LAGS - 4)
 assert widths[-1] > 1000 * widths[0]
 
 # %%
-# The fast pair is known to a few per cent, the slow pair to tens of per cent. The autocorrelation
-# depends on the kernel. The errors of the two slow numbers are correlated so that the slow part of
-# the kernel stays nearly the same over the fitted lags. So the kernel itself is plotted. Its error,
-# propagated from the four parameters, is small where the data reach.
+# The fast pair is known to a few per cent, the slow pair to tens of per cent. The
+# autocorrelation depends on the kernel. The errors of the two slow numbers are
+# correlated so that the slow part of the kernel stays nearly the same over the fitted
+# lags. So the kernel itself is plotted. Its error, propagated from the four parameters,
+# is small where the data reach.
 
 
 def kernel(logarithms, t):
@@ -200,13 +238,14 @@ total, true_total = (kernel(values, [0.0])[0] for values in (fit.x, TRUTH))
 print(f"K(0) = {total:.2f}, truth {true_total:.2f}")
 
 # %%
-# On noise that the fit has not seen, the fitted bath still gives the target within errors.
+# On noise that the fit has not seen, the fitted bath still gives the target within
+# errors.
 
 with torch.no_grad():
     fresh = correlations(torch.tensor(fit.x), seed=7).mean(1)
 residual = fresh - target
 unseen = float(residual @ weight @ residual)
 print(f"chi-square on unseen noise: {unseen:.1f} for {LAGS} lags")
-# The fit has adapted to the target's own noise, with four parameters, and the noise of the run is
-# counted twice at most.
+# The fit has adapted to the target's own noise, with four parameters, and the noise of
+# the run is counted twice at most.
 assert unseen < chi2.ppf(0.999, LAGS) + 2 * chi2.ppf(0.999, 4)

@@ -2,14 +2,15 @@
 Fitting sigma through a trajectory
 ==================================
 
-Given a trajectory, the fit seeks one parameter of the force that made it. Here the target comes
-from the 13-atom Lennard-Jones cluster with a known sigma, and the fit starts from a wrong sigma. It
-compares pair distances along the two trajectories and follows the gradient of their mean squared
-difference. :class:`~adjsim.ReversibleAdjoint` takes this gradient in memory that does not grow with
+Given a trajectory, the fit seeks one parameter of the force that made it. Here the
+target comes from the 13-atom Lennard-Jones cluster with a known sigma, and the fit
+starts from a wrong sigma. It compares pair distances along the two trajectories and
+follows the gradient of their mean squared difference.
+:class:`~adjsim.ReversibleAdjoint` takes this gradient in memory that does not grow with
 the number of steps.
 
-Lengths are in units of the true sigma, energies in epsilon, masses in the mass of an atom, which
-fixes the unit of time.
+Lengths are in units of the true sigma, energies in epsilon, masses in the mass of an
+atom, which fixes the unit of time.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -33,8 +34,8 @@ momentum -= momentum.mean(0)
 
 
 def distances(sigma, horizon, frames=10):
-    """Return pair distances at equal intervals along a run, (frames, pairs), differentiable in
-    sigma.
+    """Return pair distances at equal intervals along a run, (frames, pairs),
+    differentiable in sigma.
     """
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(epsilon=1.0, sigma=sigma))
     trajectory = adjsim.simulate(
@@ -56,27 +57,35 @@ def loss(sigma, target, horizon):
 # The loss and the horizon
 # ------------------------
 #
-# The figure shows the root of the loss for three lengths of the run, from forward runs alone. A
-# longer run carries more information on sigma, and its loss is steeper near the truth. For the
-# longest run the loss is rugged further away. This is the effect of instability on a fit: the
-# gradient stays right, but its direction is useful over a shorter and shorter distance. So the fit
-# uses a short run.
+# The figure shows the root of the loss for three lengths of the run, from forward runs
+# alone. A longer run carries more information on sigma, and its loss is steeper near
+# the truth. For the longest run the loss is rugged further away. This is the effect of
+# instability on a fit: the gradient stays right, but its direction is useful over a
+# shorter and shorter distance. So the fit uses a short run.
 
 HORIZONS = [0.5, 2.0, 8.0]
 scan = np.linspace(0.95, 1.05, 51)
 with torch.no_grad():
     targets = {horizon: distances(torch.tensor(TRUTH), horizon) for horizon in HORIZONS}
-    curves = {h: np.sqrt([float(loss(torch.tensor(s), targets[h], h)) for s in scan]) for h in HORIZONS}
+    curves = {
+        h: np.sqrt([float(loss(torch.tensor(s), targets[h], h)) for s in scan])
+        for h in HORIZONS
+    }
 
 fig, ax = plt.subplots(figsize=(6, 3.8), layout="constrained")
 for horizon, curve in curves.items():
     ax.plot(scan, curve, ".-", label=f"horizon {horizon:g} (reduced units)")
 ax.axvline(TRUTH, color="0.7", lw=1, zorder=0)
-ax.set(xlabel="sigma (units of the true one)", ylabel="rms difference of distances\n(units of sigma)", ylim=(0, None))
+ax.set(
+    xlabel="sigma (units of the true one)",
+    ylabel="rms difference of distances\n(units of sigma)",
+    ylim=(0, None),
+)
 ax.legend()
 plt.show()
 
-# Near the truth longer is steeper; only the longest has valleys apart from the one at the truth.
+# Near the truth longer is steeper; only the longest has valleys apart from the one at
+# the truth.
 near = [curves[h][26] for h in HORIZONS]
 valleys = [int(((c[1:-1] < c[:-2]) & (c[1:-1] < c[2:])).sum()) for c in curves.values()]
 print(f"valleys: {valleys}")
@@ -87,9 +96,9 @@ assert valleys[0] == valleys[1] == 1 < valleys[2]
 # The fit
 # -------
 #
-# Sigma is an ``nn.Parameter``, so the potential keeps it trainable. SciPy's L-BFGS-B calls for the
-# loss and its gradient. Its first step has no scale, so bounds keep it in the range where the
-# cluster holds together.
+# Sigma is an ``nn.Parameter``, so the potential keeps it trainable. SciPy's L-BFGS-B
+# calls for the loss and its gradient. Its first step has no scale, so bounds keep it in
+# the range where the cluster holds together.
 
 horizon = HORIZONS[0]
 target = targets[horizon]
@@ -107,7 +116,12 @@ def loss_and_gradient(x):
 
 
 found = minimize(
-    loss_and_gradient, [GUESS], jac=True, method="L-BFGS-B", bounds=[(0.9, 1.1)], options={"ftol": 1e-16, "gtol": 1e-10}
+    loss_and_gradient,
+    [GUESS],
+    jac=True,
+    method="L-BFGS-B",
+    bounds=[(0.9, 1.1)],
+    options={"ftol": 1e-16, "gtol": 1e-10},
 )
 
 sigmas, losses = np.array(history).T
@@ -115,14 +129,19 @@ fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 axes[0].semilogy(losses, "o-")
 axes[0].set(xlabel="evaluation", ylabel="loss (squared length)", title="loss")
 axes[1].semilogy(np.abs(sigmas - TRUTH), "o-", color="C1")
-axes[1].set(xlabel="evaluation", ylabel="|sigma - truth|", title="error of sigma (units of the true one)")
+axes[1].set(
+    xlabel="evaluation",
+    ylabel="|sigma - truth|",
+    title="error of sigma (units of the true one)",
+)
 for ax in axes:
     ax.set_xticks(range(0, len(history), 2))
 plt.show()
 
 # %%
-# The fit recovers the true sigma. The target has no noise, and the model that made the target is
-# the model of the fit, so only rounding and the optimiser limit the precision.
+# The fit recovers the true sigma. The target has no noise, and the model that made the
+# target is the model of the fit, so only rounding and the optimiser limit the
+# precision.
 
 print(f"sigma = {found.x[0]:.10f} after {len(history)} evaluations")
 assert abs(found.x[0] - TRUTH) < 1e-7
@@ -131,9 +150,9 @@ assert abs(found.x[0] - TRUTH) < 1e-7
 # The gradient itself
 # -------------------
 #
-# At the first guess the gradient agrees with a central difference. The loss has a large curvature
-# there, so the difference quotient has an error of its own, the square of its step times a large
-# third derivative. The check asks for six digits.
+# At the first guess the gradient agrees with a central difference. The loss has a large
+# curvature there, so the difference quotient has an error of its own, the square of its
+# step times a large third derivative. The check asks for six digits.
 
 h = 1e-5
 with torch.no_grad():

@@ -2,13 +2,13 @@ r"""
 solve_ivp: a bouncing ball aimed at a target
 ============================================
 
-A ball is thrown against the floor and should hit a target after two bounces. Its velocity jumps at
-each bounce, and the time of each bounce depends on the throw. A derivative that ignores this time
-is wrong: after a bounce at time :math:`t_b` a later bounce means a longer fall, which the reset of
-the velocity alone does not contain.
+A ball is thrown against the floor and should hit a target after two bounces. Its
+velocity jumps at each bounce, and the time of each bounce depends on the throw. A
+derivative that ignores this time is wrong: after a bounce at time :math:`t_b` a later
+bounce means a longer fall, which the reset of the velocity alone does not contain.
 
-Here a bounce is an event with a reset, and the target's plane is an event that ends the flight. The
-gradient goes through all of them.
+Here a bounce is an event with a reset, and the target's plane is an event that ends the
+flight. The gradient goes through all of them.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -50,15 +50,17 @@ floor.reset, floor.direction, wall.terminal = bounce, -1, True
 def throw(angle, **options):
     velocity = SPEED * torch.stack([torch.cos(angle), torch.sin(angle)])
     start = torch.cat([torch.tensor([0.0, HEIGHT]), velocity])
-    return adjsim.solve_ivp(flight, (0, 10), start, events=[floor, wall], rtol=1e-9, atol=1e-12, **options)
+    return adjsim.solve_ivp(
+        flight, (0, 10), start, events=[floor, wall], rtol=1e-9, atol=1e-12, **options
+    )
 
 
 # %%
 # Aiming
 # ------
 #
-# Newton's method on the height at the wall, from a throw downward that bounces twice and hits the
-# wall too low.
+# Newton's method on the height at the wall, from a throw downward that bounces twice
+# and hits the wall too low.
 
 history, angle = [], math.radians(-56)
 for _ in range(6):
@@ -67,7 +69,10 @@ for _ in range(6):
     height = hit.y_events[1][0, 1]
     (slope,) = torch.autograd.grad(height, variable)
     history.append((angle, float(height.detach()), len(hit.t_events[0])))
-    print(f"{math.degrees(angle):.6f} degrees: {history[-1][2]} bounces, at the wall {history[-1][1]:.9f} m high")
+    print(
+        f"{math.degrees(angle):.6f} degrees: {history[-1][2]} bounces, at the wall "
+        f"{history[-1][1]:.9f} m high"
+    )
     angle -= (history[-1][1] - TARGET) / float(slope)
 with torch.no_grad():
     last = throw(torch.tensor(angle))
@@ -78,12 +83,18 @@ for k, (x, _, _) in enumerate([*history[:3], (angle, 0, 0)]):
         path = throw(torch.tensor(x), dense_output=True)
         position = path.sol(torch.linspace(0, float(path.t[-1]), 400))[:2]
     answer = k == len(history[:3])
-    shown = {"color": "C3", "lw": 2, "label": "the answer"} if answer else {"color": f"{0.85 - 0.15 * k:.2f}", "lw": 1}
+    shown = (
+        {"color": "C3", "lw": 2, "label": "the answer"}
+        if answer
+        else {"color": f"{0.85 - 0.15 * k:.2f}", "lw": 1}
+    )
     ax.plot(*position, **shown)
 ax.plot(WALL, TARGET, "kx", ms=9, mew=2, label="target")
 ax.axhline(0, color="0.3", lw=1)
 ax.axvline(WALL, color="0.3", lw=1)
-ax.set(xlabel="x (m)", ylabel="height (m)", title="the first three throws, and the last")
+ax.set(
+    xlabel="x (m)", ylabel="height (m)", title="the first three throws, and the last"
+)
 ax.legend()
 plt.show()
 
@@ -91,8 +102,8 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# Between bounces the ball flies a parabola, so the height at the wall has a closed form, and so has
-# its derivative.
+# Between bounces the ball flies a parabola, so the height at the wall has a closed
+# form, and so has its derivative.
 
 
 def by_hand(angle, bounces=2):
@@ -106,11 +117,20 @@ def by_hand(angle, bounces=2):
 
 
 for x, _, bounces in history:
-    mine, known = torch.tensor(x, requires_grad=True), torch.tensor(x, requires_grad=True)
+    mine, known = (
+        torch.tensor(x, requires_grad=True),
+        torch.tensor(x, requires_grad=True),
+    )
     throw(mine).y_events[1][0, 1].backward()
     by_hand(known, bounces).backward()
     assert abs(float(mine.grad - known.grad)) < 1e-7 * max(1.0, abs(float(known.grad)))
-print(f"derivative of the last throw {float(mine.grad):.9f} m, by hand {float(known.grad):.9f} m (a radian)")
-print(f"height of the last throw by hand {float(by_hand(torch.tensor(angle)).detach()):.9f} m")
+print(
+    f"derivative of the last throw {float(mine.grad):.9f} m, by hand "
+    f"{float(known.grad):.9f} m (a radian)"
+)
+print(
+    "height of the last throw by hand "
+    f"{float(by_hand(torch.tensor(angle)).detach()):.9f} m"
+)
 assert len(last.t_events[0]) == 2
 assert abs(float(by_hand(torch.tensor(angle))) - TARGET) < 1e-9

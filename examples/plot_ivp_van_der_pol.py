@@ -2,16 +2,16 @@ r"""
 solve_ivp: from differentiating the solver to the adjoint
 =========================================================
 
-Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, starts at :math:`\mu = 5` from (2, 0).
-How does y at t = 10 depend on :math:`\mu`? The answer, -0.631501703, is known. A direct approach
-writes the solver in PyTorch and differentiates through its steps. The result is right, but every
-step stays in memory. An adjoint solves one more equation backward and stores less. The choice of
-adjoint matters: the oscillator contracts so strongly that an adjoint which integrates the state
-backward fails.
+Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, starts at :math:`\mu = 5`
+from (2, 0). How does y at t = 10 depend on :math:`\mu`? The answer, -0.631501703, is
+known. A direct approach writes the solver in PyTorch and differentiates through its
+steps. The result is right, but every step stays in memory. An adjoint solves one more
+equation backward and stores less. The choice of adjoint matters: the oscillator
+contracts so strongly that an adjoint which integrates the state backward fails.
 
-This example compares time, memory and error: of backpropagation through torchdiffeq's solver, of
-its adjoint, and of the adjoints of :func:`~adjsim.solve_ivp`, all by the same method of Dormand and
-Prince at the same tolerances.
+This example compares time, memory and error: of backpropagation through torchdiffeq's
+solver, of its adjoint, and of the adjoints of :func:`~adjsim.solve_ivp`, all by the
+same method of Dormand and Prince at the same tolerances.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -42,11 +42,13 @@ def field(t, y, mu):
 # The solution
 # ------------
 #
-# SciPy solves the equation, so the steps are SciPy's. They are ten times shorter where the solution
-# turns.
+# SciPy solves the equation, so the steps are SciPy's. They are ten times shorter where
+# the solution turns.
 
 with torch.no_grad():
-    solution = adjsim.solve_ivp(field, (0, END), [2.0, 0.0], args=(torch.tensor(MU),), rtol=1e-6, atol=1e-9)
+    solution = adjsim.solve_ivp(
+        field, (0, END), [2.0, 0.0], args=(torch.tensor(MU),), rtol=1e-6, atol=1e-9
+    )
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 axes[0].plot(solution.t, solution.y[0], ".-", ms=4)
@@ -61,7 +63,9 @@ plt.show()
 
 
 class Oscillator(torch.nn.Module):
-    """The equation for torchdiffeq, whose adjoint finds only the parameters of a module."""
+    """The equation for torchdiffeq, whose adjoint finds only the parameters of a
+    module.
+    """
 
     def __init__(self):
         super().__init__()
@@ -75,7 +79,14 @@ def by_torchdiffeq(solve):
     def gradient(rtol):
         oscillator = Oscillator()
         times = torch.tensor([0.0, END])
-        solve(oscillator, torch.tensor([2.0, 0.0]), times, rtol=rtol, atol=rtol / 1000, method="dopri5")[-1, 0].backward()
+        solve(
+            oscillator,
+            torch.tensor([2.0, 0.0]),
+            times,
+            rtol=rtol,
+            atol=rtol / 1000,
+            method="dopri5",
+        )[-1, 0].backward()
         return float(oscillator.mu.grad)
 
     return gradient
@@ -85,7 +96,14 @@ def by_solve_ivp(adjoint):
     def gradient(rtol):
         mu = torch.tensor(MU, requires_grad=True)
         found = adjsim.solve_ivp(
-            field, (0, END), [2.0, 0.0], t_eval=[END], args=(mu,), adjoint=adjoint, rtol=rtol, atol=rtol / 1000
+            field,
+            (0, END),
+            [2.0, 0.0],
+            t_eval=[END],
+            args=(mu,),
+            adjoint=adjoint,
+            rtol=rtol,
+            atol=rtol / 1000,
         )
         found.y[0, -1].backward()
         return float(mu.grad)
@@ -105,8 +123,8 @@ WAYS = {
 # Time, memory and error
 # ----------------------
 #
-# Each measurement runs in a process of its own, forked from this one, which measures the growth of
-# its resident set. Python's own tracer does not see tensors.
+# Each measurement runs in a process of its own, forked from this one, which measures
+# the growth of its resident set. Python's own tracer does not see tensors.
 
 
 def measure(gradient, rtol, answers):
@@ -116,7 +134,10 @@ def measure(gradient, rtol, answers):
     with PeakMemory(torch.device("cpu")) as memory:
         try:
             value = gradient(rtol)
-        except (AssertionError, RuntimeError) as error:  # what torchdiffeq and solve_ivp raise when steps vanish
+        except (
+            AssertionError,
+            RuntimeError,
+        ) as error:  # what torchdiffeq and solve_ivp raise when steps vanish
             value, word = float("nan"), str(error)
     answers.put((value, time.perf_counter() - begun, memory.bytes, word))
 
@@ -131,8 +152,12 @@ def apart(gradient, rtol):
     return found
 
 
-warnings.filterwarnings("ignore", "a gradient at rtol")  # which is tried here on purpose
-results = {name: [apart(gradient, rtol) for rtol in RTOLS] for name, gradient in WAYS.items()}
+warnings.filterwarnings(
+    "ignore", "a gradient at rtol"
+)  # which is tried here on purpose
+results = {
+    name: [apart(gradient, rtol) for rtol in RTOLS] for name, gradient in WAYS.items()
+}
 
 for name, rows in results.items():
     print(name)
@@ -141,12 +166,12 @@ for name, rows in results.items():
         print(f"   rtol {rtol:.0e}: {seconds:6.2f} s, {size / 1e6:6.1f} MB, {error}")
 
 # %%
-# Backpropagation is as accurate as its solution, and its memory grows with the number of steps,
-# each with all its stages. The adjoints that integrate the state backward either fail, which is the
-# better case, or return a wrong number. Those that read the forward solution are right, within 0.05
-# at a relative tolerance of 1e-3 and 1e-7 at 1e-9, in about the time of backpropagation. For so few
-# steps of two numbers, interpolants take less memory than the solvers that are stored as
-# checkpoints.
+# Backpropagation is as accurate as its solution, and its memory grows with the number
+# of steps, each with all its stages. The adjoints that integrate the state backward
+# either fail, which is the better case, or return a wrong number. Those that read the
+# forward solution are right, within 0.05 at a relative tolerance of 1e-3 and 1e-7 at
+# 1e-9, in about the time of backpropagation. For so few steps of two numbers,
+# interpolants take less memory than the solvers that are stored as checkpoints.
 
 fig, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
 for i, (name, rows) in enumerate(results.items()):
@@ -154,8 +179,12 @@ for i, (name, rows) in enumerate(results.items()):
     errors = [abs(value - KNOWN) for value in values]
     came = [k for k, value in enumerate(values) if value == value]
     axes[0].loglog(RTOLS, errors, "o-", color=f"C{i}", label=name)
-    axes[1].loglog([RTOLS[k] for k in came], [seconds[k] for k in came], "o-", color=f"C{i}")
-    axes[2].semilogx([RTOLS[k] for k in came], [sizes[k] / 1e6 for k in came], "o-", color=f"C{i}")
+    axes[1].loglog(
+        [RTOLS[k] for k in came], [seconds[k] for k in came], "o-", color=f"C{i}"
+    )
+    axes[2].semilogx(
+        [RTOLS[k] for k in came], [sizes[k] / 1e6 for k in came], "o-", color=f"C{i}"
+    )
 axes[0].set(ylabel="error of the gradient", title="error")
 axes[1].set(ylabel="seconds, there and back", title="time")
 axes[2].set(ylabel="MB", title="growth of the resident set")
@@ -171,4 +200,6 @@ for name in ('solve_ivp, "interpolate"', 'solve_ivp, "checkpoint"'):
     assert errors[-1] < 1e-7
     assert results[name][-1][2] < results["differentiating torchdiffeq's solver"][-1][2]
 for name in ("torchdiffeq's adjoint", 'solve_ivp, "backsolve"'):
-    assert not any(abs(row[0] - KNOWN) < 1e-2 for row in results[name])  # NaN where it failed
+    assert not any(
+        abs(row[0] - KNOWN) < 1e-2 for row in results[name]
+    )  # NaN where it failed

@@ -1,7 +1,7 @@
 """Public calls are checked against their annotations, and every test runs in float64 on one thread.
 
-The moves of a step and the sweep over them are left unchecked: they run a hundred times a step, and would make up most of the
-time of the tests.
+The moves of a step and the sweep over them are left unchecked: they run a hundred times a step, and
+would make up most of the time of the tests.
 """
 
 from jaxtyping import install_import_hook

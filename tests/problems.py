@@ -20,7 +20,9 @@ def parameter(value: float) -> nn.Parameter:
 
 
 class Cage(nn.Module):
-    """A plain module with no closed forms: Morse pairs in a quartic cage. Its force goes through automatic differentiation."""
+    """A plain module with no closed forms: Morse pairs in a quartic cage. Its force goes through
+    automatic differentiation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,9 @@ POTENTIALS: dict[str, Callable[[], nn.Module]] = {
     "asymmetric": lambda: adjsim.AsymmetricDoubleWell(parameter(0.7), parameter(-0.3)),
     "muller-brown": lambda: adjsim.MullerBrown(),
     "lennard-jones": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.95)),
-    "cutoff": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([3.6, 3.7])),
+    "cutoff": lambda: adjsim.LennardJones(
+        parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([3.6, 3.7])
+    ),
     "tilted": lambda: adjsim.LennardJones(
         parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([[3.6, 0.0], [0.6, 3.6]])
     ),
@@ -56,8 +60,12 @@ DYNAMICS: dict[str, Callable[[nn.Module], Dynamics]] = {
     "hamiltonian-masses": lambda potential: adjsim.Hamiltonian(
         potential, nn.Parameter(torch.tensor([1.0, 1.5, 0.8, 2.0], dtype=torch.float64))
     ),
-    "chain-1": lambda potential: adjsim.NoseHooverChain(potential, parameter(1.4), parameter(0.6), parameter(0.5), length=1),
-    "chain-3": lambda potential: adjsim.NoseHooverChain(potential, parameter(1.4), parameter(0.6), parameter(0.5)),
+    "chain-1": lambda potential: adjsim.NoseHooverChain(
+        potential, parameter(1.4), parameter(0.6), parameter(0.5), length=1
+    ),
+    "chain-3": lambda potential: adjsim.NoseHooverChain(
+        potential, parameter(1.4), parameter(0.6), parameter(0.5)
+    ),
     "esh": lambda potential: adjsim.ESH(potential),
 }
 
@@ -75,7 +83,9 @@ def vector(*values: float) -> nn.Parameter:
 
 
 STOCHASTIC: dict[str, Callable[[nn.Module], Dynamics]] = {
-    "langevin": lambda potential: adjsim.Langevin(potential, parameter(1.4), parameter(0.6), parameter(0.8)),
+    "langevin": lambda potential: adjsim.Langevin(
+        potential, parameter(1.4), parameter(0.6), parameter(0.8)
+    ),
     "langevin-atoms": lambda potential: adjsim.Langevin(
         potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), vector(0.5, 2.0, 1.0, 3.0)
     ),
@@ -85,7 +95,9 @@ STOCHASTIC: dict[str, Callable[[nn.Module], Dynamics]] = {
     "generalised-2": lambda potential: adjsim.GeneralizedLangevin(
         potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), vector(1.0, 4.0), vector(1.0, 8.0)
     ),
-    "overdamped": lambda potential: adjsim.OverdampedLangevin(potential, parameter(0.6), parameter(3.0)),
+    "overdamped": lambda potential: adjsim.OverdampedLangevin(
+        potential, parameter(0.6), parameter(3.0)
+    ),
 }
 
 STOCHASTIC_SCHEMES = {
@@ -96,7 +108,9 @@ STOCHASTIC_SCHEMES = {
     "overdamped": ["EulerMaruyama", "LeimkuhlerMatthews"],
 }
 
-UNDERDAMPED = [(d, s) for d, words in STOCHASTIC_SCHEMES.items() for s in words if d != "overdamped"]
+UNDERDAMPED = [
+    (d, s) for d, words in STOCHASTIC_SCHEMES.items() for s in words if d != "overdamped"
+]
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
@@ -110,7 +124,9 @@ def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A dynamics, a scheme (a word, or the name of a solver) and a potential: one row of a table test."""
+    """A dynamics, a scheme (a word, or the name of a solver) and a potential: one row of a table
+    test.
+    """
 
     dynamics: str
     scheme: str
@@ -129,8 +145,15 @@ class Case:
 
     @property
     def solver(self) -> SteppingSolver:
-        named = {"EulerMaruyama": adjsim.EulerMaruyama, "LeimkuhlerMatthews": adjsim.LeimkuhlerMatthews}
-        return named[self.scheme](self.dt) if self.scheme in named else adjsim.Splitting(self.scheme, self.dt, exact=self.exact)
+        named = {
+            "EulerMaruyama": adjsim.EulerMaruyama,
+            "LeimkuhlerMatthews": adjsim.LeimkuhlerMatthews,
+        }
+        return (
+            named[self.scheme](self.dt)
+            if self.scheme in named
+            else adjsim.Splitting(self.scheme, self.dt, exact=self.exact)
+        )
 
     @property
     def invertible(self) -> bool:
@@ -167,4 +190,6 @@ def potentials() -> list[Case]:
         ("langevin", "BAOAB"),
         ("overdamped", "EulerMaruyama"),
     ]
-    return [Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"]
+    return [
+        Case(d, s, p) for (d, s), p in itertools.product(kinds, POTENTIALS) if p != "lennard-jones"
+    ]

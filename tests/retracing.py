@@ -21,7 +21,9 @@ from adjsim.solvers.splitting import Splitting
 def forth_and_back(
     dynamics: Dynamics, start: State, solver: Splitting, steps: int, seed: int = 0
 ) -> tuple[State, State, State]:
-    """States of the lattice, buffers included: the start, the end, and the start as it was found again."""
+    """States of the lattice, buffers included: the start, the end, and the start as it was found
+    again.
+    """
     times = torch.tensor([0.0, steps * solver.dt], dtype=torch.float64)
     problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, Noise(seed))
     stepper, inputs = prepare(problem)

@@ -15,12 +15,16 @@ from adjsim.potentials.base import DeferredVJP, derivative, force, force_vjp
 
 
 def disturbed(state: State, seed: int = 0) -> State:
-    """A generic state near this one: nothing zero, nothing symmetric; directions stay of unit length."""
+    """A generic state near this one: nothing zero, nothing symmetric; directions stay of unit
+    length.
+    """
     generator = torch.Generator().manual_seed(seed)
     shifts = (0.05 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in state)
     state = type(state)(*(x.detach() + shift for x, shift in zip(state, shifts, strict=True)))
     if "direction" in state._fields:
-        state = state._replace(direction=state.direction / state.direction.norm(dim=(-1, -2), keepdim=True))
+        state = state._replace(
+            direction=state.direction / state.direction.norm(dim=(-1, -2), keepdim=True)
+        )
     return state
 
 
@@ -31,15 +35,27 @@ def drawn(term: Term, state: State, seed: int | None = 1) -> tuple[Tensor, ...] 
     shape = (term.draws, *state.position.shape)
     if seed is None:
         return torch.zeros(shape, dtype=state.position.dtype).unbind(0)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=state.position.dtype).unbind(0)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=state.position.dtype
+    ).unbind(0)
 
 
-def at(dynamics: Dynamics, letter: str, coefficients, noise: tuple[Tensor, ...] | None) -> MoveContext:
+def at(
+    dynamics: Dynamics, letter: str, coefficients, noise: tuple[Tensor, ...] | None
+) -> MoveContext:
     """Where a flow takes place, with the forces of the dynamics' potential and its parameters."""
-    return MoveContext(0.0, letter, coefficients, noise, ForceEvaluator(dynamics.potential, parameters=dynamics.trainable()))
+    return MoveContext(
+        0.0,
+        letter,
+        coefficients,
+        noise,
+        ForceEvaluator(dynamics.potential, parameters=dynamics.trainable()),
+    )
 
 
-def flow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
+def flow(
+    dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None
+) -> State:
     term = dynamics.terms[letter]
     where = at(dynamics, letter, term.coefficients(h, state), noise)
     for move in term.moves(h, state):
@@ -47,11 +63,15 @@ def flow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[T
     return state
 
 
-def unflow(dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None) -> State:
+def unflow(
+    dynamics: Dynamics, letter: str, state: State, h: float, noise: tuple[Tensor, ...] | None
+) -> State:
     """The state before a flow, as a sweep finds it."""
     term = dynamics.terms[letter]
     where = at(dynamics, letter, term.coefficients(h, state), noise)
-    nothing = Cotangents({name: torch.zeros_like(x) for name, x in state._asdict().items()}, where.forces.parameters)
+    nothing = Cotangents(
+        {name: torch.zeros_like(x) for name, x in state._asdict().items()}, where.forces.parameters
+    )
     state = type(state)(*(x.detach() for x in state))
     with torch.no_grad():
         for move in reversed(term.moves(h, state)):
@@ -70,16 +90,24 @@ class PotentialContract:
 
     def test_force_is_minus_the_gradient(self, potential, position):
         torch.testing.assert_close(
-            force(potential, position).detach(), -derivative(potential, position).detach(), rtol=1e-11, atol=1e-11
+            force(potential, position).detach(),
+            -derivative(potential, position).detach(),
+            rtol=1e-11,
+            atol=1e-11,
         )
 
     def test_force_against_central_differences(self, potential, position):
         direction = torch.randn_like(position)
         h = 1e-5
-        slope = (potential(position + h * direction) - potential(position - h * direction)) / (2 * h)
+        slope = (potential(position + h * direction) - potential(position - h * direction)) / (
+            2 * h
+        )
         # Truncation h^2 U''' and rounding U eps / h are both below 1e-8 of the energies here.
         torch.testing.assert_close(
-            -(force(potential, position) * direction).sum().detach(), slope.detach(), rtol=1e-7, atol=1e-7
+            -(force(potential, position) * direction).sum().detach(),
+            slope.detach(),
+            rtol=1e-7,
+            atol=1e-7,
         )
 
     def test_products_equal_automatic_differentiation(self, potential, position):
@@ -99,7 +127,9 @@ class PotentialContract:
     def test_float32_follows(self, potential, position):
         single = force(potential, position.float())
         assert single.dtype == torch.float32
-        torch.testing.assert_close(single.detach().double(), force(potential, position).detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            single.detach().double(), force(potential, position).detach(), rtol=1e-4, atol=1e-4
+        )
 
 
 class TermContract:
@@ -108,11 +138,17 @@ class TermContract:
     def test_flow_starts_along_the_drift(self, dynamics: Dynamics, letter, state):
         term, h = dynamics.terms[letter], 1e-5
         still = drawn(term, state, None)
-        once, twice = flow(dynamics, letter, state, h, still), flow(dynamics, letter, state, 2 * h, still)
+        once, twice = (
+            flow(dynamics, letter, state, h, still),
+            flow(dynamics, letter, state, 2 * h, still),
+        )
         drift = term.drift(0.0, state)
         for name in state._fields:
-            # One-sided, since noise has no flow backward in time. Truncation h^2 times a third derivative, rounding 1e-16 / h.
-            rate = (4 * getattr(once, name) - getattr(twice, name) - 3 * getattr(state, name)) / (2 * h)
+            # One-sided, since noise has no flow backward in time. Truncation h^2 times a third
+            # derivative, rounding 1e-16 / h.
+            rate = (4 * getattr(once, name) - getattr(twice, name) - 3 * getattr(state, name)) / (
+                2 * h
+            )
             expected = drift.get(name, torch.zeros_like(rate))
             torch.testing.assert_close(rate, expected.expand_as(rate), rtol=1e-6, atol=1e-8)
 
@@ -127,7 +163,9 @@ class TermContract:
                 one = tuple(torch.ones_like(x) if i == j else x for j, x in enumerate(still))
                 with_one = flow(dynamics, letter, state, h, one)
                 for name in state._fields:
-                    variance[name] = variance[name] + (getattr(with_one, name) - getattr(without, name)) ** 2 / h
+                    variance[name] = (
+                        variance[name] + (getattr(with_one, name) - getattr(without, name)) ** 2 / h
+                    )
         amplitude = term.diffusion(0.0, state)
         for name, found in variance.items():
             expected = amplitude.get(name, torch.zeros_like(found)).expand_as(found) ** 2
@@ -152,28 +190,40 @@ class TermContract:
             else:
                 other.select(-3, move.link).add_(0.3)
             value = move.source.value(state, at(dynamics, letter, coefficients, noise))
-            again = move.source.value(state._replace(**{move.field: other}), at(dynamics, letter, coefficients, noise))
+            again = move.source.value(
+                state._replace(**{move.field: other}), at(dynamics, letter, coefficients, noise)
+            )
             assert torch.equal(value, again)
 
     def test_backward_is_the_transpose_of_the_flow(self, dynamics: Dynamics, letter, state):
-        """Every move's product, and the state it goes back to, against automatic differentiation of its flow."""
+        """Every move's product, and the state it goes back to, against automatic differentiation of
+        its flow.
+        """
         term, parameters = dynamics.terms[letter], dynamics.trainable()
         coefficients = term.coefficients(0.1, state)
-        leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
+        leaves = {
+            name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()
+        }
         for move in term.moves(0.1, state):
             assert isinstance(move, Shear | Scale | Map)
             before = type(state)(*(x.clone().requires_grad_() for x in state))
             noise = drawn(term, state)
             after = move.flow(before, at(dynamics, letter, leaves, noise))
             given = [torch.randn_like(x) for x in after]
-            inputs = [*before, *(c for c in leaves.values() if c.requires_grad), *parameters.values()]
+            inputs = [
+                *before,
+                *(c for c in leaves.values() if c.requires_grad),
+                *parameters.values(),
+            ]
             expected = torch.autograd.grad(list(after), inputs, given, allow_unused=True)
             sums = Cotangents(dict(zip(state._fields, given, strict=True)), parameters)
             plain = type(state)(*(x.detach() for x in after))
             found = move.backward(plain, at(dynamics, letter, leaves, noise), sums)
             sums.complete()
             mine = [sums[name] for name in state._fields]
-            mine += [sums.coefficient_sums.get((letter, k)) for k, c in leaves.items() if c.requires_grad]
+            mine += [
+                sums.coefficient_sums.get((letter, k)) for k, c in leaves.items() if c.requires_grad
+            ]
             mine += [sums.parameter_sums.get(name) for name in parameters]
             for a, b in zip(mine, expected, strict=True):
                 zero = torch.zeros(())

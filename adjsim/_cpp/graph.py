@@ -1,10 +1,13 @@
 """From a traced graph to values: which operation becomes what, and which values are stored.
 
-Stored are outputs, sums, joined tensors, tensors that the trace marks (:func:`adjsim._layout.materialise_contiguous`), and
+Stored are outputs, sums, joined tensors, tensors that the trace marks
+(:func:`adjsim._layout.materialise_contiguous`), and
 
 - single numbers, as variables;
-- values that broadcast into a larger one, so that they are not computed again for each of its elements;
-- values of at most the size of a state that are read more than once, unless they cost next to nothing.
+- values that broadcast into a larger one, so that they are not computed again for each of its
+  elements;
+- values of at most the size of a state that are read more than once, unless they cost next to
+  nothing.
 
 All others, matrices of pairs above all, are computed where they are read.
 """
@@ -42,8 +45,8 @@ from adjsim._cpp.views import VIEWS, expanded, selecting, slicing, unsqueezed
 CHEAP = 4
 # Keyword arguments that are looked at, or that say nothing about values on the CPU.
 KNOWN = {
-    "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking",
-    "decimals", "implicit", "copy",
+    "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
+    "memory_format", "non_blocking", "decimals", "implicit", "copy",
 }  # fmt: skip
 
 
@@ -57,7 +60,9 @@ class Lowering:
         exact: refuse operations whose last bit is not IEEE's.
     """
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool) -> None:
+    def __init__(
+        self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool
+    ) -> None:
         self.large, self.exact = large, exact
         self.stored: list[Value] = []
         self.values: dict[Node, Any] = {}
@@ -65,7 +70,9 @@ class Lowering:
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 buffer = next(placeholders)
-                self.values[node] = Value(buffer.shape, buffer.dtype, buffer=buffer, strides=buffer.strides)
+                self.values[node] = Value(
+                    buffer.shape, buffer.dtype, buffer=buffer, strides=buffer.strides
+                )
             elif node.op == "call_function":
                 self.values[node] = self._lower(node)
             elif node.op == "output":
@@ -82,7 +89,9 @@ class Lowering:
             return
         name = f"b{len(self.stored)}"
         if value.numel == 1:
-            value.buffer = Buffer(name, value.dtype, value.shape, (0,) * len(value.shape), variable=True)
+            value.buffer = Buffer(
+                name, value.dtype, value.shape, (0,) * len(value.shape), variable=True
+            )
         else:
             value.buffer = laid_out(name, value.dtype, value.shape, value.strides, fill)
         self.stored.append(value)
@@ -133,13 +142,29 @@ class Lowering:
             return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
             return self._reshaped(args[0], meta)
-        if base in ("clone", "_to_copy", "alias", "detach", "contiguous", "lift_fresh", "lift_fresh_copy", "to"):
+        if base in (
+            "clone",
+            "_to_copy",
+            "alias",
+            "detach",
+            "contiguous",
+            "lift_fresh",
+            "lift_fresh_copy",
+            "to",
+        ):
             return self._copied(args[0], meta)
         if base == "as_strided":
             source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
-            if shape != args[0].shape or tuple(source.stride()) != rows or tuple(args[2]) != rows or args[3:]:
+            if (
+                shape != args[0].shape
+                or tuple(source.stride()) != rows
+                or tuple(args[2]) != rows
+                or args[3:]
+            ):
                 raise UnprintableError(name)
-            kept = Pointwise(shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x)
+            kept = Pointwise(
+                shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x
+            )
             self.store(kept)
             return kept
         if base in ("zeros_like", "zeros", "new_zeros"):
@@ -147,7 +172,9 @@ class Lowering:
         if base in ("ones_like", "ones", "new_ones"):
             return Literal(shape, dtype, text=literal(1, dtype))
         if base in ("full", "full_like", "new_full", "scalar_tensor"):
-            number = args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
+            number = (
+                args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
+            )
             if not isinstance(number, (int, float, bool)):
                 raise UnprintableError(name)
             return Literal(shape, dtype, text=literal(number, dtype))
@@ -164,7 +191,9 @@ class Lowering:
             parts = [self.values[part] for part in args[0]]
             if base == "stack":
                 rows = (*shape[:axis], 1, *shape[axis + 1 :])
-                parts = [View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts]
+                parts = [
+                    View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
+                ]
             joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
             self.store(joined)
             return joined
@@ -172,24 +201,44 @@ class Lowering:
             return self._patched(base, meta, *args)
         if base in ("select_backward", "slice_backward"):
             zeros = Literal(shape, dtype, text=literal(0, dtype))
-            return self._patched(base.replace("backward", "scatter"), meta, zeros, args[0], *args[2:])
+            return self._patched(
+                base.replace("backward", "scatter"), meta, zeros, args[0], *args[2:]
+            )
         if base in ("sum", "mean"):
             return self._summed(base, node, meta, args)
         return self._pointwise(base, name, node, meta, args)
 
     def _pieces(self, base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
         """The results of split and unbind."""
-        axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(x.shape)
+        axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(
+            x.shape
+        )
         pieces, at = [], 0
         for part in meta:
             shape = tuple(part.shape)
             if part.numel() == 0:
                 raise UnprintableError(f"{base} into a part without elements")
             if base == "unbind":
-                pieces.append(View(shape, part.dtype, (x,), strides=tuple(part.stride()), map=selecting(axis, at)))
+                pieces.append(
+                    View(
+                        shape,
+                        part.dtype,
+                        (x,),
+                        strides=tuple(part.stride()),
+                        map=selecting(axis, at),
+                    )
+                )
                 at += 1
             elif base in ("split", "split_with_sizes", "chunk"):
-                pieces.append(View(shape, part.dtype, (x,), strides=tuple(part.stride()), map=slicing(axis, at, 1)))
+                pieces.append(
+                    View(
+                        shape,
+                        part.dtype,
+                        (x,),
+                        strides=tuple(part.stride()),
+                        map=slicing(axis, at, 1),
+                    )
+                )
                 at += shape[axis]
             else:
                 raise UnprintableError(base)
@@ -201,7 +250,11 @@ class Lowering:
         whole = meta.dtype == torch.int64 and x.dtype.is_floating_point
         convert = "integer" if whole else f"({TYPES[meta.dtype]})"
         return Pointwise(
-            tuple(meta.shape), meta.dtype, (x,), strides=tuple(meta.stride()), expression=lambda x: f"{convert}({x})"
+            tuple(meta.shape),
+            meta.dtype,
+            (x,),
+            strides=tuple(meta.stride()),
+            expression=lambda x: f"{convert}({x})",
         )
 
     def _reshaped(self, x: Value, meta: Tensor) -> Value:
@@ -215,7 +268,13 @@ class Lowering:
 
             return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
         # Rows are one after the other in memory, so a stored copy is seen with other axes.
-        flat = Pointwise(x.shape, x.dtype, (x,), strides=torch.empty(x.shape, device="meta").stride(), expression=lambda x: x)
+        flat = Pointwise(
+            x.shape,
+            x.dtype,
+            (x,),
+            strides=torch.empty(x.shape, device="meta").stride(),
+            expression=lambda x: x,
+        )
         self.store(flat, fill=False)
         strides = torch.empty(meta.shape, device="meta").stride()
 
@@ -238,8 +297,12 @@ class Lowering:
             raise UnprintableError("index by masks, or along axes that are apart")
         return self._gathered(meta, x, first, list(numbers.values()), wraps=True)
 
-    def _gathered(self, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool) -> Value:
-        """Elements numbered along axes from ``axis`` on; ``wraps``: negative numbers count from the end."""
+    def _gathered(
+        self, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool
+    ) -> Value:
+        """Elements numbered along axes from ``axis`` on; ``wraps``: negative numbers count from the
+        end.
+        """
         self.store(x)
         checked = []
         for length, number in zip(x.shape[axis:], numbers, strict=False):
@@ -248,18 +311,33 @@ class Lowering:
             def in_range(text: str, length: int = length, least: int = least) -> str:
                 return f"in_range({text}, {least}, {length}, refused)"
 
-            checked.append(Pointwise(number.shape, torch.int64, (number,), strides=number.strides, expression=in_range))
+            checked.append(
+                Pointwise(
+                    number.shape,
+                    torch.int64,
+                    (number,),
+                    strides=number.strides,
+                    expression=in_range,
+                )
+            )
             # Rows of addresses are not filled up, since their ends would be addresses too.
             self.store(checked[-1], fill=False)
         return Gathered(tuple(meta.shape), meta.dtype, (x, *checked), axis=axis)
 
     def _patched(self, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
-        """A tensor of which a part is replaced: the parts before, the patch, and the parts after it."""
+        """A tensor of which a part is replaced: the parts before, the patch, and the parts after
+        it.
+        """
         axis, shape = (args[0] if args else 0) % len(x.shape), x.shape
         if base == "select_scatter":
             start, step = args[1] % shape[axis], 1
             stop = start + 1
-            kept = View((*shape[:axis], 1, *shape[axis + 1 :]), x.dtype, (patch,), map=unsqueezed((), shape, axis))
+            kept = View(
+                (*shape[:axis], 1, *shape[axis + 1 :]),
+                x.dtype,
+                (patch,),
+                map=unsqueezed((), shape, axis),
+            )
             patch = kept
         else:
             start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
@@ -290,17 +368,33 @@ class Lowering:
         if len([axis for axis in axes if x.shape[axis] > 1]) > 1 and x.numel > self.large:
             last = max(axis for axis in axes if x.shape[axis] > 1)
             keep = len(meta.shape) == len(x.shape)
-            rows = tuple(n if axis != last else 1 for axis, n in enumerate(x.shape) if keep or axis != last)
-            part = Reduced(rows, x.dtype, (x,), strides=x.strides if keep else _without(x.strides, (last,)), axes=(last,))
+            rows = tuple(
+                n if axis != last else 1 for axis, n in enumerate(x.shape) if keep or axis != last
+            )
+            part = Reduced(
+                rows,
+                x.dtype,
+                (x,),
+                strides=x.strides if keep else _without(x.strides, (last,)),
+                axes=(last,),
+            )
             self._settle(part, node)
-            x, axes = part, tuple(axis - (not keep and axis > last) for axis in axes if axis != last)
+            x, axes = (
+                part,
+                tuple(axis - (not keep and axis > last) for axis in axes if axis != last),
+            )
         # In memory the sums lie as what is summed does.
         strides = x.strides if len(meta.shape) == len(x.shape) else _without(x.strides, axes)
         total = Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
         if base == "sum":
             return total
         self._settle(total, node)
-        return Pointwise(tuple(meta.shape), meta.dtype, (total,), expression=lambda x: f"{x} / {literal(count, meta.dtype)}")
+        return Pointwise(
+            tuple(meta.shape),
+            meta.dtype,
+            (total,),
+            expression=lambda x: f"{x} / {literal(count, meta.dtype)}",
+        )
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         dtype = meta.dtype
@@ -313,14 +407,21 @@ class Lowering:
         # A condition stays one; all else is computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [
-            x if i < conditions or x.dtype == common else self._copied(x, torch.empty(x.shape, dtype=common, device="meta"))
+            x
+            if i < conditions or x.dtype == common
+            else self._copied(x, torch.empty(x.shape, dtype=common, device="meta"))
             for i, x in enumerate(operands)
         ]
         # Where no operand varies along an axis, nor does the result.
         shape, axes = tuple(meta.shape), len(meta.shape)
-        varies = [any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape)) for a in range(axes)]
+        varies = [
+            any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape))
+            for a in range(axes)
+        ]
         short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
-        value = Pointwise(short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression)
+        value = Pointwise(
+            short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression
+        )
         if short == shape:
             return value
         self._settle(value, node)
@@ -334,7 +435,11 @@ def as_line(buffer: Buffer) -> Buffer:
 
 def sum_numel(value: Value) -> int:
     """The elements that are computed for a value."""
-    return max([value.numel, *(x.numel for x in value.operands)]) if isinstance(value, Reduced) else value.numel
+    return (
+        max([value.numel, *(x.numel for x in value.operands)])
+        if isinstance(value, Reduced)
+        else value.numel
+    )
 
 
 def cost(value: Value) -> int:
@@ -357,4 +462,6 @@ def _without(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
 
 def _examples(args: Sequence[Any]) -> list[Any]:
     """Numbers and empty tensors of the types of operands, for torch's rules of promotion."""
-    return [torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args]
+    return [
+        torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args
+    ]

@@ -18,8 +18,8 @@ from adjsim._cpp.values import UnprintableError
 # Without contraction into fused multiply-add, so that bits are those of the traced operations.
 # No number traps, so both sides of a condition may be computed; integers wrap around as torch's do.
 FLAGS = [
-    "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
+    "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off",
+    "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
 ]  # fmt: skip
 
 
@@ -28,11 +28,15 @@ class CompilerError(UnprintableError):
 
 
 def folder() -> Path:
-    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches, or where that cannot be written one for
-    this process."""
+    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches, or where that
+    cannot be written one for this process."""
     try:
         given = os.environ.get("ADJSIM_CACHE")
-        found = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
+        found = (
+            Path(given)
+            if given
+            else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adjsim"
+        )
         found = found.absolute()
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK | os.X_OK):
@@ -83,7 +87,9 @@ def _build(source: str, command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         code, made = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(source)
-        done = subprocess.run([*command, str(code), "-o", str(made)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, str(code), "-o", str(made)], capture_output=True, text=True
+        )
         if done.returncode:
             raise CompilerError(f"{shlex.join(command)} refused the loop:\n{done.stderr[-2000:]}")
         # Whole or not at all, and the first of several processes serves all.
@@ -91,7 +97,11 @@ def _build(source: str, command: list[str], path: Path) -> None:
 
 
 def _flags(threads: bool) -> list[str]:
-    flags = [flag for flag in FLAGS if "vector-width" not in flag or platform.machine() in ("x86_64", "AMD64")]
+    flags = [
+        flag
+        for flag in FLAGS
+        if "vector-width" not in flag or platform.machine() in ("x86_64", "AMD64")
+    ]
     return [*flags, "-fopenmp"] if threads else flags
 
 

@@ -1,8 +1,10 @@
-"""From stored values to loops: in which order, which of them share a loop, and how a loop is printed.
+"""From stored values to loops: in which order, which of them share a loop, and how a loop is
+printed.
 
-A value is stored as soon as the values that it reads are. Sums over matrices of pairs wait until nothing else can be done, so
-that those that can share one loop over pairs do. The innermost loop runs along the axis along which memory is read in order,
-and consists of vectors: of the lanes of a row that is summed, or of elements next to each other.
+A value is stored as soon as the values that it reads are. Sums over matrices of pairs wait until
+nothing else can be done, so that those that can share one loop over pairs do. The innermost loop
+runs along the axis along which memory is read in order, and consists of vectors: of the lanes of a
+row that is summed, or of elements next to each other.
 """
 
 from __future__ import annotations
@@ -13,7 +15,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from adjsim._cpp.graph import Lowering
-from adjsim._cpp.values import LANES, TYPES, Body, Buffer, Index, Indices, Joined, Reduced, Seen, Value
+from adjsim._cpp.values import (
+    LANES,
+    TYPES,
+    Body,
+    Buffer,
+    Index,
+    Indices,
+    Joined,
+    Reduced,
+    Seen,
+    Value,
+)
 
 # Elements of a loop above which threads share it.
 SHARED = 131_072
@@ -37,7 +50,7 @@ class Task:
 
     @cached_property
     def kept(self) -> list[int]:
-        """The axes of the value that have a loop and are not summed, from the outermost in memory."""
+        """The axes of the value that are looped over and kept, from the outermost in memory."""
         strides = self._strides
         return sorted((a for a in self._long if a not in self.axes), key=lambda a: -strides[a])
 
@@ -48,7 +61,9 @@ class Task:
     @property
     def space(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The lengths of the loops, of kept and of summed axes."""
-        return tuple(self.value.shape[a] for a in self.kept), tuple(self.value.shape[a] for a in self.summed)
+        return tuple(self.value.shape[a] for a in self.kept), tuple(
+            self.value.shape[a] for a in self.summed
+        )
 
     @property
     def work(self) -> int:
@@ -69,7 +84,10 @@ class Task:
     def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
         """The index of the value, with these variables."""
         names = dict(zip([*self.kept, *self.summed], [*kept, *summed], strict=True))
-        return tuple(Index(0, ((names[a], 1),)) if a in names else Index() for a in range(len(self.value.shape)))
+        return tuple(
+            Index(0, ((names[a], 1),)) if a in names else Index()
+            for a in range(len(self.value.shape))
+        )
 
     def target(self, index: Indices) -> Index:
         """Where the element goes, for the index of the value."""
@@ -99,7 +117,13 @@ class Function:
         result: a value that is needed in the end as well.
     """
 
-    def __init__(self, lowering: Lowering, outputs: Sequence[Output], threads: int, result: Value | None = None) -> None:
+    def __init__(
+        self,
+        lowering: Lowering,
+        outputs: Sequence[Output],
+        threads: int,
+        result: Value | None = None,
+    ) -> None:
         self.large, self.threads = lowering.large, threads
         self.lines: list[str] = []
         self.scratch: list[Buffer] = []
@@ -110,7 +134,11 @@ class Function:
     def _order(self, tasks: dict[Value, list[Task]], last: list[Task], also: list[Value]) -> None:
         needs = {value: _reads(value, inside=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
-        todo = [value for root in (*also, *(task.value for task in last)) for value in _reads(root) & tasks.keys()]
+        todo = [
+            value
+            for root in (*also, *(task.value for task in last))
+            for value in _reads(root) & tasks.keys()
+        ]
         while todo:
             value = todo.pop()
             if value not in wanted:
@@ -125,7 +153,9 @@ class Function:
                 self.scratch.append(value.buffer)
         while left:
             ready = [value for value in left if needs[value] & wanted <= done]
-            small = [value for value in ready if all(task.work <= self.large for task in tasks[value])]
+            small = [
+                value for value in ready if all(task.work <= self.large for task in tasks[value])
+            ]
             chosen = small or self._together(ready, tasks)
             self._emit([task for value in chosen for task in tasks[value]])
             done.update(chosen)
@@ -148,7 +178,9 @@ class Function:
 class Nest:
     """Loops over kept and summed axes that several tasks share."""
 
-    def __init__(self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int) -> None:
+    def __init__(
+        self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int
+    ) -> None:
         self.tasks, self.threads = tasks, threads
         self.outer = [f"i{n}" for n in range(len(kept))]
         self.inner = [f"j{n}" for n in range(len(summed))]
@@ -169,34 +201,53 @@ class Nest:
             lines = self._blocks(along)
         else:
             lines = self._elements(along)
-        return ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
+        return (
+            ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
+        )
 
     def _along(self) -> str:
-        """The variable of the innermost loop: most reads and writes are next to each other along it."""
-        places = [at for _, at in self.body.reads] + [at for task, _, at in self.results if not task.buffer.variable]
+        """The variable of the innermost loop: most reads and writes are next to each other along
+        it.
+        """
+        places = [at for _, at in self.body.reads] + [
+            at for task, _, at in self.results if not task.buffer.variable
+        ]
 
         def score(name: str) -> tuple[int, int]:
             factors = [abs(at.factor(name)) for at in places]
-            return sum(f == 1 for f in factors) - 2 * sum(f > 1 for f in factors), list(self.length).index(name)
+            return sum(f == 1 for f in factors) - 2 * sum(f > 1 for f in factors), list(
+                self.length
+            ).index(name)
 
         return max((name for name in self.length if self.length[name] > 1), key=score)
 
     def _limit(self, name: str) -> int:
-        """The end of the innermost loop: the row filled up to whole vectors, where nothing but filled rows is touched."""
+        """The end of the innermost loop: the row filled up to whole vectors, where nothing but
+        filled rows is touched.
+        """
         n = self.length[name]
         row = -(-n // LANES) * LANES
-        places = [*self.body.reads, *((t.buffer, at) for t, _, at in self.results if not t.buffer.variable)]
+        places = [
+            *self.body.reads,
+            *((t.buffer, at) for t, _, at in self.results if not t.buffer.variable),
+        ]
         touched = [(buffer, at) for buffer, at in places if at.factor(name)]
-        filled = all(b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched)
+        filled = all(
+            b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched
+        )
         # The end of one part of a joined row is the beginning of the next.
-        filled &= all(t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name))
+        filled &= all(
+            t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name)
+        )
         # The filled end holds any numbers, which are not to be refused.
         refuses = any("refused" in line for line in self.body.lines)
         return row if filled and not refuses else n
 
     def _variables(self) -> list[str]:
         """Declarations of sums that are single numbers."""
-        return [f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in self.tasks if t.buffer.variable]
+        return [
+            f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in self.tasks if t.buffer.variable
+        ]
 
     def _single(self) -> list[str]:
         """Single numbers, without a loop."""
@@ -205,7 +256,11 @@ class Nest:
         lines += [f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in declared]
         lines += ["{", *self.body.lines]
         for task, text, at in self.results:
-            lines.append(f"{task.buffer.name} = {text};" if task.buffer.variable else f"{task.buffer.name}[{at}] = {text};")
+            lines.append(
+                f"{task.buffer.name} = {text};"
+                if task.buffer.variable
+                else f"{task.buffer.name}[{at}] = {text};"
+            )
         return [*lines, "}"]
 
     def _head(self, name: str, limit: int | None = None) -> str:
@@ -229,9 +284,16 @@ class Nest:
         others, limit = [name for name in self.inner if name != along], self._limit(along)
         sums = [f"s{n}" for n in range(len(self.results))]
         lines = self._shared(self.outer) + [self._head(name) for name in self.outer]
-        lines += [f"{TYPES[t.buffer.dtype]} {s} = 0;" for s, (t, _, _) in zip(sums, self.results, strict=True)]
+        lines += [
+            f"{TYPES[t.buffer.dtype]} {s} = 0;"
+            for s, (t, _, _) in zip(sums, self.results, strict=True)
+        ]
         lines += [self._head(name) for name in others]
-        lines += [f"#pragma omp simd reduction(+:{','.join(sums)})", self._head(along, limit), *self.body.lines]
+        lines += [
+            f"#pragma omp simd reduction(+:{','.join(sums)})",
+            self._head(along, limit),
+            *self.body.lines,
+        ]
         for total, (task, text, _) in zip(sums, self.results, strict=True):
             counted = (
                 text
@@ -241,7 +303,11 @@ class Nest:
             lines.append(f"{total} += {counted};")
         lines += ["}"] * (len(others) + 1)
         for total, (task, _, at) in zip(sums, self.results, strict=True):
-            lines.append(f"{task.buffer.name} = {total};" if task.buffer.variable else f"{task.buffer.name}[{at}] = {total};")
+            lines.append(
+                f"{task.buffer.name} = {total};"
+                if task.buffer.variable
+                else f"{task.buffer.name}[{at}] = {total};"
+            )
         return lines + ["}"] * len(self.outer)
 
     def _blocks(self, along: str) -> list[str]:
@@ -253,17 +319,28 @@ class Nest:
         whole = limit % block == 0
         end = str(block) if whole else f"std::min<int64_t>({block}, {limit} - b)"
         lines = self._shared(others) + [self._head(name) for name in others]
-        lines += [f"for (int64_t b = 0; b < {limit}; b += {block}) {{", f"const int64_t end = {end};"]
+        lines += [
+            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
+            f"const int64_t end = {end};",
+        ]
         stop = str(block) if whole else "end"
         for total, (task, _, _) in zip(sums, self.results, strict=True):
             lines.append(f"alignas(64) {TYPES[task.buffer.dtype]} {total}[{block}] = {{}};")
         lines += [self._head(name) for name in self.inner]
-        lines += ["#pragma omp simd", f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {along} = b + l;"]
+        lines += [
+            "#pragma omp simd",
+            f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {along} = b + l;",
+        ]
         lines += self.body.lines
-        lines += [f"{total}[l] += {text};" for total, (_, text, _) in zip(sums, self.results, strict=True)]
+        lines += [
+            f"{total}[l] += {text};" for total, (_, text, _) in zip(sums, self.results, strict=True)
+        ]
         lines += ["}"] * (len(self.inner) + 1)
         lines += [f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {along} = b + l;"]
-        lines += [f"{t.buffer.name}[{at}] = {s}[l];" for s, (t, _, at) in zip(sums, self.results, strict=True)]
+        lines += [
+            f"{t.buffer.name}[{at}] = {s}[l];"
+            for s, (t, _, at) in zip(sums, self.results, strict=True)
+        ]
         return lines + ["}"] * (len(others) + 2)
 
 
@@ -274,7 +351,9 @@ def _tasks(value: Value) -> list[Task]:
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:
-            begin = tuple(Index(at) if axis == value.axis else Index() for axis in range(len(value.shape)))
+            begin = tuple(
+                Index(at) if axis == value.axis else Index() for axis in range(len(value.shape))
+            )
             tasks.append(Task(value.buffer, part, begin=begin))
             at += part.shape[value.axis]
         return tasks
@@ -293,7 +372,9 @@ class Unstored(Value):
 
 
 def _reads(value: Value, inside: bool = False) -> set[Value]:
-    """The stored values that an element is computed from; with ``inside``, that a stored value is computed from."""
+    """The stored values that an element is computed from; with ``inside``, that a stored value is
+    computed from.
+    """
     found: set[Value] = set()
     seen: set[Value] = set()
     todo = list(value.operands) if inside else [value]

@@ -1,7 +1,8 @@
 """Which operations of a traced graph are printed, and how.
 
-Arithmetic is that of IEEE 754 in the order of the traced operations, so a program has their bits. The exceptions are the order
-of sums, the last bit of functions such as exp and sqrt, and ``addcmul`` and its like, which torch's own kernels fuse.
+Arithmetic is that of IEEE 754 in the order of the traced operations, so a program has their bits.
+The exceptions are the order of sums, the last bit of functions such as exp and sqrt, and
+``addcmul`` and its like, which torch's own kernels fuse.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ def power(x: str, exponent: float) -> str | None:
     if exponent in (1, 2, 3):
         return " * ".join([x] * int(exponent))
     return {
-        0: "1", -1: f"1 / {x}", -2: f"1 / ({x} * {x})", 0.5: f"std::sqrt({x})", -0.5: f"1 / std::sqrt({x})"
-    }.get(exponent)  # fmt: skip
+        0: "1",
+        -1: f"1 / {x}",
+        -2: f"1 / ({x} * {x})",
+        0.5: f"std::sqrt({x})",
+        -0.5: f"1 / std::sqrt({x})",
+    }.get(exponent)
 
 
 # Of printed operands, to a printed result of the common type.
@@ -83,11 +88,28 @@ BITS: dict[str, Printer] = {
     "bitwise_not": lambda x: f"inverted({x})",
 }
 # Their last bits differ between libraries, and vectors of them are torch's business.
-FUNCTIONS = ["exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc", "atan", "asin", "acos"]
-INEXACT: dict[str, Printer] = {name: (lambda x, function=name: f"std::{function}({x})") for name in FUNCTIONS} | {
+FUNCTIONS = [
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tan",
+    "tanh",
+    "sinh",
+    "cosh",
+    "expm1",
+    "log1p",
+    "erf",
+    "erfc",
+    "atan",
+    "asin",
+    "acos",
+]
+INEXACT: dict[str, Printer] = {
+    **{name: (lambda x, function=name: f"std::{function}({x})") for name in FUNCTIONS},
     "sigmoid": lambda x: f"1 / (1 + std::exp(-{x}))",
     "atan2": lambda x, y: f"std::atan2({x}, {y})",
-}  # fmt: skip
+}
 
 PRELUDE = """#include <algorithm>
 #include <cmath>
@@ -107,8 +129,8 @@ template <class T> inline int64_t integer(T x) {
   asm("" : "+r"(i));
   return i;
 }
-// Quotients rounded down or to zero, and remainders, as torch computes them. Division of integers by
-// zero and indices out of range are reported and give 0; division by -1 is a negation, which wraps.
+// Quotients rounded down or to zero, and remainders, as torch computes them. Division of integers
+// by zero and indices out of range are reported and give 0; division by -1 negates, and wraps.
 inline int64_t trunc_quotient(int64_t a, int64_t b, int* refused) {
   if (b == 0) *refused = 2;
   return b == 0 ? 0 : b == -1 ? -a : a / b;
@@ -135,6 +157,9 @@ template <class T> inline T floor_quotient(T a, T b) {
   return q - down > (T)0.5 ? down + 1 : down;
 }
 template <class T> inline T trunc_quotient(T a, T b) { return std::trunc(a / b); }
-template <class T> inline T floor_rest(T a, T b) { T r = std::fmod(a, b); return r != 0 && (b < 0) != (r < 0) ? r + b : r; }
+template <class T> inline T floor_rest(T a, T b) {
+  T r = std::fmod(a, b);
+  return r != 0 && (b < 0) != (r < 0) ? r + b : r;
+}
 }
 """

@@ -12,7 +12,12 @@ from adjsim._cpp.values import UnprintableError, Value
 
 
 def pointwise(
-    base: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, inexact: bool
+    base: str,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    inexact: bool,
 ) -> tuple[list[Value], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 
@@ -20,18 +25,23 @@ def pointwise(
         base, name: the operation without its overload, and with it.
         args, kwargs: its arguments, tensors as values.
         dtype: in which it is computed.
-        inexact: whether functions such as exp, whose last bits differ between libraries, may be printed.
+        inexact: whether functions such as exp, whose last bits differ between libraries, may be
+            printed.
 
     Raises:
         UnprintableError: the operation is not printed.
     """
 
-    def printed(function: Callable[..., str], *given: Any) -> tuple[list[Value], Callable[..., str]]:
+    def printed(
+        function: Callable[..., str], *given: Any
+    ) -> tuple[list[Value], Callable[..., str]]:
         operands = [x for x in given if isinstance(x, Value)]
 
         def expression(*texts: str) -> str:
             rest = iter(texts)
-            return function(*(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in given))
+            return function(
+                *(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in given)
+            )
 
         return operands, expression
 
@@ -93,7 +103,19 @@ def pointwise(
         return printed(EXACT["round"], args[0])
     if base in INEXACT and not inexact:
         raise UnprintableError(f"{name}, which torch computes in vectors, to a last bit of its own")
-    table = LOGICAL if base in LOGICAL else BITS if base in BITS else INEXACT if base in INEXACT else EXACT
-    if base not in table or base == "round" or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc")):
+    table = (
+        LOGICAL
+        if base in LOGICAL
+        else BITS
+        if base in BITS
+        else INEXACT
+        if base in INEXACT
+        else EXACT
+    )
+    if (
+        base not in table
+        or base == "round"
+        or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc"))
+    ):
         raise UnprintableError(name)
     return printed(table[base], *args)

@@ -1,7 +1,8 @@
 """A loop of steps as one C++ function.
 
-The parts of the loop are graphs: before the first iteration, whether another comes, an iteration, and after the last. What is
-carried lies in two sets of buffers, of which an iteration reads one and writes the other.
+The parts of the loop are graphs: before the first iteration, whether another comes, an iteration,
+and after the last. What is carried lies in two sets of buffers, of which an iteration reads one and
+writes the other.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class Parts:
     """The graphs of a loop.
 
     Attributes:
-        start: of constants and what is carried, to the number of the first iteration and what is carried.
-        more: of the number of an iteration and of the number of steps, to whether it is carried out.
+        start: of constants and what is carried, to the number of the first iteration and what is
+            carried.
+        more: of the number of an iteration and of the number of steps, to whether it is carried
+            out.
         body: of the number, what is carried, and constants, to the next number and what is carried.
         finish: of what is carried and constants, to what is carried in the end.
     """
@@ -58,7 +61,8 @@ class Parts:
 def program(
     parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], exact: bool, threads: int
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]:
-    """The loop, compiled: of constants, the first of which is the number of steps, and of what is carried, to the latter.
+    """The loop, compiled: of constants, the first of which is the number of steps, and of what is
+    carried, to the latter.
 
     Args:
         constants, carry: examples.
@@ -79,7 +83,9 @@ def program(
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         inputs = [x.contiguous() for x in (*constants, *text.baked, *carry)]
-        status = run(kind_in(*(x.data_ptr() for x in inputs)), kind_out(*(x.data_ptr() for x in results)))
+        status = run(
+            kind_in(*(x.data_ptr() for x in inputs)), kind_out(*(x.data_ptr() for x in results))
+        )
         if status:
             error, message = STATUS[status]
             raise error(message)
@@ -94,10 +100,18 @@ class _Program:
     Attributes:
         source: C++, with ``int run(const void* const* inputs, void* const* outputs)``.
         shared: whether threads share a loop in it.
-        baked: tensors that the graphs have read without being given them, inputs after the constants.
+        baked: tensors that the graphs have read without being given them, inputs after the
+            constants.
     """
 
-    def __init__(self, parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], exact: bool, threads: int) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        constants: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        exact: bool,
+        threads: int,
+    ) -> None:
         if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
             raise UnprintableError("tensors of other types, or not on the CPU")
         self.exact, self.threads = exact, threads
@@ -116,12 +130,17 @@ class _Program:
         each = self._function("body", parts.body, [number, *inside, *given], after, "int64_t")
         last = self._function("finish", parts.finish, [*inside, *given], outside, None)
         all_given = [*given, *begun, *each, *last]
-        self.source = "\n".join([PRELUDE, *self.functions, *self._run(given, begun, each, last, outside, inside, after)])
+        self.source = "\n".join(
+            [PRELUDE, *self.functions, *self._run(given, begun, each, last, outside, inside, after)]
+        )
         self.shared = "omp parallel" in self.source
         assert len(all_given) == len(constants) + len(self.baked)
 
-    def _function(self, name: str, part: Part, inputs: list[Buffer], outputs: list[Buffer], result: str | None) -> list[Buffer]:
-        """Print a function that writes outputs, and gives back the first of its results if that has a type.
+    def _function(
+        self, name: str, part: Part, inputs: list[Buffer], outputs: list[Buffer], result: str | None
+    ) -> list[Buffer]:
+        """Print a function that writes outputs, and gives back the first of its results if that has
+        a type.
 
         Returns: the buffers of what is baked in, its last inputs.
         """
@@ -144,11 +163,14 @@ class _Program:
             text = lowering.outputs[0].load(body, ())
             lines += [*body.lines, f"return {text};"]
         self.work = max(self.work, at)
-        names = [_parameter(b, const=True) for b in inputs] + [_parameter(b, const=False) for b in outputs]
+        names = [_parameter(b, const=True) for b in inputs] + [
+            _parameter(b, const=False) for b in outputs
+        ]
         self.functions.append(
             "\n".join(
                 [
-                    f"static {result or 'void'} {name}({', '.join([*names, 'char* __restrict work', 'int* refused'])}) {{",
+                    f"static {result or 'void'} "
+                    f"{name}({', '.join([*names, 'char* __restrict work', 'int* refused'])}) {{",
                     *lines,
                     "}",
                 ]
@@ -193,7 +215,8 @@ class _Program:
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
         def call(function: str, *buffers: Buffer | str) -> str:
-            return f"{function}({', '.join([*(b if isinstance(b, str) else b.name for b in buffers), 'work', '&refused'])})"
+            names = [b if isinstance(b, str) else b.name for b in buffers]
+            return f"{function}({', '.join([*names, 'work', '&refused'])})"
 
         lines += [
             f"char* work = memory + {at};",
@@ -222,7 +245,9 @@ def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
 
 
 def _given(name: str, x: Tensor) -> Buffer:
-    """The buffer of a constant: a variable if it is a single number; long ones are read where they are."""
+    """The buffer of a constant: a variable if it is a single number; long ones are read where they
+    are.
+    """
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True)
     return _buffer(name, x, fill=x.numel() <= COPIED)

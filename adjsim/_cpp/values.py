@@ -1,7 +1,8 @@
 """Tensors of a traced graph as functions of an index.
 
-A value is either lazy, an expression of its operands at the same index that is printed wherever it is read, or stored: in a
-buffer, or for a single number in a variable. Views map one index to another, so they cost nothing.
+A value is either lazy, an expression of its operands at the same index that is printed wherever it
+is read, or stored: in a buffer, or for a single number in a variable. Views map one index to
+another, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from functools import cached_property
 
 import torch
 
-TYPES = {torch.float64: "double", torch.float32: "float", torch.int64: "int64_t", torch.bool: "bool"}
+TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.int64: "int64_t",
+    torch.bool: "bool",
+}
 # Numbers to which short rows are filled up, so that a loop over a row consists of whole vectors.
 LANES = 8
 LONG = 64
@@ -72,12 +78,18 @@ class Buffer:
     @property
     def size(self) -> int:
         """Numbers of memory."""
-        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + max(0, self.row - self.inner)
+        return (
+            1
+            + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+            + max(0, self.row - self.inner)
+        )
 
     @property
     def inner(self) -> int:
         """The length of the innermost axis."""
-        return next((n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 and n > 1), 1)
+        return next(
+            (n for n, s in zip(self.shape, self.strides, strict=True) if s == 1 and n > 1), 1
+        )
 
     def at(self, index: Indices) -> Index:
         """Where an element lies."""
@@ -87,7 +99,9 @@ class Buffer:
         return total
 
 
-def laid_out(name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool) -> Buffer:
+def laid_out(
+    name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool
+) -> Buffer:
     """A buffer with its axes in the order of given strides.
 
     Args:
@@ -158,7 +172,10 @@ class View(Value):
     @cached_property
     def varies(self) -> tuple[bool, ...]:
         names = [f"i{axis}" for axis in range(len(self.shape))]
-        index = tuple(Index(0, ((name, 1),)) if n > 1 else Index() for name, n in zip(names, self.shape, strict=True))
+        index = tuple(
+            Index(0, ((name, 1),)) if n > 1 else Index()
+            for name, n in zip(names, self.shape, strict=True)
+        )
         base = self.operands[0]
         read = [i for i, varies in zip(self.map(index), base.varies, strict=True) if varies]
         return tuple(any(i.factor(name) for i in read) for name in names)
@@ -221,7 +238,10 @@ class Gathered(Value):
         x, *numbers = self.operands
         width = max(len(number.shape) for number in numbers)
         where = index[self.axis : self.axis + width]
-        found = tuple(Index(0, ((number.load(body, broadcast(where, number.shape)), 1),)) for number in numbers)
+        found = tuple(
+            Index(0, ((number.load(body, broadcast(where, number.shape)), 1),))
+            for number in numbers
+        )
         return x.load(body, (*index[: self.axis], *found, *index[self.axis + width :]))
 
 

@@ -1,6 +1,8 @@
-"""Views as maps of indices: from the index of an element of the view to the index of the same element of its operand.
+"""Views as maps of indices: from the index of an element of the view to the index of the same
+element of its operand.
 
-Each entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the arguments of torch's operation.
+Each entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the
+arguments of torch's operation.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def unsqueezed(old: Sequence[int], new: Sequence[int], axis: int) -> IndexMap:
 def expanded(old: Sequence[int], new: Sequence[int], *_: Any) -> IndexMap:
     """Map the index of a tensor that repeats axes of length one to that of its operand."""
     lead = len(new) - len(old)
-    return lambda index: tuple(Index() if n == 1 else i for i, n in zip(index[lead:], old, strict=True))
+    return lambda index: tuple(
+        Index() if n == 1 else i for i, n in zip(index[lead:], old, strict=True)
+    )
 
 
 def _select(old: Sequence[int], new: Sequence[int], axis: int, at: int) -> IndexMap:
@@ -63,7 +67,12 @@ def _select(old: Sequence[int], new: Sequence[int], axis: int, at: int) -> Index
 
 
 def _slice(
-    old: Sequence[int], new: Sequence[int], axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    old: Sequence[int],
+    new: Sequence[int],
+    axis: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> IndexMap:
     axis %= len(old)
     return slicing(axis, range(old[axis])[slice(start, end, step)].start, step)

@@ -39,7 +39,7 @@ class Adjoint(ABC):
 
     @abstractmethod
     def run(self, problem: Problem) -> Result:
-        """Return frames (None with a record), record (or None) and final state, with their graph."""
+        """Return frames (None with a record), record (or None) and final state, with a graph."""
 
     def check(self, problem: Problem) -> None:
         """Refuse, before any work, a problem that this adjoint cannot take."""
@@ -47,4 +47,5 @@ class Adjoint(ABC):
 
     def __repr__(self) -> str:
         settings: dict[str, Any] = vars(self)
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in settings.items() if v is not None)})"
+        given = [f"{name}={value}" for name, value in settings.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(given)})"

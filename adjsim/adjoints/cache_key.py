@@ -49,7 +49,21 @@ _FIXED = {
     "torch",
 }
 _FIXED |= {"_operator", "collections", "typing", "cmath", "abc", "types"}
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, Fraction, PurePath)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    Enum,
+    Fraction,
+    PurePath,
+)
 _PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 
 
@@ -102,14 +116,22 @@ class _KeyBuilder:
         if isinstance(x, Tensor):
             return _tensor(x)
         if isinstance(x, np.ndarray):
-            return x.shape, x.dtype.str, self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes()
+            return (
+                x.shape,
+                x.dtype.str,
+                self.key(x.tolist(), where) if x.dtype.hasobject else x.tobytes(),
+            )
         if isinstance(x, ModuleType):
             return x.__name__
         if id(x) in self.seen:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
         if isinstance(x, (tuple, list)):
-            return type(x), self._attributes(x, where), *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x))
+            return (
+                type(x),
+                self._attributes(x, where),
+                *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x)),
+            )
         if isinstance(x, (set, frozenset)):
             return type(x), frozenset(self.key(y, where) for y in x)
         if isinstance(x, Mapping):
@@ -129,7 +151,9 @@ class _KeyBuilder:
         """Build the key of one module of the dynamics."""
         name = type(x).__name__
         attributes = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
-        parts = tuple((path, Identity(part)) for path, part in x._modules.items() if part is not None)
+        parts = tuple(
+            (path, Identity(part)) for path, part in x._modules.items() if part is not None
+        )
         return (
             Identity(x),
             self._class(type(x), name),
@@ -143,7 +167,9 @@ class _KeyBuilder:
         Its tensors are constants too.
         """
         tensors = [*x.parameters(), *x.buffers()]
-        return tuple(self.module(part) for part in x.modules()), *(self.key(y, where) for y in tensors)
+        return tuple(self.module(part) for part in x.modules()), *(
+            self.key(y, where) for y in tensors
+        )
 
     def _class(self, x: type, where: str) -> Any:
         kinds = [kind for kind in x.__mro__ if _package(kind) not in _FIXED]
@@ -152,7 +178,9 @@ class _KeyBuilder:
             for name, value in vars(kind).items():
                 for inside in ("__func__", "__wrapped__", "func", "fget"):
                     value = getattr(value, inside, value)
-                if isinstance(value, FunctionType) or not (name.startswith("__") or isinstance(value, _SLOTS)):
+                if isinstance(value, FunctionType) or not (
+                    name.startswith("__") or isinstance(value, _SLOTS)
+                ):
                     found.append((name, self.key(value, f"{where}.{name}")))
         kind = () if _package(type(x)) in _FIXED else self.key(type(x), where)
         return Identity(x), kind, *found
@@ -170,7 +198,10 @@ class _KeyBuilder:
         found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
         for name, value in list(found):
             if isinstance(value, ModuleType) and _package_of(value) not in _FIXED:
-                found += [(f"{name}.{inner}", vars(value)[inner]) for inner in sorted(mentioned & set(vars(value)))]
+                found += [
+                    (f"{name}.{inner}", vars(value)[inner])
+                    for inner in sorted(mentioned & set(vars(value)))
+                ]
         seen = ((name, self.key(value, f"{where} ({name})")) for name, value in found)
         return (
             x.__code__,
@@ -183,8 +214,14 @@ class _KeyBuilder:
 
     def _attributes(self, x: Any, where: str) -> Any:
         """Build the key of the attributes of a list, dictionary or function."""
-        attributes = {name: value for name, value in getattr(x, "__dict__", {}).items() if name != "__wrapped__"}
-        return tuple((name, self.key(value, f"{where}.{name}")) for name, value in attributes.items())
+        attributes = {
+            name: value
+            for name, value in getattr(x, "__dict__", {}).items()
+            if name != "__wrapped__"
+        }
+        return tuple(
+            (name, self.key(value, f"{where}.{name}")) for name, value in attributes.items()
+        )
 
     def _cell(self, cell: Any, where: str) -> Any:
         try:
@@ -195,15 +232,25 @@ class _KeyBuilder:
             return "empty"
 
     def _object(self, x: Any, where: str) -> Any:
-        slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(x, name)]
+        slots = [
+            name
+            for kind in type(x).__mro__
+            for name in getattr(kind, "__slots__", ())
+            if hasattr(x, name)
+        ]
         if not hasattr(x, "__dict__") and not slots:
             raise UninspectableError(
                 f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would "
                 "not notice a change of it. Use numbers, tensors, arrays, functions, data classes "
                 "or modules there, or leave compile=True out."
             )
-        inner = {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in slots if name != "__weakref__"}}
-        return self._class(type(x), where), *((name, self.key(value, f"{where}.{name}")) for name, value in inner.items())
+        inner = {
+            **getattr(x, "__dict__", {}),
+            **{name: getattr(x, name) for name in slots if name != "__weakref__"},
+        }
+        return self._class(type(x), where), *(
+            (name, self.key(value, f"{where}.{name}")) for name, value in inner.items()
+        )
 
 
 def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:

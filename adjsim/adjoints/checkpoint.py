@@ -40,7 +40,9 @@ class CheckpointAdjoint(Adjoint):
         self.segments = segments
 
     def run(self, problem: Problem) -> Result:
-        return run_swept(problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last)))
+        return run_swept(
+            problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last))
+        )
 
     def _length(self, last: int) -> int:
         """Return the number of steps in a segment."""
@@ -63,7 +65,9 @@ class Checkpoints(History):
         if step % self.length == 0 or step == self.stepper.clock.last:
             self.stored[step] = detached(state)
 
-    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+    ) -> Rewind:
         return Recompute(self, inputs, forces)
 
 
@@ -77,7 +81,12 @@ class Recompute(Rewind):
     """
 
     def __init__(self, history: Checkpoints, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.history, self.stepper, self.inputs, self.forces = history, history.stepper, inputs, forces
+        self.history, self.stepper, self.inputs, self.forces = (
+            history,
+            history.stepper,
+            inputs,
+            forces,
+        )
         self.tolerance = rounding_tolerance(inputs.state.position.dtype)
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[State]] = []
@@ -98,7 +107,9 @@ class Recompute(Rewind):
         stepper, state = self.stepper, self.history.stored[start]
         for k in range(start, stop):
             t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
-            *before, state = stepper.program.intermediate_states(t, state, self.inputs.coefficients, noise, self.forces)
+            *before, state = stepper.program.intermediate_states(
+                t, state, self.inputs.coefficients, noise, self.forces
+            )
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)
         self._compare(state, self.history.stored[stop], start, stop)
@@ -108,7 +119,9 @@ class Recompute(Rewind):
         # The same operations on the same numbers give the same bits. Kernels that add in varying
         # order differ in the last bits, which a chaotic segment amplifies.
         for name, x, y in zip(stored._fields, found, stored, strict=True):
-            allowed = rounding_tolerance(torch.float64 if not y.is_floating_point() else y.dtype) * float(y.abs().amax())
+            allowed = rounding_tolerance(
+                torch.float64 if not y.is_floating_point() else y.dtype
+            ) * float(y.abs().amax())
             if not float((x - y).abs().amax()) <= allowed:
                 raise ReconstructionError(
                     f"running steps {start} to {stop} again did not recover their end ({name} is "

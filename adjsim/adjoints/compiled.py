@@ -1,16 +1,18 @@
 """Steps in compiled loops.
 
-A loop is one function of tensors: many steps forward, or the backward pass over them with the cotangents. Its step is traced
-once, by running the same moves and products as an uncompiled step on tensors that record their operations, and is compiled
-together with the loop (:mod:`adjsim.adjoints.loops`). Everything that may differ from run to run is an input
-(:class:`~adjsim.adjoints.loop_runner.LoopConstants`): the number of steps, the state, the time, coefficients, noise, every
-parameter and buffer of the dynamics, the spacings of a lattice. So no number of steps, seed, value of a parameter or save time
-compiles again; another shape, dtype, scheme or record does.
+A loop is one function of tensors: many steps forward, or the backward pass over them with the
+cotangents. Its step is traced once, by running the same moves and products as an uncompiled step on
+tensors that record their operations, and is compiled together with the loop
+(:mod:`adjsim.adjoints.loops`). Everything that may differ from run to run is an input
+(:class:`~adjsim.adjoints.loop_runner.LoopConstants`): the number of steps, the state, the time,
+coefficients, noise, every parameter and buffer of the dynamics, the spacings of a lattice. So no
+number of steps, seed, value of a parameter or save time compiles again; another shape, dtype,
+scheme or record does.
 
-A backward iteration begins in the middle of a step, where the position has just changed: it finishes one step and begins the
-one before it. Every move that needs the force at one position is then in one iteration, so the force and its product with the
-cotangents share their loop over pairs. The part before the first iteration and the part after the last are compiled with the
-loop.
+A backward iteration begins in the middle of a step, where the position has just changed: it
+finishes one step and begins the one before it. Every move that needs the force at one position is
+then in one iteration, so the force and its product with the cotangents share their loop over pairs.
+The part before the first iteration and the part after the last are compiled with the loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
 (:mod:`adjsim.adjoints.cache_key`).
@@ -38,7 +40,9 @@ from adjsim.solvers.base import Problem
 
 
 class ForwardCarry(NamedTuple):
-    """The carry of forward steps: the sum of a time average and the force, where there are any, and the state."""
+    """The carry of forward steps: the sum of a time average and the force, where there are any, and
+    the state.
+    """
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
@@ -46,8 +50,8 @@ class ForwardCarry(NamedTuple):
 
 
 class BackwardCarry(NamedTuple):
-    """The carry of the backward pass: the sums of the cotangents of coefficients and parameters, the cotangents of the fields,
-    and the state."""
+    """The carry of the backward pass: the sums of the cotangents of coefficients and parameters,
+    the cotangents of the fields, and the state."""
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
@@ -58,7 +62,8 @@ class BackwardCarry(NamedTuple):
 class ForwardLoops:
     """Run forward steps in compiled loops.
 
-    The first step is not compiled. It shows whether a step ends with the force that the next one begins with.
+    The first step is not compiled. It shows whether a step ends with the force that the next one
+    begins with.
     """
 
     def __init__(self, driver: LoopRunner, recording: Recording) -> None:
@@ -103,7 +108,9 @@ class ForwardLoops:
         return recording.total
 
     @staticmethod
-    def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, ForwardCarry]:
+    def spec(
+        driver: LoopRunner, averaging: bool, kind: type, loop: Loop
+    ) -> LoopSpec[LoopConstants, ForwardCarry]:
         """Specify an iteration: one step."""
 
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
@@ -112,13 +119,17 @@ class ForwardLoops:
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k < count
 
-        def body(constants: LoopConstants, k: Tensor, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+        def body(
+            constants: LoopConstants, k: Tensor, carry: ForwardCarry
+        ) -> tuple[Tensor, ForwardCarry]:
             stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
             state = kind(*map(driver.unpack, carry.state))
             known = (state.position, driver.unpack(carry.force[0])) if carry.force else None
             program = driver.program.with_spacings(constants.spacings)
             forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
-            state = program.step(t, state, constants.coefficients, driver.noise_of(constants, k), forces)
+            state = program.step(
+                t, state, constants.coefficients, driver.noise_of(constants, k), forces
+            )
             total = carry.total
             if averaging:
                 value = driver.recorder.value(driver.stepper.from_lattice(state))
@@ -139,23 +150,39 @@ class BackwardLoops:
     def __init__(self, driver: LoopRunner, forces: ForceEvaluator) -> None:
         self.driver, self.forces = driver, forces
 
-    def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
+    def sweep(
+        self,
+        state: State,
+        cotangents: Cotangents,
+        saved: RecordSweep,
+        rewind: Rewind,
+        progress: bool,
+    ) -> State:
         """Take the cotangents from the last state back to the start, and return the start."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.driver.recorder.average is None:
-                saved.accumulate(stop, self.driver.stepper.from_lattice(state), cotangents, self.forces)
+                saved.accumulate(
+                    stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
+                )
             state = self._traverse(state, stop, start, cotangents, saved.average_cotangent)
             state = rewind.restore(start, state)
         return state
 
-    def _traverse(self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None) -> State:
-        """Go back from the state after ``stop`` steps to the state after ``start``, with the cotangents."""
+    def _traverse(
+        self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None
+    ) -> State:
+        """Go back from the state after ``stop`` steps to the state after ``start``, with the
+        cotangents.
+        """
         driver, fields = self.driver, cotangents.fields
         coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
         carry = BackwardCarry(
             {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in driver.wanted},
-            {name: _sum(cotangents.parameter_sums.get(name), p) for name, p in cotangents.parameters.items()},
+            {
+                name: _sum(cotangents.parameter_sums.get(name), p)
+                for name, p in cotangents.parameters.items()
+            },
             {name: driver.pack(cotangents[name]) for name in fields},
             tuple(map(driver.pack, state)),
         )
@@ -163,7 +190,9 @@ class BackwardLoops:
             count = min(driver.length, stop - start)
             averaging = average is not None and driver.averages(stop)
             average_cotangents = [average] if averaging and average is not None else []
-            carry = driver.run(BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents)
+            carry = driver.run(
+                BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents
+            )
             stop -= count
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = driver.unpack(cotangent)
@@ -172,7 +201,9 @@ class BackwardLoops:
         return type(state)(*map(driver.unpack, carry.state))
 
     @staticmethod
-    def spec(driver: LoopRunner, averaging: bool, kind: type, loop: Loop) -> LoopSpec[LoopConstants, BackwardCarry]:
+    def spec(
+        driver: LoopRunner, averaging: bool, kind: type, loop: Loop
+    ) -> LoopSpec[LoopConstants, BackwardCarry]:
         """Specify an iteration: the end of one step, and the beginning of the step before it."""
         late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
 
@@ -186,19 +217,28 @@ class BackwardLoops:
                 fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
                 self.program = driver.program.with_spacings(constants.spacings)
-                self.forces = self.program.forces(driver.dynamics.potential, parameters=trainable, stats=self.stats)
+                self.forces = self.program.forces(
+                    driver.dynamics.potential, parameters=trainable, stats=self.stats
+                )
 
             def traverse(self, part: slice, k: Tensor) -> None:
                 """Go back over a part of step number k."""
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 coefficients = self.constants.coefficients
-                self.state = self.program.backward(t, self.state, coefficients, noise, self.forces, self.sums, None, part)
+                self.state = self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, self.sums, None, part
+                )
 
             def add_average(self) -> None:
                 """Add the cotangent of the state that a time average contributes."""
                 if averaging:
-                    (cotangent,), state = self.constants.average, driver.stepper.from_lattice(self.state)
-                    RecordSweep(driver.recorder, (), None, 0.0).add_function(state, cotangent, self.sums, self.forces)
+                    (cotangent,), state = (
+                        self.constants.average,
+                        driver.stepper.from_lattice(self.state),
+                    )
+                    RecordSweep(driver.recorder, (), None, 0.0).add_function(
+                        state, cotangent, self.sums, self.forces
+                    )
 
             def carry(self) -> BackwardCarry:
                 self.sums.complete()
@@ -220,7 +260,9 @@ class BackwardLoops:
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k > 0
 
-        def body(constants: LoopConstants, k: Tensor, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+        def body(
+            constants: LoopConstants, k: Tensor, carry: BackwardCarry
+        ) -> tuple[Tensor, BackwardCarry]:
             sweep = Sweep(constants, carry)
             sweep.traverse(early, k)
             sweep.add_average()

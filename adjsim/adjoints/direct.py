@@ -32,7 +32,11 @@ class DirectAdjoint(Adjoint):
         if problem.compile:
             driver: Driver = CompiledDriver(stepper, inputs, problem).forward(recording)
         else:
-            driver = EagerDriver(stepper, inputs, stepper.program.forces(problem.dynamics.potential, stats=problem.stats))
+            driver = EagerDriver(
+                stepper,
+                inputs,
+                stepper.program.forces(problem.dynamics.potential, stats=problem.stats),
+            )
         start = stepper.to_lattice(inputs.state)
         final = stepper.run(start, inputs, driver, [recording], problem)
         return *recording.result(), stepper.from_lattice(final)

@@ -33,13 +33,26 @@ class EagerDriver:
             state = self.stepper.step(step, state, self.inputs, self.forces)
         return state
 
-    def sweep(self, state: State, cotangents: Cotangents, saved: RecordSweep, rewind: Rewind, progress: bool) -> State:
+    def sweep(
+        self,
+        state: State,
+        cotangents: Cotangents,
+        saved: RecordSweep,
+        rewind: Rewind,
+        progress: bool,
+    ) -> State:
         """Take the cotangents from the last state back to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, noise, before = stepper.clock.time_in_step(step - 1), stepper.noise_of(step - 1), rewind.before(step)
-            state = stepper.program.backward(t, state, inputs.coefficients, noise, self.forces, cotangents, before)
+            t, noise, before = (
+                stepper.clock.time_in_step(step - 1),
+                stepper.noise_of(step - 1),
+                rewind.before(step),
+            )
+            state = stepper.program.backward(
+                t, state, inputs.coefficients, noise, self.forces, cotangents, before
+            )
             state = rewind.restore(step - 1, state)
         return state

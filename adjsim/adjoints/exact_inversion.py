@@ -38,7 +38,9 @@ class Fingerprints(History):
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
-    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+    ) -> Rewind:
         return ExactInversion(self)
 
 
@@ -55,7 +57,10 @@ class ExactInversion(Rewind):
         return self._before_spill(self.history.stepper.clock.last, self.history.last)
 
     def restore(self, step: int, state: State) -> State:
-        if step in self.history.fingerprints and fingerprint(state) != self.history.fingerprints[step]:
+        if (
+            step in self.history.fingerprints
+            and fingerprint(state) != self.history.fingerprints[step]
+        ):
             raise ReconstructionError(
                 f"reversing an exact run did not recover the state of step {step}, so the gradient "
                 "would be wrong. The force at a position had other bits backward than forward: it "

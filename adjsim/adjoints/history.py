@@ -38,7 +38,7 @@ class Rewind(ABC):
 
     @abstractmethod
     def restore(self, step: int, state: State) -> State:
-        """Return the state from which the sweep continues at ``step``, given the recovered state."""
+        """Return the state from which the sweep continues at ``step``."""
 
 
 class History(ABC):
@@ -62,7 +62,9 @@ class History(ABC):
         """Store what is needed of the state after ``step`` steps, and of its buffers' spills."""
 
     @abstractmethod
-    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+    ) -> Rewind:
         """Make the rewind of one sweep.
 
         Args:

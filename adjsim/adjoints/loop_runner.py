@@ -30,9 +30,9 @@ FINITE_EVERY = 1024
 class LoopConstants(NamedTuple):
     """The inputs that do not change in a loop.
 
-    They are the number of its steps and of the first one, the time of step 0, the coefficients, all tensors of the dynamics,
-    the spacings of a lattice, the noise of its steps if there is any, and in a backward loop the cotangent of a time average at
-    each step if there is one.
+    They are the number of its steps and of the first one, the time of step 0, the coefficients, all
+    tensors of the dynamics, the spacings of a lattice, the noise of its steps if there is any, and
+    in a backward loop the cotangent of a time average at each step if there is one.
     """
 
     steps: Tensor
@@ -69,8 +69,8 @@ cache: ModuleCache[Loop] = ModuleCache(32)
 
 @dataclass(frozen=True)
 class MakeSpec:
-    """Makes the specification of a loop from a runner, whether it averages, the kind of its states, and the loop, which counts
-    its passes over the energy.
+    """Makes the specification of a loop from a runner, whether it averages, the kind of its states,
+    and the loop, which counts its passes over the energy.
 
     Attributes:
         back: whether the loop is a backward loop, which has parameters and coefficients as leaves.
@@ -91,23 +91,37 @@ class LoopRunner:
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem) -> None:
-        self.stepper, self.problem, self.program, self.clock = stepper, problem, stepper.program, stepper.clock
+        self.stepper, self.problem, self.program, self.clock = (
+            stepper,
+            problem,
+            stepper.program,
+            stepper.clock,
+        )
         self.dynamics, self.tensors = problem.dynamics, problem.tensors
         self.recorder = Recorder(problem.record, stepper.clock)
         position = problem.state.position
         self.batch, self.device = position.shape[:-2], position.device
         drawn = self.program.draws * position.numel()
-        self.length = max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
+        self.length = (
+            max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
+        )
         # The last move of a step that writes the position.
-        self.last_position_move = max(i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes)
+        self.last_position_move = max(
+            i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes
+        )
         coefficients = inputs.coefficients
-        self.wanted = [(a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad]
+        self.wanted = [
+            (a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad
+        ]
         lattice = self.program.lattice
         self.fixed = LoopConstants(
             torch.zeros((), dtype=torch.int64, device=self.device),
             torch.zeros((), dtype=torch.int64, device=self.device),
             torch.tensor(self.clock.begin, dtype=torch.float64, device=self.device),
-            {letter: {name: clone(c) for name, c in group.items()} for letter, group in coefficients.items()},
+            {
+                letter: {name: clone(c) for name, c in group.items()}
+                for letter, group in coefficients.items()
+            },
             tuple(clone(x) for x in inputs.parameters),
             {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
         )
@@ -117,8 +131,9 @@ class LoopRunner:
         problem.stats.setdefault("compile_seconds", 0.0)
 
     def boundaries(self, wanted: set[int]) -> list[int]:
-        """The steps after which loops have to end: those wanted, the first (which is not compiled), the one before the first
-        of a time average, those at which the buffers of an exact run or finiteness are checked."""
+        """The steps after which loops have to end: those wanted, the first (which is not compiled),
+        the one before the first of a time average, those at which the buffers of an exact run or
+        finiteness are checked."""
         last, growth = self.clock.last, self.stepper.growth
         found = {*wanted, 1, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
@@ -133,7 +148,14 @@ class LoopRunner:
         return self.recorder.average is not None and step >= self.recorder.first
 
     def run(
-        self, spec: MakeSpec, averaging: bool, kind: type, first: int, count: int, carry: Any, average: Sequence[Tensor] = ()
+        self,
+        spec: MakeSpec,
+        averaging: bool,
+        kind: type,
+        first: int,
+        count: int,
+        carry: Any,
+        average: Sequence[Tensor] = (),
     ) -> Any:
         """Carry out a loop.
 
@@ -147,7 +169,9 @@ class LoopRunner:
         """
         numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
         noise = self._noise(first, count)
-        constants = self.fixed._replace(steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average)))
+        constants = self.fixed._replace(
+            steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average))
+        )
         loop = self._look_up(spec, averaging, kind, constants, carry)
         self.problem.stats["energy_evaluations"] += (
             loop.fixed_evaluations + (count - 1 if spec.back else count) * loop.evaluations_per_step
@@ -168,29 +192,46 @@ class LoopRunner:
 
     def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
         """Return the time at a share of step number ``k`` of the loop."""
-        return lambda share: constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
+        return lambda share: (
+            constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
+        )
 
     def noise_of(self, constants: LoopConstants, k: Tensor) -> list[Tensor] | None:
         """Return the noise that step number ``k`` of the loop reads."""
         if not constants.noise:
             return None
-        steps = [constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0) for i in range(self.program.noise_steps)]
+        steps = [
+            constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0)
+            for i in range(self.program.noise_steps)
+        ]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
     @contextmanager
     def _within(self, back: bool, loop: Loop, constants: LoopConstants) -> Iterator[LoopConstants]:
         """Run the dynamics with the tensors of a trace; tensors that need a gradient are leaves."""
         if back:
-            leaves = [x.detach().requires_grad_(i in self.tensors.wanted) for i, x in enumerate(constants.parameters)]
+            leaves = [
+                x.detach().requires_grad_(i in self.tensors.wanted)
+                for i, x in enumerate(constants.parameters)
+            ]
             coefficients = {
-                letter: {name: x.detach().requires_grad_((letter, name) in self.wanted) for name, x in group.items()}
+                letter: {
+                    name: x.detach().requires_grad_((letter, name) in self.wanted)
+                    for name, x in group.items()
+                }
                 for letter, group in constants.coefficients.items()
             }
             constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
-        with self.tensors.substituted(constants.parameters), torch.no_grad(), NoCapture(self.tensors.tensors, loop.constants):
+        with (
+            self.tensors.substituted(constants.parameters),
+            torch.no_grad(),
+            NoCapture(self.tensors.tensors, loop.constants),
+        ):
             yield constants
 
-    def _look_up(self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+    def _look_up(
+        self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any
+    ) -> Loop:
         leaves = tree_leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
         gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.back else ()
@@ -214,9 +255,11 @@ class LoopRunner:
         if loop is None or any(constant.changed() for constant in loop.constants):
             if self._cache_key() != self.cache_key:
                 raise RuntimeError(
-                    f"something that {type(self.dynamics).__name__}, its potential or the record reads (a plain attribute, a "
+                    f"something that {type(self.dynamics).__name__}, its potential or the record "
+                    "reads (a plain attribute, a "
                     "mode, a "
-                    "global) has changed since the run, and its way back had not been compiled yet. Call backward before the "
+                    "global) has changed since the run, and its way back had not been compiled "
+                    "yet. Call backward before the "
                     "change."
                 )
             begun = time.perf_counter()
@@ -225,14 +268,19 @@ class LoopRunner:
             self.problem.stats["compile_seconds"] += time.perf_counter() - begun
         return loop
 
-    def _compile(self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any) -> Loop:
+    def _compile(
+        self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any
+    ) -> Loop:
         loop = Loop()
-        # Where less than a vector lies side by side, plain numbers are faster, and compile in half the time.
+        # Where less than a vector lies side by side, plain numbers are faster, and compile in half
+        # the time.
         short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         made = spec.make(self, averaging, kind, loop)
         inside, exact = partial(self._within, spec.back, loop), self.program.lattice is not None
-        loop.function, loop.path = compile_loop(made, inside, constants, carry, exact=exact, short=short, what=what)
+        loop.function, loop.path = compile_loop(
+            made, inside, constants, carry, exact=exact, short=short, what=what
+        )
         return loop
 
     def _cache_key(self) -> Any:

@@ -1,9 +1,10 @@
 """A loop of steps as one compiled function of tensors.
 
-The parts of a loop are traced by running them on tensors that record their operations, one part after the other. Their graphs
-are printed as one C++ function (:mod:`adjsim._cpp`), which takes a compiler about a second. Torch's Inductor compiles them
-(:mod:`adjsim.adjoints.inductor`) where a graph has an operation that is not printed, on a GPU, and without a C++ compiler.
-Either way no iteration comes back to Python. The caller says in :class:`LoopSpec` what the loop does.
+The parts of a loop are traced by running them on tensors that record their operations, one part
+after the other. Their graphs are printed as one C++ function (:mod:`adjsim._cpp`), which takes a
+compiler about a second. Torch's Inductor compiles them (:mod:`adjsim.adjoints.inductor`) where a
+graph has an operation that is not printed, on a GPU, and without a C++ compiler. Either way no
+iteration comes back to Python. The caller says in :class:`LoopSpec` what the loop does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from adjsim._cpp.values import UnprintableError
 from adjsim.adjoints.inductor import by_inductor
 from adjsim.adjoints.versions import untested_torch
 
-# The tracer, and Inductor's options while it compiles, are those of the process, so one thread compiles at a time.
+# The tracer, and Inductor's options while it compiles, are those of the process, so one thread
+# compiles at a time.
 _compiling = RLock()
 
 Constants = TypeVar("Constants")
@@ -40,8 +42,8 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class LoopSpec(Generic[Constants, Carry]):
-    """What a loop does: functions of its constants, which do not change in the loop, and of what it carries; both are named
-    tuples (of tuples and dictionaries) of tensors.
+    """What a loop does: functions of its constants, which do not change in the loop, and of what it
+    carries; both are named tuples (of tuples and dictionaries) of tensors.
 
     Attributes:
         start: before the first iteration, to the number ``k`` of the first one and what is carried.
@@ -66,13 +68,15 @@ def compile_loop(
     short: bool,
     what: str,
 ) -> tuple[Callable[[Constants, Carry], Carry], str]:
-    """Compile a loop: a function of its constants, the first of which is the number of steps, and of the carry.
+    """Compile a loop: a function of its constants, the first of which is the number of steps, and
+    of the carry.
 
     Args:
         spec: what the loop does.
         within: the context in which it is traced, with the tensors that stand for the constants.
         constants, carry: examples, by shape and type.
-        exact: whether results must have the last bit of the operations as they are carried out otherwise.
+        exact: whether results must have the last bit of the operations as they are carried out
+            otherwise.
         short: whether less lies side by side than fills a vector.
         what: whose loop it is, for the error.
 
@@ -95,12 +99,16 @@ def compile_loop(
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            k, next_carry = spec.body(traced, k, tree_unflatten(list(values[:carry_size]), carry_tree))
+            k, next_carry = spec.body(
+                traced, k, tree_unflatten(list(values[:carry_size]), carry_tree)
+            )
         return [k, *tree_leaves(next_carry)]
 
     def finish(*values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            return tree_leaves(spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree)))
+            return tree_leaves(
+                spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree))
+            )
 
     untested = untested_torch()
     try:
@@ -113,12 +121,19 @@ def compile_loop(
                 finish=_trace(finish, *carry_list, *constants_list),
             )
             try:
-                compiled, path = program(parts, constants_list, carry_list, exact, torch.get_num_threads()), "C++"
+                compiled, path = (
+                    program(parts, constants_list, carry_list, exact, torch.get_num_threads()),
+                    "C++",
+                )
             except UnprintableError as reason:
-                compiled, path = by_inductor(parts, constants_list, carry_list, short), f"Inductor ({reason})"
+                compiled, path = (
+                    by_inductor(parts, constants_list, carry_list, short),
+                    f"Inductor ({reason})",
+                )
     except Exception as error:
         advice = untested or (
-            "Potentials and records have to be torch operations whose course does not depend on values (no float(x), "
+            "Potentials and records have to be torch operations whose course does not depend on "
+            "values (no float(x), "
             "x.item() or `if` on a tensor). Write them so, or leave compile=True out."
         )
         raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
@@ -142,8 +157,10 @@ class Constant:
         x = self.tensor()
         if x is not None and x.requires_grad:
             raise ValueError(
-                f"a potential or a record reads a tensor of shape {tuple(x.shape)} that requires grad and is not registered. "
-                "Make it an nn.Parameter (or a buffer) of the potential or the dynamics, or detach() it."
+                f"a potential or a record reads a tensor of shape {tuple(x.shape)} that requires "
+                "grad and is not registered. "
+                "Make it an nn.Parameter (or a buffer) of the potential or the dynamics, or "
+                "detach() it."
             )
 
     def changed(self) -> bool:
@@ -153,7 +170,8 @@ class Constant:
 
 
 class NoCapture(TorchFunctionMode):
-    """Refuses, while a loop is traced, a tensor that is reached past its module: it would be a constant, and have no gradient.
+    """Refuses, while a loop is traced, a tensor that is reached past its module: it would be a
+    constant, and have no gradient.
 
     Args:
         registered: the tensors for which inputs stand.
@@ -168,7 +186,8 @@ class NoCapture(TorchFunctionMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(id(x) in self.registered for x in tensors):
             raise ValueError(
-                "a potential or a record reads a parameter or buffer of the dynamics past its module, as a variable of its "
+                "a potential or a record reads a parameter or buffer of the dynamics past its "
+                "module, as a variable of its "
                 "own; read it as an attribute of the module, such as dynamics.kT or self.k."
             )
         found = [Constant(x) for x in tensors if not isinstance(x, FakeTensor)]

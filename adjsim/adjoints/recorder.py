@@ -36,18 +36,27 @@ class Recorder:
         self.record = record
         self.average = record if isinstance(record, TimeAverage) else None
         self.frames = {step: i for i, step in enumerate(clock.saves)}
-        self.first = 0 if self.average is None else first_averaged_step(self.average.burn_in, clock.dt, clock.last)
+        self.first = (
+            0
+            if self.average is None
+            else first_averaged_step(self.average.burn_in, clock.dt, clock.last)
+        )
         self.weight = 1.0 / (clock.last - self.first + 1)
 
     def value(self, state: State) -> Tensor:
         """Evaluate the function that is saved or averaged, on a state of the dynamics."""
-        function = self.average.function if isinstance(self.record, TimeAverage) and self.average else self.record
+        function = (
+            self.average.function
+            if isinstance(self.record, TimeAverage) and self.average
+            else self.record
+        )
         assert callable(function)
         versions = [None if x.is_inference() else x._version for x in state]
         value = function(state)
         if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
             raise ValueError(
-                "the record writes into the state that it is given, which would change the run. Use clone() in the record."
+                "the record writes into the state that it is given, which would change the run. "
+                "Use clone() in the record."
             )
         return value
 
@@ -108,8 +117,19 @@ class RecordSweep:
         tolerance: allowed relative difference between the values and the saved values.
     """
 
-    def __init__(self, recorder: Recorder, cotangents: Sequence[Tensor | None], saved: Tensor | None, tolerance: float) -> None:
-        self.recorder, self.cotangents, self.saved, self.tolerance = recorder, cotangents, saved, tolerance
+    def __init__(
+        self,
+        recorder: Recorder,
+        cotangents: Sequence[Tensor | None],
+        saved: Tensor | None,
+        tolerance: float,
+    ) -> None:
+        self.recorder, self.cotangents, self.saved, self.tolerance = (
+            recorder,
+            cotangents,
+            saved,
+            tolerance,
+        )
         self.total: Tensor | None = None
         self.state: State | None = None
 
@@ -119,7 +139,9 @@ class RecordSweep:
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
-    def accumulate(self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator) -> None:
+    def accumulate(
+        self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator
+    ) -> None:
         """Add the cotangents of what was saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
@@ -138,7 +160,9 @@ class RecordSweep:
             assert self.saved is not None
             self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
-    def add_function(self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator) -> Tensor:
+    def add_function(
+        self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
+    ) -> Tensor:
         """Add a cotangent's product with the function's derivative; return the value."""
         with torch.enable_grad():
             leaves = type(state)(*(x.detach().requires_grad_() for x in state))
@@ -160,7 +184,9 @@ class RecordSweep:
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
         # A value that cancels, such as a conserved total momentum, is compared with the terms of
         # its sum.
-        if float(error) > self.tolerance * float(size) and float(error) > self.tolerance * self._terms(state):
+        if float(error) > self.tolerance * float(size) and float(
+            error
+        ) > self.tolerance * self._terms(state):
             raise ReconstructionError(
                 f"{what} was {float(error):.1e} off when the backward sweep computed it again, so "
                 "its gradient would be wrong. The recorded function is random, or reads a value "
@@ -196,4 +222,6 @@ def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
     It is that of the values, and floating-point for counts and bools.
     """
     floating = value.is_floating_point() or value.is_complex()
-    return value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return (
+        value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)
+    )

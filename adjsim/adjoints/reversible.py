@@ -48,7 +48,9 @@ class ReversibleAdjoint(Adjoint):
     accepts = (SteppingSolver,)
 
     def __init__(self, *, checkpoint_every: int | None = None, tol: float = 1e-6) -> None:
-        checkpoint_every = None if checkpoint_every is None else as_whole("checkpoint_every", checkpoint_every)
+        checkpoint_every = (
+            None if checkpoint_every is None else as_whole("checkpoint_every", checkpoint_every)
+        )
         tol = as_number("tol", tol)
         if checkpoint_every is not None and checkpoint_every < 1:
             raise ValueError(f"checkpoint_every must be at least 1 step; got {checkpoint_every}.")
@@ -67,13 +69,20 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem) -> Result:
-        every, exact = self.checkpoint_every, isinstance(problem.solver, Splitting) and problem.solver.exact
+        every, exact = (
+            self.checkpoint_every,
+            isinstance(problem.solver, Splitting) and problem.solver.exact,
+        )
         if every is None and not exact:
             every = _spacing(problem, self.tol)
         problem.stats.update(reconstruction_error=None, checkpoint_every=every)
 
         def history(stepper: Stepper) -> History:
-            return Fingerprints(stepper, every) if exact else Resets(stepper, every, self.tol, problem.stats)
+            return (
+                Fingerprints(stepper, every)
+                if exact
+                else Resets(stepper, every, self.tol, problem.stats)
+            )
 
         return run_swept(problem, history)
 
@@ -104,7 +113,9 @@ class Resets(History):
         stats: receives the error.
     """
 
-    def __init__(self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]) -> None:
+    def __init__(
+        self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]
+    ) -> None:
         self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
         self.stored: dict[int, State] = {}
         # The largest entry of each field at these steps; errors are relative to it.
@@ -116,14 +127,22 @@ class Resets(History):
 
     def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
-        checkpoint = step == 0 or (self.every is not None and step % self.every == 0 and step < last)
+        checkpoint = step == 0 or (
+            self.every is not None and step % self.every == 0 and step < last
+        )
         if checkpoint:
             self.stored[step] = detached(state)
         if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
-            self.scale = [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)] if self.scale else sizes
+            self.scale = (
+                [torch.maximum(a, b) for a, b in zip(self.scale, sizes, strict=True)]
+                if self.scale
+                else sizes
+            )
 
-    def rewind(self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State) -> Rewind:
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+    ) -> Rewind:
         saves = self.stepper.clock.saves
         known = {} if frames is None else {step: select(frames, i) for i, step in enumerate(saves)}
         return FloatInversion(self, {**known, **self.stored}, final)
@@ -155,9 +174,15 @@ class FloatInversion(Rewind):
             for found, x, size in zip(state, true, self.history.scale, strict=True)
         )
         assert self.error is not None
-        self.history.stats["reconstruction_error"] = self.error = max(self.error, error) if error == error else error
+        self.history.stats["reconstruction_error"] = self.error = (
+            max(self.error, error) if error == error else error
+        )
         if not error <= self.history.tol:
-            single = "; float64 reaches much further than float32" if state[0].dtype == torch.float32 else ""
+            single = (
+                "; float64 reaches much further than float32"
+                if state[0].dtype == torch.float32
+                else ""
+            )
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the recovered state is "
                 f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "

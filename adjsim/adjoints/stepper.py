@@ -168,7 +168,13 @@ class Stepper:
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
         """Run step number ``number``."""
-        return self.program.step(self.clock.time_in_step(number), state, inputs.coefficients, self.noise_of(number), forces)
+        return self.program.step(
+            self.clock.time_in_step(number),
+            state,
+            inputs.coefficients,
+            self.noise_of(number),
+            forces,
+        )
 
     def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
         """Return the noise that step number ``number`` uses."""
@@ -183,7 +189,14 @@ class Stepper:
             return state, []
         return self.program.lattice.spill(state, self.growth.limit)
 
-    def run(self, start: State, inputs: Inputs, driver: Driver, observers: Sequence[Observer], problem: Problem) -> State:
+    def run(
+        self,
+        start: State,
+        inputs: Inputs,
+        driver: Driver,
+        observers: Sequence[Observer],
+        problem: Problem,
+    ) -> State:
         """Run all steps from a start, call the observers, return the end.
 
         The start is on the lattice, if there is one.
@@ -194,7 +207,17 @@ class Stepper:
                 step.
         """
         last, lattice = self.clock.last, self.program.lattice
-        stops = driver.stops({last, *(step for observer in observers for step in observer.stops(self) if 0 < step <= last)})
+        stops = driver.stops(
+            {
+                last,
+                *(
+                    step
+                    for observer in observers
+                    for step in observer.stops(self)
+                    if 0 < step <= last
+                ),
+            }
+        )
         state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
         for observer in observers:
             observer.visit(0, start, ())
@@ -210,30 +233,46 @@ class Stepper:
                 observer.visit(k, state, entries)
         if lattice is not None:
             problem.stats["buffer_bits"] = (
-                (spilled + lattice.buffered_bits(state)) / (last * state.position.numel()) if last else 0.0
+                (spilled + lattice.buffered_bits(state)) / (last * state.position.numel())
+                if last
+                else 0.0
             )
         return state
 
     def _is_valid(self, state: State) -> bool:
         if in_transform():
             return True
-        return all_finite(state) if self.program.lattice is None else self.program.lattice.in_range(state)
+        return (
+            all_finite(state)
+            if self.program.lattice is None
+            else self.program.lattice.in_range(state)
+        )
 
     @torch.no_grad()
-    def _raise_at_step(self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module) -> None:
+    def _raise_at_step(
+        self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module
+    ) -> None:
         k, forces = start, self.program.forces(potential)
         while self._is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
-        remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or start from a configuration with smaller forces."
+        remedy = (
+            f"Use a smaller dt (it is {self.clock.dt:g}), or start from a configuration with "
+            "smaller forces."
+        )
         lattice = self.program.lattice
         if lattice is not None and all_finite(state):
-            raise OverflowError(f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with exact=False.")
+            raise OverflowError(
+                f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with "
+                "exact=False."
+            )
         raise FloatingPointError(f"the simulation reached NaN or infinity {where}. {remedy}")
 
 
-def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> tuple[Stepper, Inputs]:
+def prepare(
+    problem: Problem, parameters: tuple[Tensor, ...] | None = None
+) -> tuple[Stepper, Inputs]:
     """Prepare the steps of a problem and its inputs, with their graph.
 
     Args:
@@ -252,12 +291,18 @@ def prepare(problem: Problem, parameters: tuple[Tensor, ...] | None = None) -> t
     stats: dict[str, Any] = {"steps": saves[-1], "order": program.order}
     if lattice is not None:
         coefficients = lattice.rationals(coefficients)
-        growth = lattice.growth(coefficients, [(stage.letter, move) for stage, move in program.moves])
+        growth = lattice.growth(
+            coefficients, [(stage.letter, move) for stage, move in program.moves]
+        )
         stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
     problem.stats.update(stats)
     noise = None
     if program.draws:
         assert problem.noise is not None
-        noise = StepNoise(problem.noise, program.draws, program.noise_steps, state.position.detach())
+        noise = StepNoise(
+            problem.noise, program.draws, program.noise_steps, state.position.detach()
+        )
     clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
-    return Stepper(program, clock, noise, growth), Inputs(state, coefficients, problem.tensors.tensors)
+    return Stepper(program, clock, noise, growth), Inputs(
+        state, coefficients, problem.tensors.tensors
+    )

@@ -58,11 +58,15 @@ class _SweptRun:
     It is written during the forward run only.
     """
 
-    def __init__(self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs) -> None:
+    def __init__(
+        self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs
+    ) -> None:
         self.problem, self.stepper, self.history = problem, stepper, history
         self.recorder = Recorder(problem.record, stepper.clock)
         self.width, self.kind = len(problem.state), type(problem.state)
-        self.keys = [(letter, name) for letter, group in inputs.coefficients.items() for name in group]
+        self.keys = [
+            (letter, name) for letter, group in inputs.coefficients.items() for name in group
+        ]
         # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
@@ -73,11 +77,17 @@ class _SweptRun:
         These are the start, the coefficients and the trainable parameters.
         """
         coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
-        return (*inputs.state, *coefficients, *self.problem.tensors.trainable(inputs.parameters).values())
+        return (
+            *inputs.state,
+            *coefficients,
+            *self.problem.tensors.trainable(inputs.parameters).values(),
+        )
 
     def inputs(self, flat: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Inputs:
         """Rebuild the inputs from which :meth:`flat` was made, with these parameters."""
-        coefficients: dict[str, dict[str, Tensor]] = {stage.letter: {} for stage in self.stepper.program.stages}
+        coefficients: dict[str, dict[str, Tensor]] = {
+            stage.letter: {} for stage in self.stepper.program.stages
+        }
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
         return Inputs(self.kind(*flat[: self.width]), coefficients, parameters)
@@ -92,35 +102,60 @@ class _SweptRun:
             driver = self.compiled.forward(recording)
         start = stepper.to_lattice(inputs.state)
         with problem.tensors.substituted(self.parameters):
-            final = stepper.from_lattice(stepper.run(start, inputs, driver, [recording, self.history], problem))
+            final = stepper.from_lattice(
+                stepper.run(start, inputs, driver, [recording, self.history], problem)
+            )
             states, record = recording.result()
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
         return (*first, *(x.clone() if any(x is y for y in flat) else x for x in final))
 
     def backward(
-        self, flat: tuple[Tensor, ...], outputs: tuple[Tensor, ...], cotangents: tuple[Tensor | None, ...]
+        self,
+        flat: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        cotangents: tuple[Tensor | None, ...],
     ) -> tuple[Tensor | None, ...]:
         problem, stepper, tensors = self.problem, self.stepper, self.problem.tensors
         wanted = set(tensors.wanted)
-        leaves = tuple(x.detach().requires_grad_(i in wanted) for i, x in enumerate(self.parameters))
+        leaves = tuple(
+            x.detach().requires_grad_(i in wanted) for i, x in enumerate(self.parameters)
+        )
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
         # Detached: an output with its graph would keep this run alive, and the run the output.
         outputs = tuple(x.detach() for x in outputs)
         final, given = self.kind(*outputs[-self.width :]), cotangents[-self.width :]
         sums = Cotangents(
-            {n: torch.zeros_like(x) if c is None else c for n, x, c in zip(final._fields, final, given, strict=True)},
+            {
+                n: torch.zeros_like(x) if c is None else c
+                for n, x, c in zip(final._fields, final, given, strict=True)
+            },
             trainable,
         )
         whole = problem.record is None
-        forces = stepper.program.forces(problem.dynamics.potential, parameters=trainable, stats=problem.stats)
-        rewind = self.history.rewind(inputs, forces, self.kind(*outputs[: self.width]) if whole else None, final)
+        forces = stepper.program.forces(
+            problem.dynamics.potential, parameters=trainable, stats=problem.stats
+        )
+        rewind = self.history.rewind(
+            inputs, forces, self.kind(*outputs[: self.width]) if whole else None, final
+        )
         if rewind.error is not None:
             problem.stats["reconstruction_error"] = rewind.error
-        saved = RecordSweep(self.recorder, cotangents[: -self.width], None if whole else outputs[0], rewind.tolerance)
-        driver = EagerDriver(stepper, inputs, forces) if self.compiled is None else self.compiled.backward(forces)
+        saved = RecordSweep(
+            self.recorder,
+            cotangents[: -self.width],
+            None if whole else outputs[0],
+            rewind.tolerance,
+        )
+        driver = (
+            EagerDriver(stepper, inputs, forces)
+            if self.compiled is None
+            else self.compiled.backward(forces)
+        )
         with tensors.substituted(leaves):
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress)
-            saved.accumulate(0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces)
+            saved.accumulate(
+                0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
+            )
             saved.finish()
             sums.complete()
         return (
@@ -150,4 +185,10 @@ class _SweptFunction(torch.autograd.Function):
         refuse_graph()
         saved = ctx.saved_tensors
         found = ctx.run.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
-        return (None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True)))
+        return (
+            None,
+            *(
+                g if wanted else None
+                for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True)
+            ),
+        )

@@ -63,7 +63,7 @@ class Term:
 
 
 class Dynamics(nn.Module):
-    """The base class of all dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
+    """The base class of dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
 
     state_type: type = PhaseState
     damping_name = "friction"
@@ -90,7 +90,9 @@ class Dynamics(nn.Module):
         # weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> State:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> State:
         """Make a start at a position, drawing whatever is not given from the generator.
 
         Args:
@@ -100,7 +102,10 @@ class Dynamics(nn.Module):
             generator: a generator, or a seed. One seed serves the start and the run, which have
                 separate streams.
         """
-        raise TypeError(f"{type(self).__name__} does not define its start: write init(position, momentum, generator).")
+        raise TypeError(
+            f"{type(self).__name__} does not define its start: write init(position, momentum, "
+            "generator)."
+        )
 
     def drift(self, t: Any, state: State) -> State:
         """Compute dy/dt without its noise: a state of rates, one for each field."""
@@ -108,7 +113,11 @@ class Dynamics(nn.Module):
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
                 total[name] = total[name] + rate if name in total else rate
-        zeros = {name: torch.zeros_like(value) for name, value in state._asdict().items() if name not in total}
+        zeros = {
+            name: torch.zeros_like(value)
+            for name, value in state._asdict().items()
+            if name not in total
+        }
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
@@ -182,7 +191,8 @@ class Dynamics(nn.Module):
         refuse_written(self.potential, position, version)
         if got != tuple(expected):
             raise ValueError(
-                f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it must be {tuple(expected)}."
+                f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it "
+                f"must be {tuple(expected)}."
             )
         _checked_shapes.put(self.potential, state.position.shape, True)
 
@@ -242,7 +252,9 @@ class MassiveDynamics(Dynamics):
                 "they must be equal."
             )
 
-    def thermal_momentum(self, position: PositionsLike, kT: Number, generator: Seed = None) -> Positions:
+    def thermal_momentum(
+        self, position: PositionsLike, kT: Number, generator: Seed = None
+    ) -> Positions:
         """Draw momenta sqrt(m kT) xi, zero on pinned atoms.
 
         They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size. A
@@ -269,7 +281,9 @@ class MassiveDynamics(Dynamics):
         return torch.where(mobile, thermal, 0.0)
 
 
-def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> tuple[Positions, Positions | None]:
+def as_start(
+    position: PositionsLike, momentum: PositionsLike | None = None
+) -> tuple[Positions, Positions | None]:
     """Convert position and momentum to tensors of one shape, dtype and device.
 
     Raises:
@@ -281,19 +295,27 @@ def as_start(position: PositionsLike, momentum: PositionsLike | None = None) -> 
         return at, None
     p = as_tensor("momentum", momentum)
     if p.shape != at.shape:
-        raise ValueError(f"momentum has shape {tuple(p.shape)} and position {tuple(at.shape)}; they must be equal.")
+        raise ValueError(
+            f"momentum has shape {tuple(p.shape)} and position {tuple(at.shape)}; they must be "
+            "equal."
+        )
     return at, p.to(at)
 
 
 def standard_normal(
-    position: Tensor, generator: Seed, stream: NoiseStream = NoiseStream.MOMENTA, links: tuple[int, ...] = ()
+    position: Tensor,
+    generator: Seed,
+    stream: NoiseStream = NoiseStream.MOMENTA,
+    links: tuple[int, ...] = (),
 ) -> Tensor:
     """Draw numbers for a start, ``(*batch, *links, atoms, dim)``.
 
     Replica i gets the same numbers in a batch of any size.
     """
     *batch, atoms, dim = position.shape
-    drawn = Noise(seed_from(generator), stream=stream)(0, (math.prod(batch), math.prod((*links, atoms, dim))), position)
+    drawn = Noise(seed_from(generator), stream=stream)(
+        0, (math.prod(batch), math.prod((*links, atoms, dim))), position
+    )
     return drawn.reshape((*batch, *links, atoms, dim))
 
 
@@ -305,7 +327,9 @@ def per_atom(value: Tensor, like: Tensor) -> Tensor:
 
 def check_per_atom(name: str, value: Tensor) -> None:
     if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1).")
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
+        )
 
 
 def check_entries(name: str, value: Tensor, state: State) -> None:

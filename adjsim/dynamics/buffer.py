@@ -59,7 +59,8 @@ def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, 
         return state, None
     if top >= limit:
         raise OverflowError(
-            f"the information buffer of {field} overflowed: the thermostat halves it in less than a step. Use a smaller dt."
+            f"the information buffer of {field} overflowed: the thermostat halves it in less than "
+            "a step. Use a smaller dt."
         )
     rows = buffer.reshape(systems, -1).clone()
     full = rows.amax(1) >= 2**FULL
@@ -108,7 +109,10 @@ def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}
-    n, d = (torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape) for i in (0, 1))
+    n, d = (
+        torch.tensor([known[v][i] for v in values], device=factor.device).reshape(factor.shape)
+        for i in (0, 1)
+    )
     return n, d
 
 

@@ -88,7 +88,9 @@ class Cotangents:
         """
         if not value.requires_grad:
             return
-        found = torch.autograd.grad(value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True)
+        found = torch.autograd.grad(
+            value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True
+        )
         for name, grad in zip(leaves._fields, found, strict=False):
             if grad is not None:
                 self.add(name, grad)

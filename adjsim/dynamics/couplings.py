@@ -4,8 +4,10 @@ A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`
 by a positive factor that does not depend on y. With x the rest of the state, c the coefficients
 (functions of the parameters, computed once a run) and lambda the cotangent of the result::
 
-    Shear   y' = y + c g(x)      y = y' - c g(x)     lambda_x += c (dg/dx)^T lambda_y    lambda_c += lambda_y . g(x)
-    Scale   y' = f(x) y          y = y' / f(x)       lambda_x += (df/dx)^T (lambda_y . y)    lambda_y <- f lambda_y
+    Shear   y' = y + c g(x)    y = y' - c g(x)    lambda_x += c (dg/dx)^T lambda_y
+                                                  lambda_c += lambda_y . g(x)
+    Scale   y' = f(x) y        y = y' / f(x)      lambda_x += (df/dx)^T (lambda_y . y)
+                                                  lambda_y <- f lambda_y
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
 backward move evaluates it once. A :class:`Map` is a flow of another kind, with a function and its
@@ -53,7 +55,13 @@ class Shear:
         """Return the state after the move."""
         return self._add(state, self.source.value(state, context), context, 1)
 
-    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
         """Take state and cotangents back through the move.
 
         The state comes from the inverse unless ``before`` is given.
@@ -68,7 +76,9 @@ class Shear:
             if accumulate is not None:
                 accumulate(unbroadcast(c * cotangent, value))
             if c.requires_grad:
-                cotangents.add_coefficient(context.letter, self.coefficient, unbroadcast(cotangent * value, c))
+                cotangents.add_coefficient(
+                    context.letter, self.coefficient, unbroadcast(cotangent * value, c)
+                )
         return before if before is not None else self._add(after, value, context, -1)
 
     def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
@@ -100,7 +110,13 @@ class Scale:
         """Return the state after the move."""
         return self._multiply(state, self.source.value(state, context), context)
 
-    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
         """Take state and cotangents back through the move.
 
         The state comes from the inverse unless ``before`` is given.
@@ -112,14 +128,26 @@ class Scale:
         cotangent = select_link(whole, self.link)
         cotangents[self.field] = replace_link(whole, self.link, cotangent * factor)
         if accumulate is not None:
-            accumulate(unbroadcast(cotangent * select_link(getattr(before, self.field), self.link), factor))
+            accumulate(
+                unbroadcast(cotangent * select_link(getattr(before, self.field), self.link), factor)
+            )
         return before
 
     def _multiply(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        return replace_field(state, self.field, self.link, select_link(getattr(state, self.field), self.link) * factor)
+        return replace_field(
+            state,
+            self.field,
+            self.link,
+            select_link(getattr(state, self.field), self.link) * factor,
+        )
 
     def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
-        return replace_field(state, self.field, self.link, select_link(getattr(state, self.field), self.link) / factor)
+        return replace_field(
+            state,
+            self.field,
+            self.link,
+            select_link(getattr(state, self.field), self.link) / factor,
+        )
 
 
 @dataclass(frozen=True)
@@ -147,9 +175,17 @@ class Map:
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the move."""
         force = (context.forces.force(state.position, context.t),) if self.force else ()
-        return self._replace(state, self.function(context.coefficients, *force, *self._fields(state)))
+        return self._replace(
+            state, self.function(context.coefficients, *force, *self._fields(state))
+        )
 
-    def backward(self, after: State, context: MoveContext, cotangents: Cotangents, before: State | None = None) -> State:
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
         """Take state and cotangents back through the move.
 
         The state comes from the inverse unless ``before`` is given.
@@ -161,7 +197,9 @@ class Map:
         if before is None:
             if self.inverse is None:
                 raise TypeError("this flow has no inverse; use CheckpointAdjoint or DirectAdjoint.")
-            before = self._replace(after, self.inverse(context.coefficients, *force, *self._fields(after)))
+            before = self._replace(
+                after, self.inverse(context.coefficients, *force, *self._fields(after))
+            )
         inner = [x.detach().requires_grad_() for x in (*force, *self._fields(before))]
         coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():
@@ -170,11 +208,17 @@ class Map:
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
         for value, _ in pairs:
-            context.forces.refuse_unknown(value, [*inner, *coefficients.values()], f"the flow of term {context.letter!r}")
+            context.forces.refuse_unknown(
+                value, [*inner, *coefficients.values()], f"the flow of term {context.letter!r}"
+            )
         found = [torch.zeros_like(x) for x in inputs]
         if pairs:
             values, given = zip(*pairs, strict=True)
-            found = list(torch.autograd.grad(values, inputs, given, allow_unused=True, materialize_grads=True))
+            found = list(
+                torch.autograd.grad(
+                    values, inputs, given, allow_unused=True, materialize_grads=True
+                )
+            )
         for name in self.fields:
             cotangents[name] = found.pop(len(force))
         if linear is not None:

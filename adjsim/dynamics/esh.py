@@ -93,8 +93,14 @@ def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
     small = square < 1e-4
     delta = torch.where(small, 1.0, square).sqrt()
     # Series where cosh(delta) - 1 would cancel; the first omitted term is below 1e-20.
-    sinhc = torch.where(small, 1 + square / 6 * (1 + square / 20 * (1 + square / 42)), torch.sinh(delta) / delta)
-    coshc = torch.where(small, 0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)), (torch.cosh(delta) - 1) / delta**2)
+    sinhc = torch.where(
+        small, 1 + square / 6 * (1 + square / 20 * (1 + square / 42)), torch.sinh(delta) / delta
+    )
+    coshc = torch.where(
+        small,
+        0.5 + square / 24 * (1 + square / 30 * (1 + square / 56)),
+        (torch.cosh(delta) - 1) / delta**2,
+    )
     along = (u * a).sum((-1, -2), keepdim=True)
     Z = 1 + coshc * square + sinhc * along
     turned = u + a * (sinhc + along * coshc)
@@ -126,7 +132,9 @@ class ESH(Dynamics):
         super().__init__(potential)
         self.terms = {"A": Glide(), "E": Turn(self)}
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ESHState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> ESHState:
         """Make a start at speed 1 along ``momentum``, which may be drawn."""
         at, p = as_start(position, momentum)
         if at.shape[-1] * at.shape[-2] < 2:
@@ -146,7 +154,10 @@ class ESH(Dynamics):
 
     def check(self, state: State) -> None:
         super().check(state)
-        if state.direction.shape != state.position.shape or state.log_speed.shape != state.position.shape[:-2]:
+        if (
+            state.direction.shape != state.position.shape
+            or state.log_speed.shape != state.position.shape[:-2]
+        ):
             raise ValueError(
                 f"direction must have the shape of position {tuple(state.position.shape)} "
                 f"and log_speed {tuple(state.position.shape[:-2])}."
@@ -158,7 +169,9 @@ class ESH(Dynamics):
         return self.potential(state.position) + d * state.log_speed
 
 
-def canonical_weights(log_speed: Float[Tensor, "time *batch"] | Array) -> Float[Tensor, "time *batch"]:
+def canonical_weights(
+    log_speed: Float[Tensor, "time *batch"] | Array,
+) -> Float[Tensor, "time *batch"]:
     """Compute weights that make averages over ESH frames canonical, at kT = 1.
 
     The frames are equally spaced in scaled time.

@@ -43,7 +43,9 @@ class LinearForce:
         if isinstance(found, DeferredVJP):
             return along, found
         names = self._evaluator.parameters
-        return along, {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+        return along, {
+            name: grad for name, grad in zip(names, found, strict=True) if grad is not None
+        }
 
 
 class ForceEvaluator:

@@ -36,12 +36,14 @@ class Bath(Term):
     """The bath, G: a linear SDE for momentum and memory, y = (p, z_1, ..., z_n)::
 
         dp   = -sum c_i z_i dt
-        dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i         c_i = sqrt(strength_i), r_i = rate_i
+        dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i
+        c_i = sqrt(strength_i), r_i = rate_i
 
     that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in
     distribution::
 
-        y' = E y + sqrt(m kT) L xi,    E = exp(-M h),    L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
+        y' = E y + sqrt(m kT) L xi,    E = exp(-M h),
+        L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
     E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
     scales. So the flow is made of coupling steps. The pivots start at one and must stay positive,
@@ -55,11 +57,17 @@ class Bath(Term):
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         c, r = self.dynamics.couplings(state.momentum)
         memory_force = -(c * state.memory).sum(-3)
-        return {"momentum": memory_force, "memory": c * state.momentum.unsqueeze(-3) - r * state.memory}
+        return {
+            "momentum": memory_force,
+            "memory": c * state.momentum.unsqueeze(-3) - r * state.memory,
+        }
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         _, r = self.dynamics.couplings(state.momentum)
-        return {"memory": torch.sqrt(2 * r) * self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)}
+        return {
+            "memory": torch.sqrt(2 * r)
+            * self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)
+        }
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         propagator, covariance = self.dynamics.bath_flow(h)
@@ -88,11 +96,22 @@ class Bath(Term):
     def moves(self, h: float, state: State) -> Sequence[Move]:
         last = self.draws - 1
         fields: list[Source] = [Field("momentum"), *(Field("memory", i) for i in range(last))]
-        upper = [self._add(i, Combination(f"upper {i}", tuple(fields[i + 1 :]))) for i in range(last)]
-        scales = [Scale("momentum", Coefficient("p scale")), Scale("memory", Coefficient("z scale"))]
-        lower = [self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)]
+        upper = [
+            self._add(i, Combination(f"upper {i}", tuple(fields[i + 1 :]))) for i in range(last)
+        ]
+        scales = [
+            Scale("momentum", Coefficient("p scale")),
+            Scale("memory", Coefficient("z scale")),
+        ]
+        lower = [
+            self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)
+        ]
         noise = [
-            self._add(i, Combination(f"noise {i}", tuple(Random(j) for j in range(i or self.draws))), "thermal")
+            self._add(
+                i,
+                Combination(f"noise {i}", tuple(Random(j) for j in range(i or self.draws))),
+                "thermal",
+            )
             for i in range(self.draws)
         ]
         return (*upper, *scales, *lower, *noise)
@@ -124,16 +143,19 @@ def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for j in range(size - 1):
         factors = torch.cat([matrix.new_zeros(j + 1), matrix[j + 1 :, j] / matrix[j, j]])
         matrix = matrix - torch.outer(factors, matrix[j])
-        lower = lower + torch.outer(factors, torch.eye(size, dtype=matrix.dtype, device=matrix.device)[j])
+        lower = lower + torch.outer(
+            factors, torch.eye(size, dtype=matrix.dtype, device=matrix.device)[j]
+        )
     pivots = matrix.diagonal()
     return lower, pivots, matrix / pivots.unsqueeze(-1)
 
 
 class GeneralizedLangevin(MassiveDynamics):
-    """Langevin dynamics with a friction kernel, and the noise of the fluctuation-dissipation theorem::
+    """Langevin dynamics with a friction kernel, and the noise of fluctuation and dissipation::
 
         dq = p/m dt
-        dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise,     K(t) = sum_i strengths_i exp(-rates_i t)
+        dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise
+        K(t) = sum_i strengths_i exp(-rates_i t)
 
     K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
     memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
@@ -168,15 +190,22 @@ class GeneralizedLangevin(MassiveDynamics):
         for name, value in (("rates", rates), ("strengths", strengths)):
             given = as_tensor(name, value)
             if given.ndim != 1 or given.numel() == 0:
-                raise ValueError(f"{name} must list at least one number; got shape {tuple(given.shape)}.")
+                raise ValueError(
+                    f"{name} must list at least one number; got shape {tuple(given.shape)}."
+                )
             register(self, name, given, positive=True)
         if self.rates.shape != self.strengths.shape:
-            raise ValueError(f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as many of each.")
+            raise ValueError(
+                f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as "
+                "many of each."
+            )
         self.terms = {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
 
     def couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return sqrt(strengths) and rates, ``(rates, 1, 1)``."""
-        return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(-1, 1, 1)
+        return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(
+            -1, 1, 1
+        )
 
     def bath_matrix(self) -> Tensor:
         """Return M of dy = -M y dt + noise, in float64.
@@ -203,7 +232,9 @@ class GeneralizedLangevin(MassiveDynamics):
         covariance = exponential[:n, n:] @ propagator.T
         return propagator, 0.5 * (covariance + covariance.T)
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> MemoryState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> MemoryState:
         """Make a start with the memory drawn at equilibrium.
 
         Momenta that are not given are drawn as sqrt(m kT) xi.
@@ -221,7 +252,9 @@ class GeneralizedLangevin(MassiveDynamics):
         *batch, atoms, dim = state.position.shape
         expected = (*batch, len(self.rates), atoms, dim)
         if tuple(state.memory.shape) != expected:
-            raise ValueError(f"memory has shape {tuple(state.memory.shape)}; it must be {expected}.")
+            raise ValueError(
+                f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
+            )
 
     def reduced_energy(self, state: State) -> Energies:
         """Compute H/kT plus ``sum z_i^2/(2 m kT)``.

@@ -26,7 +26,9 @@ class Hamiltonian(MassiveDynamics):
         super().__init__(potential, mass)
         self.terms = {"A": Stream(self), "B": Kick(self)}
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PhaseState:
         """Make a start. The momentum must be given: without a temperature it cannot be drawn."""
         at, p = as_start(position, momentum)
         if p is None:

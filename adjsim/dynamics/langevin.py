@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from adjsim._params import register
 from adjsim._state import PhaseState, State
 from adjsim._typing import Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_entries, check_per_atom, per_atom
+from adjsim.dynamics.base import (
+    MassiveDynamics,
+    Term,
+    as_start,
+    check_entries,
+    check_per_atom,
+    per_atom,
+)
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Kick, Stream
@@ -40,7 +47,9 @@ class OrnsteinUhlenbeck(Term):
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         friction = self.dynamics.frictions(state.momentum)
         # expm1 keeps the digits of 1 - c^2 where friction h is small.
-        noise = torch.sqrt(-torch.expm1(-2 * h * friction)) * self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)
+        noise = torch.sqrt(-torch.expm1(-2 * h * friction)) * self.dynamics.thermal_scale(
+            state.momentum, self.dynamics.kT
+        )
         return {"decay": torch.exp(-h * friction), "noise": noise}
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
@@ -72,7 +81,9 @@ class Langevin(MassiveDynamics):
     kT: Tensor
     friction: Tensor
 
-    def __init__(self, potential: nn.Module, mass: Number = 1.0, kT: Number = 1.0, friction: Number = 1.0) -> None:
+    def __init__(
+        self, potential: nn.Module, mass: Number = 1.0, kT: Number = 1.0, friction: Number = 1.0
+    ) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
         register(self, "friction", friction, positive=True)
@@ -83,7 +94,9 @@ class Langevin(MassiveDynamics):
         """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PhaseState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PhaseState:
         """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
         at, p = as_start(position, momentum)
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)

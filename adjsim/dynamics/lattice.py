@@ -13,9 +13,9 @@ lattice
       q, r = X div d, X mod d        B <- B d + r
       u    = B mod n                 B <- B div n        X' = q n + u
 
-  Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n and d exchanged. X'
-  is less than n units from X n/d, and B grows by the log2(d/n) bits that X loses. When a buffer is full, 32 bits of it go to a
-  stack (:mod:`adjsim.dynamics.buffer`).
+  Each line is a bijection of (X, B), for n below d as well as above. The inverse is the same with n
+  and d exchanged. X' is less than n units from X n/d, and B grows by the log2(d/n) bits that X
+  loses. When a buffer is full, 32 bits of it go to a stack (:mod:`adjsim.dynamics.buffer`).
 
 Gradients are those of the unrounded flow at the lattice states: rounding has the derivative of the
 identity.
@@ -69,25 +69,44 @@ class Lattice:
         dt: the step.
     """
 
-    def __init__(self, dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]], dt: float) -> None:
+    def __init__(
+        self, dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]], dt: float
+    ) -> None:
         _refuse(dynamics, state, moves)
         every = [(letter, move) for letter, group in moves.items() for move in group]
-        self.scaled = tuple(dict.fromkeys(move.field for _, move in every if isinstance(move, Scale)))
+        self.scaled = tuple(
+            dict.fromkeys(move.field for _, move in every if isinstance(move, Scale))
+        )
         self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
         self._kind, self._lattice_type = type(state), _lattice_type(type(state), self.scaled)
         scales = _scales(dynamics, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
-        self.grids = {name: Grid(power_of_two(scale) * (room[name] / LARGEST)) for name, scale in scales.items()}
-        kicked = [self.grids[m.field] for _, m in every if isinstance(m, Shear) and isinstance(m.source, Force)]
+        self.grids = {
+            name: Grid(power_of_two(scale) * (room[name] / LARGEST))
+            for name, scale in scales.items()
+        }
+        kicked = [
+            self.grids[m.field]
+            for _, m in every
+            if isinstance(m, Shear) and isinstance(m.source, Force)
+        ]
         # For contributions to forces, which have one more axis; at least as fine as the spacing of
         # their increments.
-        self.force_grid = Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
+        self.force_grid = (
+            Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
+        )
         if kicked:
             _check_force(dynamics.potential)
-        self._constant = [(a, m.source.name) for a, m in every if isinstance(m, Scale) and isinstance(m.source, Coefficient)]
+        self._constant = [
+            (a, m.source.name)
+            for a, m in every
+            if isinstance(m, Scale) and isinstance(m.source, Coefficient)
+        ]
         self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
-        self._varies = any(isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every)
+        self._varies = any(
+            isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every
+        )
 
     def spacings(self) -> dict[str, Tensor]:
         """Return the spacing of each field, and of contributions to the force as ``"force"``."""
@@ -110,7 +129,14 @@ class Lattice:
         grid = self.grids[move.field].link(move.link)
         if isinstance(move, Shear):
             return LatticeShear(move.field, move.source, move.coefficient, move.link, grid=grid)
-        return LatticeScale(move.field, move.source, move.link, grid=grid, denominator=self._denominator, half=self._half)
+        return LatticeScale(
+            move.field,
+            move.source,
+            move.link,
+            grid=grid,
+            denominator=self._denominator,
+            half=self._half,
+        )
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
         """Add to the coefficients a fraction n/d for each that is a factor."""
@@ -120,7 +146,9 @@ class Lattice:
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
         return found
 
-    def growth(self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]) -> BufferGrowth:
+    def growth(
+        self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
+    ) -> BufferGrowth:
         """Compute how the scales of a step fill the buffers."""
         bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
         largest = DENOMINATOR if self._varies else 1
@@ -131,7 +159,9 @@ class Lattice:
                 largest = max(largest, int(d.max()), int(n.max()))
         # A factor that depends on the state is assumed to be above a half; the check of the buffers
         # finds one that is not.
-        fastest = max([1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())])
+        fastest = max(
+            [1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())]
+        )
         spare = LONGEST - FULL - math.log2(largest)
         if fastest > spare:
             raise ValueError(
@@ -147,7 +177,9 @@ class Lattice:
     def to_lattice(self, state: State) -> State:
         """Return the nearest state of the lattice, with empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
-        buffers = [torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled]
+        buffers = [
+            torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
+        ]
         return self._lattice_type(*fields, *buffers)
 
     def from_lattice(self, state: State) -> State:
@@ -162,10 +194,16 @@ class Lattice:
         """Describe which field has left the lattice, and how large it may be."""
         used_fraction = self._used_fractions(state)
         name = max(used_fraction, key=lambda n: used_fraction[n])
-        return f"{name} left the lattice of the exact run, which reaches to {self.grids[name].limit:.3g},"
+        return (
+            f"{name} left the lattice of the exact run, which reaches to "
+            f"{self.grids[name].limit:.3g},"
+        )
 
     def _used_fractions(self, state: State) -> dict[str, float]:
-        return {name: self.grids[name].used_fraction(value) for name, value in self.from_lattice(state)._asdict().items()}
+        return {
+            name: self.grids[name].used_fraction(value)
+            for name, value in self.from_lattice(state)._asdict().items()
+        }
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
         """Spill the buffers that are full."""
@@ -184,7 +222,10 @@ class Lattice:
 
     def buffered_bits(self, state: State) -> float:
         """Count the bits in the buffers of a state."""
-        return sum(float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum()) for name in self.scaled)
+        return sum(
+            float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum())
+            for name in self.scaled
+        )
 
 
 @dataclass(frozen=True)
@@ -205,7 +246,10 @@ class BufferGrowth:
         """Return the bits a step and degree of freedom."""
         if self.bits is None:
             return None
-        return sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items()) / state.position.numel()
+        return (
+            sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
+            / state.position.numel()
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +262,9 @@ class LatticeShear(Shear):
         if self.coefficient is not None:
             value = context.coefficients[self.coefficient] * value
         y, increment = select_link(getattr(state, self.field), self.link), self.grid.round(value)
-        return replace_field(state, self.field, self.link, y + increment if sign > 0 else y - increment)
+        return replace_field(
+            state, self.field, self.link, y + increment if sign > 0 else y - increment
+        )
 
 
 @dataclass(frozen=True)
@@ -239,13 +285,19 @@ class LatticeScale(Scale):
 
     def _divide(self, state: State, factor: Tensor, context: MoveContext) -> State:
         n, d = self._fraction(factor, context)
-        return self._replace_both(state, *self._rescale(state, select_link(getattr(state, self.field), self.link), d, n))
+        return self._replace_both(
+            state, *self._rescale(state, select_link(getattr(state, self.field), self.link), d, n)
+        )
 
     def _fraction(self, factor: Tensor, context: MoveContext) -> tuple[Tensor, Tensor]:
         if isinstance(self.source, Coefficient):
-            return context.coefficients[self.source.name + " n"], context.coefficients[self.source.name + " d"]
+            return context.coefficients[self.source.name + " n"], context.coefficients[
+                self.source.name + " d"
+            ]
         # To the nearest integer: a half is added before truncation.
-        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(min=1), self.denominator
+        return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(
+            min=1
+        ), self.denominator
 
     def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
@@ -258,7 +310,12 @@ class LatticeScale(Scale):
         return x * self.grid.spacing, kept
 
     def _replace_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
-        return replace_field(replace_field(state, self.field, self.link, y), buffer_name(self.field), self.link, buffer)
+        return replace_field(
+            replace_field(state, self.field, self.link, y),
+            buffer_name(self.field),
+            self.link,
+            buffer,
+        )
 
 
 @lru_cache(maxsize=64)
@@ -281,7 +338,10 @@ def _refuse(dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ..
             "53 bits of a float64, and the 24 of a float32 would leave it coarser than the steps."
         )
     if in_transform():
-        raise RuntimeError("exact=True does not go through torch.func transforms (grad, vmap, jvp): use exact=False there.")
+        raise RuntimeError(
+            "exact=True does not go through torch.func transforms (grad, vmap, jvp): use "
+            "exact=False there."
+        )
 
 
 def _check_force(potential: nn.Module) -> None:
@@ -305,6 +365,8 @@ def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:
         if name in known_scales:
             sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
-        largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
+        largest = (
+            largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
+        )
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
     return found

@@ -50,7 +50,8 @@ class Chain(Term):
     first to the last. A link, driven by G_j between two halves of its damping, is one scale and one
     shear::
 
-        b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j) = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
+        b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j)
+             = exp(-h v_{j+1}) b_j + h exp(-h v_{j+1}/2) G_j
     """
 
     def __init__(self, dynamics: NoseHooverChain) -> None:
@@ -62,11 +63,20 @@ class Chain(Term):
         v = b * c["1/Q"]
         heat = torch.stack([_chain_force(state, c, j) for j in range(self.dynamics.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
-        return {"momentum": -state.momentum * v[..., 0, :, :], "bath_position": v, "bath_momentum": heat - b * damping}
+        return {
+            "momentum": -state.momentum * v[..., 0, :, :],
+            "bath_position": v,
+            "bath_momentum": heat - b * damping,
+        }
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         Q, target = self.dynamics.bath(state.position)
-        return {"1/Q": 1 / Q, "h/Q": h / Q, "target": target, "1/m": 1 / self.dynamics.masses(state.momentum)}
+        return {
+            "1/Q": 1 / Q,
+            "h/Q": h / Q,
+            "target": target,
+            "1/m": 1 / self.dynamics.masses(state.momentum),
+        }
 
     def moves(self, h: float, state: State) -> Sequence[Move]:
         last = self.dynamics.length - 1
@@ -79,7 +89,10 @@ class Chain(Term):
     def _link(self, j: int, h: float) -> list[Move]:
         if j == self.dynamics.length - 1:
             return [Shear("bath_momentum", ChainForce(j, h, None), link=j)]
-        return [Scale("bath_momentum", ChainScaling(j + 1, h), link=j), Shear("bath_momentum", ChainForce(j, h, j + 1), link=j)]
+        return [
+            Scale("bath_momentum", ChainScaling(j + 1, h), link=j),
+            Shear("bath_momentum", ChainForce(j, h, j + 1), link=j),
+        ]
 
 
 def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
@@ -107,9 +120,13 @@ class ChainScaling:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return _scaling(state, context.coefficients, self.link, self.h)
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         value = self.value(state, context)
-        return value, lambda cotangent: _scaling_vjp(self.link, self.h, cotangent * value, state, context, cotangents)
+        return value, lambda cotangent: _scaling_vjp(
+            self.link, self.h, cotangent * value, state, context, cotangents
+        )
 
 
 @dataclass(frozen=True)
@@ -125,12 +142,20 @@ class ChainForce:
 
     def value(self, state: State, context: MoveContext) -> Tensor:
         heat = _chain_force(state, context.coefficients, self.link) * self.h
-        return heat if self.damped_by is None else heat * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
+        return (
+            heat
+            if self.damped_by is None
+            else heat * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
+        )
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         heat = _chain_force(state, context.coefficients, self.link) * self.h
         if self.damped_by is None:
-            return heat, lambda cotangent: self._chain_force_vjp(cotangent * self.h, state, context, cotangents)
+            return heat, lambda cotangent: self._chain_force_vjp(
+                cotangent * self.h, state, context, cotangents
+            )
         k, drag = self.damped_by, _scaling(state, context.coefficients, self.damped_by, self.h / 2)
         value = heat * drag
 
@@ -140,37 +165,53 @@ class ChainForce:
 
         return value, accumulate
 
-    def _chain_force_vjp(self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
+    def _chain_force_vjp(
+        self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> None:
         """Take the cotangent of G_j to the fields and coefficients in it."""
         c, j = context.coefficients, self.link
         _add_to_link(context, cotangents, "target", j, -cotangent)
         if j == 0:
             scaled = state.momentum * cotangent
-            cotangents["momentum"] = torch.addcmul(cotangents["momentum"], scaled, c["1/m"], value=2)
+            cotangents["momentum"] = torch.addcmul(
+                cotangents["momentum"], scaled, c["1/m"], value=2
+            )
             if c["1/m"].requires_grad:
-                cotangents.add_coefficient(context.letter, "1/m", unbroadcast(scaled * state.momentum, c["1/m"]))
+                cotangents.add_coefficient(
+                    context.letter, "1/m", unbroadcast(scaled * state.momentum, c["1/m"])
+                )
         else:
             before = select_link(state.bath_momentum, j - 1)
             _add_to_bath(cotangents, j - 1, cotangent * before * c["1/Q"][j - 1] * 2)
             _add_to_link(context, cotangents, "1/Q", j - 1, cotangent * before**2)
 
 
-def _scaling_vjp(j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents) -> None:
+def _scaling_vjp(
+    j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents
+) -> None:
     """Take the cotangent of the scaling factor, times the factor, to b_j and 1/Q_j."""
     _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
-    _add_to_link(context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h)
+    _add_to_link(
+        context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h
+    )
 
 
 def _add_to_bath(cotangents: Cotangents, j: int, cotangent: Tensor) -> None:
-    cotangents.add("bath_momentum", unbroadcast(cotangent, select_link(cotangents["bath_momentum"], j)), j)
+    cotangents.add(
+        "bath_momentum", unbroadcast(cotangent, select_link(cotangents["bath_momentum"], j)), j
+    )
 
 
-def _add_to_link(context: MoveContext, cotangents: Cotangents, name: str, j: int, cotangent: Tensor) -> None:
+def _add_to_link(
+    context: MoveContext, cotangents: Cotangents, name: str, j: int, cotangent: Tensor
+) -> None:
     """Add to the cotangent of one link of a coefficient."""
     whole = context.coefficients[name]
     if whole.requires_grad:
         cotangents.add_coefficient(
-            context.letter, name, replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j]))
+            context.letter,
+            name,
+            replace_link(torch.zeros_like(whole), j, unbroadcast(cotangent, whole[j])),
         )
 
 
@@ -223,7 +264,10 @@ class NoseHooverChain(MassiveDynamics):
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
         register(self, "tau", tau, positive=True)
-        self.length, self.dof = as_whole("length", length), None if dof is None else as_number("dof", dof)
+        self.length, self.dof = (
+            as_whole("length", length),
+            None if dof is None else as_number("dof", dof),
+        )
         if self.length < 1:
             raise ValueError(f"length must be at least 1 link; got {length}.")
         if self.dof is not None and not self.dof > 0:
@@ -241,7 +285,9 @@ class NoseHooverChain(MassiveDynamics):
         kT, tau = self.kT.to(position), self.tau.to(position)
         return count * (kT * tau**2), count * kT
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> ChainState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> ChainState:
         """Make a start with the chain at rest.
 
         Momenta that are not given are drawn as sqrt(m kT) xi.
@@ -259,7 +305,9 @@ class NoseHooverChain(MassiveDynamics):
         expected = (*state.position.shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:
-                raise ValueError(f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}.")
+                raise ValueError(
+                    f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}."
+                )
 
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)

@@ -36,13 +36,23 @@ class Diffuse(Term):
         self.dynamics = dynamics
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        return {"position": force(self.dynamics.potential, state.position, t) / self.dynamics.frictions(state.position)}
+        return {
+            "position": force(self.dynamics.potential, state.position, t)
+            / self.dynamics.frictions(state.position)
+        }
 
     def moves(self, h: float, state: State) -> NoReturn:
-        raise TypeError("the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or SDESolver.")
+        raise TypeError(
+            "the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or "
+            "SDESolver."
+        )
 
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        return {"position": torch.sqrt(2 * self.dynamics.kT.to(state.position) / self.dynamics.frictions(state.position))}
+        return {
+            "position": torch.sqrt(
+                2 * self.dynamics.kT.to(state.position) / self.dynamics.frictions(state.position)
+            )
+        }
 
 
 class OverdampedLangevin(Dynamics):
@@ -78,10 +88,14 @@ class OverdampedLangevin(Dynamics):
         """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""
         return per_atom(self.friction, like)
 
-    def init(self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None) -> PositionState:
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PositionState:
         """Make a start, without a momentum."""
         if momentum is not None:
-            raise ValueError("OverdampedLangevin has no momentum; use Langevin where momenta matter.")
+            raise ValueError(
+                "OverdampedLangevin has no momentum; use Langevin where momenta matter."
+            )
         state = PositionState(as_start(position)[0])
         self.check(state)
         return state
@@ -102,7 +116,9 @@ class OverdampedLangevin(Dynamics):
         Hessian. It holds near the state only.
         """
         generator = torch.Generator().manual_seed(0)
-        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(state.position)
+        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(
+            state.position
+        )
         friction = self.frictions(state.position.detach()).detach().sqrt()
         rate = 0.0
         for _ in range(POWER_ITERATIONS):

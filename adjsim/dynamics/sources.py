@@ -49,7 +49,9 @@ class Source(Protocol):
     """
 
     def value(self, state: State, context: MoveContext) -> Tensor: ...
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]: ...
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]: ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,12 @@ class Field:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return select_link(getattr(state, self.name), self.link)
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
-        return self.value(state, context), lambda cotangent: cotangents.add(self.name, cotangent, self.link)
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
+        return self.value(state, context), lambda cotangent: cotangents.add(
+            self.name, cotangent, self.link
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,9 @@ class Random:
         assert context.noise is not None
         return context.noise[self.draw]
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         return self.value(state, context), None
 
 
@@ -95,11 +103,15 @@ class Coefficient:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return context.coefficients[self.name]
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         value = context.coefficients[self.name]
         if not value.requires_grad:
             return value, None
-        return value, lambda cotangent: cotangents.add_coefficient(context.letter, self.name, unbroadcast(cotangent, value))
+        return value, lambda cotangent: cotangents.add_coefficient(
+            context.letter, self.name, unbroadcast(cotangent, value)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,9 @@ class Combination:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return self._sum(context, [source.value(state, context) for source in self.sources])
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         c = context.coefficients[self.coefficient]
         parts = [source.vjp(state, context, cotangents) for source in self.sources]
 
@@ -144,7 +158,9 @@ class Force:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return context.forces.force(state.position, context.t)
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         linear = context.forces.linear(state.position, context.t)
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
 
@@ -159,7 +175,9 @@ class Function:
     def value(self, state: State, context: MoveContext) -> Tensor:
         return self.function(context.coefficients, *(getattr(state, name) for name in self.reads))
 
-    def vjp(self, state: State, context: MoveContext, cotangents: Cotangents) -> tuple[Tensor, Accumulate]:
+    def vjp(
+        self, state: State, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
         coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():

@@ -46,7 +46,10 @@ class Kick(Term):
         self.dynamics = dynamics
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
-        return {"momentum": self.dynamics.mobile(state.position) * force(self.dynamics.potential, state.position, t)}
+        return {
+            "momentum": self.dynamics.mobile(state.position)
+            * force(self.dynamics.potential, state.position, t)
+        }
 
     def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -74,7 +74,10 @@ class Simulation:
 
     def __post_init__(self) -> None:
         if self.compile and not isinstance(self.solver, SteppingSolver):
-            raise TypeError(f"compile=True is for solvers of fixed steps, such as Splitting; not for {self.solver!r}.")
+            raise TypeError(
+                "compile=True is for solvers of fixed steps, such as Splitting; not for "
+                f"{self.solver!r}."
+            )
 
     def starts(self, replicas: int, generator: Seed) -> State:
         """Make and check the starts of all replicas."""
@@ -122,7 +125,11 @@ class GradientEstimate:
 
         It is Student's t over the chunks.
         """
-        middle, error = (self.value, self.value_stderr) if name is None else (self.grad[name], self.grad_stderr[name])
+        middle, error = (
+            (self.value, self.value_stderr)
+            if name is None
+            else (self.grad[name], self.grad_stderr[name])
+        )
         half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
         return middle - half, middle + half
 
@@ -151,7 +158,10 @@ class GradientEstimate:
             module: the dynamics that was estimated.
         """
         if self.value.numel() != 1:
-            raise ValueError(f"accumulate needs a scalar observable; its mean has shape {tuple(self.value.shape)}.")
+            raise ValueError(
+                "accumulate needs a scalar observable; its mean has shape "
+                f"{tuple(self.value.shape)}."
+            )
         parameters = self._parameters(module)
         for name, grad in self.grad.items():
             parameter = parameters[name]
@@ -163,7 +173,8 @@ class GradientEstimate:
         missing = [name for name in self.grad if name not in parameters]
         if missing:
             raise ValueError(
-                f"{missing[0]!r} is no parameter of {type(module).__name__}: pass the dynamics that was estimated."
+                f"{missing[0]!r} is no parameter of {type(module).__name__}: pass the dynamics "
+                "that was estimated."
             )
         return parameters
 
@@ -173,32 +184,56 @@ class GradientEstimate:
         info, found = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
         if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
-            found.append(f"it is worth {ess:.3g} independent samples only, so its error is uncertain too")
+            found.append(
+                f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
+            )
         contributing = info.get("contributing")
         if contributing is not None and contributing < FEW_CONTRIBUTING:
             found.append(
-                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its error is uncertain too"
+                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its "
+                "error is uncertain too"
                 if contributing > 0
-                else "the observable was the same in all replicas, so its score cannot show what none of them saw"
+                else "the observable was the same in all replicas, so its score cannot show what "
+                "none of them saw"
             )
         if error is not None and error > 1e-6:
-            found.append(f"reversing the steps lost the trajectory (reconstruction error {error:.1e})")
+            found.append(
+                f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
+            )
         lost = info.get("lost_at")
-        if growth is not None and (growth * info["duration"] > math.log(LARGE_GROWTH) or (lost or math.inf) < info["duration"]):
+        if growth is not None and (
+            growth * info["duration"] > math.log(LARGE_GROWTH)
+            or (lost or math.inf) < info["duration"]
+        ):
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
             found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
         if info.get("smooth") is False:
-            found.append("the observable has no derivative along a path (is it a step?), so its zero means nothing")
+            found.append(
+                "the observable has no derivative along a path (is it a step?), so its zero means "
+                "nothing"
+            )
         if info.get("truncate") is not None:
-            found.append(f"it was cut off after {info['truncate']:g}, which leaves out effects that last longer")
+            found.append(
+                f"it was cut off after {info['truncate']:g}, which leaves out effects that last "
+                "longer"
+            )
         drift = info.get("equilibration")
         if drift is not None and drift > 4:
-            found.append(f"the two halves of the run differ by {drift:.1f} standard errors: it had not come to equilibrium")
+            found.append(
+                f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
+                "come to equilibrium"
+            )
         return found
 
     def __str__(self) -> str:
-        lines = [f"{self.estimand} estimate", f"  value {_with_error(self.value, self.value_stderr)}"]
-        lines += [f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}" for name, grad in self.grad.items()]
+        lines = [
+            f"{self.estimand} estimate",
+            f"  value {_with_error(self.value, self.value_stderr)}",
+        ]
+        lines += [
+            f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}"
+            for name, grad in self.grad.items()
+        ]
         lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
         return "\n".join(lines)
 
@@ -246,13 +281,18 @@ class Estimator(ABC):
         return isinstance(simulation.solver, SteppingSolver)
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
-        """Refuse, before any work, a simulation or an observable that this estimator cannot take."""
+        """Refuse, before any work, a simulation or an observable that does not apply."""
         return
 
-    def finish(self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]) -> GradientEstimate:
+    def finish(
+        self, parts: list[Chunk], sizes: list[int], diagnostics: dict[str, Any]
+    ) -> GradientEstimate:
         """Combine the chunks into the estimate."""
         value, value_stderr = mean_and_stderr([part.value for part in parts], sizes)
-        pairs = {name: mean_and_stderr([part.grad[name] for part in parts], sizes) for name in parts[0].grad}
+        pairs = {
+            name: mean_and_stderr([part.grad[name] for part in parts], sizes)
+            for name in parts[0].grad
+        }
         errors = [e for part in parts if (e := part.stats.get("reconstruction_error")) is not None]
         return GradientEstimate(
             value,
@@ -299,24 +339,43 @@ class ChunkedEstimator(Estimator):
             diagnostics = self.combine(simulation, parts, sizes)
             seconds = time.perf_counter() - begun
         compiled = simulation.compile and self.can_compile(simulation)
-        return self.finish(parts, sizes, {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics})
+        return self.finish(
+            parts,
+            sizes,
+            {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics},
+        )
 
     @abstractmethod
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         """Run a group of replicas."""
 
-    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+    def combine(
+        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+    ) -> dict[str, Any]:
         """Finish the chunks where that needs all of them, and return more diagnostics."""
         return {}
 
 
 def observe(
-    simulation: Simulation, observable: Observable, start: State, adjoint: Adjoint, noise: Noise | None
+    simulation: Simulation,
+    observable: Observable,
+    start: State,
+    adjoint: Adjoint,
+    noise: Noise | None,
 ) -> tuple[Tensor, Trajectory]:
     """Run replicas, and return the observable ``(replicas, ...)`` and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
     trajectory = run(
-        simulation.dynamics, start, simulation.ts, simulation.solver, adjoint, record, noise, compile=simulation.compile
+        simulation.dynamics,
+        start,
+        simulation.ts,
+        simulation.solver,
+        adjoint,
+        record,
+        noise,
+        compile=simulation.compile,
     )
     return checked(evaluate(observable, trajectory), start), trajectory
 
@@ -337,7 +396,10 @@ def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
 def checked(values: Tensor, start: State) -> Tensor:
     count = start.position.shape[0]
     if values.shape[:1] != (count,):
-        raise ValueError(f"the observable has shape {tuple(values.shape)}; its leading axis must be the {count} replicas.")
+        raise ValueError(
+            f"the observable has shape {tuple(values.shape)}; its leading axis must be the "
+            f"{count} replicas."
+        )
     return values
 
 
@@ -353,8 +415,15 @@ def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.enable_grad():
         entries = mean.reshape(-1).unbind()
     for i, entry in enumerate(entries):
-        found = torch.autograd.grad(entry, wanted, retain_graph=i + 1 < len(entries), allow_unused=True)
-        rows.append([torch.zeros_like(x) if g is None else g.detach() for g, x in zip(found, wanted, strict=True)])
+        found = torch.autograd.grad(
+            entry, wanted, retain_graph=i + 1 < len(entries), allow_unused=True
+        )
+        rows.append(
+            [
+                torch.zeros_like(x) if g is None else g.detach()
+                for g, x in zip(found, wanted, strict=True)
+            ]
+        )
     columns = zip(*rows, strict=True)
     return {
         name: torch.stack(column).reshape((*mean.shape, *x.shape))
@@ -381,7 +450,9 @@ def chunk_slices(replicas: int, chunks: int) -> list[slice]:
 def weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
     """Compute the mean over replicas from chunk means."""
     total = sum(sizes)
-    return torch.stack([value * (size / total) for value, size in zip(values, sizes, strict=True)]).sum(0)
+    return torch.stack(
+        [value * (size / total) for value, size in zip(values, sizes, strict=True)]
+    ).sum(0)
 
 
 def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -392,7 +463,9 @@ def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tens
     mean, count, total = weighted_mean(means, sizes), len(means), sum(sizes)
     if count == 1:
         return mean, torch.full_like(mean, float("nan"))
-    squares = [((value - mean) * (size / total)) ** 2 for value, size in zip(means, sizes, strict=True)]
+    squares = [
+        ((value - mean) * (size / total)) ** 2 for value, size in zip(means, sizes, strict=True)
+    ]
     return mean, (torch.stack(squares).sum(0) * count / (count - 1)).sqrt()
 
 

@@ -46,7 +46,9 @@ class Hessian(LinearOperator):
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         _, pullback = force_vjp(self.potential, self.q, [])
-        along, _ = pullback(torch.from_numpy(np.ascontiguousarray(x.ravel())).to(self.q).reshape(self.q.shape))
+        along, _ = pullback(
+            torch.from_numpy(np.ascontiguousarray(x.ravel())).to(self.q).reshape(self.q.shape)
+        )
         return -along.detach().double().cpu().numpy().ravel()
 
 
@@ -98,7 +100,9 @@ class PseudoInverse(ABC):
         size = float(np.linalg.norm(wanted))
         residual = float(np.linalg.norm(self.project(self.hessian.matvec(x)) - wanted))
         # A loss that depends on flat directions alone leaves the rounding of its projection.
-        if not residual <= max(RESIDUAL, ROUNDING * self.epsilon) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
+        if not residual <= max(
+            RESIDUAL, ROUNDING * self.epsilon
+        ) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
             raise RuntimeError(
                 f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
                 "right-hand side is left. The minimum is ill-conditioned; hold the soft "
@@ -197,7 +201,9 @@ class IterativeInverse(PseudoInverse):
         return self.project(np.asarray(x))
 
     @staticmethod
-    def _extreme(operator: LinearOperator, which: Literal["LA", "LM"], tol: float) -> tuple[float, np.ndarray]:
+    def _extreme(
+        operator: LinearOperator, which: Literal["LA", "LM"], tol: float
+    ) -> tuple[float, np.ndarray]:
         n = operator.shape[0]
         start = np.random.default_rng(0).standard_normal(n)
         options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
@@ -220,7 +226,11 @@ class _Deflated(LinearOperator):
 
     def __init__(self, inverse: IterativeInverse, sign: float = 1.0, shift: float = 0.0) -> None:
         super().__init__(np.dtype(np.float64), inverse.hessian.shape)
-        self.hessian, self.flat, self.largest_curvature = inverse.hessian, inverse.flat, inverse.largest_curvature
+        self.hessian, self.flat, self.largest_curvature = (
+            inverse.hessian,
+            inverse.flat,
+            inverse.largest_curvature,
+        )
         self.sign, self.offset = sign, shift
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
@@ -246,6 +256,8 @@ def rigid_motions(q: np.ndarray) -> np.ndarray:
         turned = np.zeros_like(x)
         turned[:, i], turned[:, j] = -x[:, j], x[:, i]
         motions.append(turned)
-    columns = np.stack([motion.ravel() / max(1e-300, float(np.linalg.norm(motion))) for motion in motions], 1)
+    columns = np.stack(
+        [motion.ravel() / max(1e-300, float(np.linalg.norm(motion))) for motion in motions], 1
+    )
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
     return left[:, sizes > 1e-6]

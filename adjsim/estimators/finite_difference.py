@@ -41,7 +41,9 @@ class FiniteDifference(ChunkedEstimator):
         self.h = h
 
     @torch.no_grad()
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         evaluations = 0
 
         def mean() -> Tensor:
@@ -59,7 +61,10 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     shifted = entries.clone()
                     shifted[i] += sign * step
-                    with exclusive(simulation.dynamics), _TemporaryValue(parameter, shifted.reshape(parameter.shape)):
+                    with (
+                        exclusive(simulation.dynamics),
+                        _TemporaryValue(parameter, shifted.reshape(parameter.shape)),
+                    ):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)

@@ -37,7 +37,10 @@ class ForwardSensitivity(ChunkedEstimator):
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if getattr(simulation.solver, "exact", False):
-            raise TypeError("ForwardSensitivity does not go with exact=True, which has no forward derivative; use Pathwise.")
+            raise TypeError(
+                "ForwardSensitivity does not go with exact=True, which has no forward derivative; "
+                "use Pathwise."
+            )
         refuse_captured_force("ForwardSensitivity", simulation)
         name = captured_parameter(simulation, observable)
         if name is not None:
@@ -47,7 +50,9 @@ class ForwardSensitivity(ChunkedEstimator):
                 "use Pathwise."
             )
 
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         plain = replace(simulation, compile=False)
         dynamics, evaluations = simulation.dynamics, 0
 

@@ -21,7 +21,9 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
     A tensor with several names is replaced under all of them.
     """
     tensors = ModuleTensors(module)
-    with tensors.substituted([values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]):
+    with tensors.substituted(
+        [values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]
+    ):
         return function()
 
 
@@ -34,7 +36,9 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
     start = simulation.starts(1, torch.Generator().manual_seed(0))
     values = {name: p.detach() for name, p in dynamics.trainable().items()}
     with torch.enable_grad():
-        rates = with_values(dynamics, values, lambda: dynamics.drift(check_times(simulation.ts)[0], start))
+        rates = with_values(
+            dynamics, values, lambda: dynamics.drift(check_times(simulation.ts)[0], start)
+        )
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
             f"{estimator}: the force reads a parameter past its module (from a list, or as a "
@@ -55,8 +59,12 @@ def captured_parameter(simulation: Simulation, observable: Observable) -> str | 
         return observable(Trajectory(check_times(simulation.ts), frames, None, start, {}))
 
     with torch.enable_grad():
-        value = with_values(simulation.dynamics, {name: p.detach() for name, p in parameters.items()}, seen)
+        value = with_values(
+            simulation.dynamics, {name: p.detach() for name, p in parameters.items()}, seen
+        )
         if not value.requires_grad:
             return None
         slopes = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
-    return next((name for name, slope in zip(parameters, slopes, strict=True) if slope is not None), None)
+    return next(
+        (name for name, slope in zip(parameters, slopes, strict=True) if slope is not None), None
+    )

@@ -23,7 +23,16 @@ from adjsim.adjoints.stepper import Inputs, Stepper, prepare
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, checked, evaluate, jacobian, weighted_mean
+from adjsim.estimators.base import (
+    Chunk,
+    ChunkedEstimator,
+    Observable,
+    Simulation,
+    checked,
+    evaluate,
+    jacobian,
+    weighted_mean,
+)
 from adjsim.estimators.functional import refuse_captured_force, with_values
 from adjsim.estimators.probes import depends_on, evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
@@ -50,11 +59,13 @@ class Girsanov(ChunkedEstimator):
     time. P is the density of the positions (and momenta) that the scheme samples, all of them held
     fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the noise:
 
-    ================================== =========================================================================
-    EulerMaruyama                      ``S = sum_k (dt/friction)/s  xi_k . F'_k``,  s = sqrt(2 kT dt/friction)
-    Splitting("OBABO")                 ``S = sum_k h/(2 sigma) (xi_k . F'_k + c xi'_k . F'_{k+1})``
-    Splitting("BAOAB"), positions      ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,  w_0 = 1/2, else 1
-    ================================== =========================================================================
+    =============================== ================================================================
+    EulerMaruyama                   ``S = sum_k (dt/friction)/s  xi_k . F'_k``,
+                                    s = sqrt(2 kT dt/friction)
+    Splitting("OBABO")              ``S = sum_k h/(2 sigma) (xi_k . F'_k + c xi'_k . F'_{k+1})``
+    Splitting("BAOAB"), positions   ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,
+                                    w_0 = 1/2, else 1
+    =============================== ================================================================
 
     with c, sigma those of the Ornstein-Uhlenbeck flow. Under BAOAB, the momenta follow from the
     positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density,
@@ -108,7 +119,9 @@ class Girsanov(ChunkedEstimator):
             momentum_check.refuse_slopes(start, frames)
 
     @torch.no_grad()
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
         problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
@@ -120,11 +133,17 @@ class Girsanov(ChunkedEstimator):
         explicit = _ExplicitDerivative(dynamics, average)
         # A dependence on momenta that the starts do not show may show at the visited states.
         momentum_check = (
-            _MomentumCheck(observable, times) if isinstance(solver, Splitting) and solver.scheme == "BAOAB" else None
+            _MomentumCheck(observable, times)
+            if isinstance(solver, Splitting) and solver.scheme == "BAOAB"
+            else None
         )
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
-        driver = EagerDriver(stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats))
-        last = stepper.run(stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem)
+        driver = EagerDriver(
+            stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats)
+        )
+        last = stepper.run(
+            stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem
+        )
         score.flush(stepper.clock.last)
         states, record = recording.result()
         stats, final = problem.stats, stepper.from_lattice(last)
@@ -141,17 +160,27 @@ class Girsanov(ChunkedEstimator):
         OS = {name: outer_mean(values, scores) for name, scores in S.items()}
         return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
 
-    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+    def combine(
+        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+    ) -> dict[str, Any]:
         for i, part in enumerate(parts):
-            others = [(p.value, n) for j, (p, n) in enumerate(zip(parts, sizes, strict=True)) if j != i]
-            b = weighted_mean([v for v, _ in others], [n for _, n in others]) if others else torch.zeros_like(part.value)
+            others = [
+                (p.value, n) for j, (p, n) in enumerate(zip(parts, sizes, strict=True)) if j != i
+            ]
+            b = (
+                weighted_mean([v for v, _ in others], [n for _, n in others])
+                if others
+                else torch.zeros_like(part.value)
+            )
             for name in part.grad:
                 found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
                 part.grad[name] = part.extra["explicit"][name] + found
         parameters = simulation.dynamics.trainable()
         left = float("inf")
         for name, p in parameters.items():
-            scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(sum(sizes), -1)
+            scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(
+                sum(sizes), -1
+            )
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
                 weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
                 left = min(left, 1.0 / float((weight**2).sum()))
@@ -175,7 +204,10 @@ class Girsanov(ChunkedEstimator):
             S = torch.cat([part.extra["S"][name] for part in parts]).reshape(sum(sizes), -1)
             y2 = squares * S.square().sum(1, keepdim=True)
             if bool((S != 0).any()):
-                least = min(least, float((y2.sum(0).square() / y2.square().sum(0)).nan_to_num(nan=0.0).min()))
+                least = min(
+                    least,
+                    float((y2.sum(0).square() / y2.square().sum(0)).nan_to_num(nan=0.0).min()),
+                )
         return least
 
     def __repr__(self) -> str:
@@ -196,7 +228,12 @@ class _PathObserver:
         explicit: _ExplicitDerivative,
         momentum_check: _MomentumCheck | None,
     ) -> None:
-        self.stepper, self.score, self.explicit, self.momentum_check = stepper, score, explicit, momentum_check
+        self.stepper, self.score, self.explicit, self.momentum_check = (
+            stepper,
+            score,
+            explicit,
+            momentum_check,
+        )
         self.average, self.first, self.before = recorder.average is not None, recorder.first, None
         probed = (
             evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
@@ -254,9 +291,15 @@ class _MomentumCheck:
         if isinstance(self.observable, TimeAverage | Final):
             return self.observable.function(state)
         assert frames is not None
-        shares = torch.linspace(0.5, 1.0, len(frames.momentum), dtype=torch.float64).to(state.momentum).square()
+        shares = (
+            torch.linspace(0.5, 1.0, len(frames.momentum), dtype=torch.float64)
+            .to(state.momentum)
+            .square()
+        )
         moved = frames.momentum + shares.reshape(-1, 1, 1, 1) * (state.momentum - final.momentum)
-        return self.observable(Trajectory(self.times, frames._replace(momentum=moved), None, state, {}))
+        return self.observable(
+            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
+        )
 
     @staticmethod
     def _refuse() -> NoReturn:
@@ -267,7 +310,7 @@ class _MomentumCheck:
 
 
 class _ExplicitDerivative:
-    """The observable's own dependence on the parameters, averaged over the steps of a time average."""
+    """The explicit derivative of the observable, averaged over the steps of a time average."""
 
     def __init__(self, dynamics: Any, average: TimeAverage | None) -> None:
         self.parameters, self.average = dynamics.trainable(), average
@@ -299,7 +342,9 @@ class _ParameterVJP:
         names = [name.removeprefix("potential.") for name in self.parameters]
 
         def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
-            return with_values(self.potential, values, lambda: (force(self.potential, q, t) * w).sum())
+            return with_values(
+                self.potential, values, lambda: (force(self.potential, q, t) * w).sum()
+            )
 
         values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
         found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
@@ -312,7 +357,10 @@ class _Score(ABC):
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
         self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
         replicas = inputs.state.position.shape[0]
-        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.parameter_vjp.parameters.items()}
+        self.total = {
+            name: p.new_zeros((replicas, *p.shape))
+            for name, p in self.parameter_vjp.parameters.items()
+        }
         # A time-dependent force is differentiated at its time. Others are collected, since one call
         # for many steps saves overhead.
         self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
@@ -327,7 +375,9 @@ class _Score(ABC):
         """Add what was collected."""
         if self.pending and self.total:
             positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
-            for name, found in self.parameter_vjp(positions, weights, self.stepper.clock.time(step)).items():
+            for name, found in self.parameter_vjp(
+                positions, weights, self.stepper.clock.time(step)
+            ).items():
                 total = self.total[name]
                 self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
         self.pending.clear()

@@ -55,7 +55,9 @@ class ImplicitDifferentiation:
 
     def __init__(self, tol: float = 1e-10, max_iterations: int = 10_000) -> None:
         if not tol > 0 or max_iterations < 1:
-            raise ValueError(f"tol and max_iterations must be positive; got {tol} and {max_iterations}.")
+            raise ValueError(
+                f"tol and max_iterations must be positive; got {tol} and {max_iterations}."
+            )
         self.tol, self.max_iterations = tol, max_iterations
 
     @outside_inference_mode()
@@ -109,7 +111,13 @@ class ImplicitDifferentiation:
 
 class _Minimum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, method: ImplicitDifferentiation, potential: nn.Module, start: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        method: ImplicitDifferentiation,
+        potential: nn.Module,
+        start: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         flat = start.reshape(-1, *start.shape[-2:])
         found = torch.stack([method.find(potential, q) for q in flat]).reshape(start.shape)
         ctx.potential, ctx.names = potential, list(trainable(potential))
@@ -120,25 +128,42 @@ class _Minimum(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph()
         found, *parameters = ctx.saved_tensors
-        systems, total = found.reshape(-1, *found.shape[-2:]), [torch.zeros_like(p) for p in parameters]
+        systems, total = (
+            found.reshape(-1, *found.shape[-2:]),
+            [torch.zeros_like(p) for p in parameters],
+        )
         for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
             inverse = pseudo_inverse(ctx.potential, q)
             inverse.check()
-            _check_flat_directions(ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True)))
+            _check_flat_directions(
+                ctx.potential, inverse, dict(zip(ctx.names, parameters, strict=True))
+            )
             x = inverse.solve(v.double().cpu().numpy().ravel())
-            total = [old + g for old, g in zip(total, _parameter_gradient(ctx.potential, q, x, parameters), strict=True)]
+            total = [
+                old + g
+                for old, g in zip(
+                    total, _parameter_gradient(ctx.potential, q, x, parameters), strict=True
+                )
+            ]
         return (None, None, None, *total)
 
 
-def _parameter_gradient(potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]) -> list[Tensor]:
+def _parameter_gradient(
+    potential: nn.Module, q: Tensor, x: np.ndarray, parameters: list[Tensor]
+) -> list[Tensor]:
     """Compute ``x^T dF/dtheta``."""
     _, pullback = force_vjp(potential, q, parameters)
     _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
     listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
-    return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, listed, strict=True)]
+    return [
+        torch.zeros_like(p) if g is None else g.detach()
+        for p, g in zip(parameters, listed, strict=True)
+    ]
 
 
-def _check_flat_directions(potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
+def _check_flat_directions(
+    potential: nn.Module, inverse: PseudoInverse, parameters: dict[str, Tensor]
+) -> None:
     """Refuse a parameter that pushes along a flat direction.
 
     The force must exceed a share of the force along a direction that is not flat, and, over a

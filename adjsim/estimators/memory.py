@@ -1,8 +1,9 @@
 """How much memory a piece of work takes at its peak.
 
-On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see tensors; so the resident
-set of the process is sampled every millisecond, from a baseline taken after freed memory has been given back. It is good
-to about a megabyte; for figures to rely on, measure in a fresh process, as the command line does.
+On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see
+tensors; so the resident set of the process is sampled every millisecond, from a baseline taken
+after freed memory has been given back. It is good to about a megabyte; for figures to rely on,
+measure in a fresh process, as the command line does.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 
 
 def release() -> None:
-    """Collect what nobody holds, and give freed memory back to the system: what a method finds to reuse would not be counted as
-    its own. It takes about a tenth of a second."""
+    """Collect what nobody holds, and give freed memory back to the system: what a method finds to
+    reuse would not be counted as its own. It takes about a tenth of a second."""
     gc.collect()
     _trim()
 
@@ -37,7 +38,8 @@ class PeakMemory:
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        # Young garbage only: to release() all of it would take a tenth of a second from every estimate.
+        # Young garbage only: to release() all of it would take a tenth of a second from every
+        # estimate.
         gc.collect(1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -51,7 +53,12 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self._base
             return

@@ -34,7 +34,9 @@ class Moments:
             they keep their digits.
     """
 
-    def __init__(self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State) -> None:
+    def __init__(
+        self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State
+    ) -> None:
         self.dynamics, self.function, self.bath = dynamics, function, bath
         with torch.no_grad():
             seen = checked(function(start), start).to(torch.float64)
@@ -46,10 +48,17 @@ class Moments:
 
         The parameters must be the current ones.
         """
-        return self.dynamics is dynamics and self.function == function and self.names == list(dynamics.trainable())
+        return (
+            self.dynamics is dynamics
+            and self.function == function
+            and self.names == list(dynamics.trainable())
+        )
 
     def __call__(self, state: State) -> Tensor:
-        registered = {**dict(self.dynamics.named_parameters()), **dict(self.dynamics.named_buffers())}
+        registered = {
+            **dict(self.dynamics.named_parameters()),
+            **dict(self.dynamics.named_buffers()),
+        }
         parameters = {name: registered[name] for name in self.names}
         with torch.enable_grad():
             if all(p.requires_grad for p in parameters.values()):
@@ -64,7 +73,11 @@ class Moments:
             columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
             # A curve and a network have many of these; an observable without parameters has none.
-            explicit = [self._slopes(entry, parameters, None) for entry in entries] if seen.requires_grad else []
+            explicit = (
+                [self._slopes(entry, parameters, None) for entry in entries]
+                if seen.requires_grad
+                else []
+            )
         parts = [values, values.square().mean(0), *slopes, *explicit]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
@@ -73,12 +86,17 @@ class Moments:
 
     @staticmethod
     def _slopes(output: Tensor, parameters: dict[str, Tensor], weight: Tensor | None) -> Tensor:
-        """Compute the derivative with respect to all parameters, joined; zero where there is none."""
+        """Compute the derivative with respect to all parameters, joined; zero for unused ones."""
         wanted = list(parameters.values())
         found: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if wanted and output.requires_grad:
-            found = torch.autograd.grad(output, wanted, weight, retain_graph=True, allow_unused=True)
-        flat = [(torch.zeros_like(p) if g is None else g).detach().reshape(-1) for p, g in zip(wanted, found, strict=True)]
+            found = torch.autograd.grad(
+                output, wanted, weight, retain_graph=True, allow_unused=True
+            )
+        flat = [
+            (torch.zeros_like(p) if g is None else g).detach().reshape(-1)
+            for p, g in zip(wanted, found, strict=True)
+        ]
         return torch.cat(flat) if flat else output.new_zeros(0)
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
@@ -90,15 +108,22 @@ class Moments:
         trainable = self.dynamics.trainable()
         sizes = [p.numel() for p in trainable.values()]
         known = values.numel() + count + (1 + count) * sum(sizes)
-        each, squares, slopes = average[:known].split([values.numel(), count, (1 + count) * sum(sizes)])
-        explicit = average[known:] if len(average) > known else average.new_zeros(count * sum(sizes))
+        each, squares, slopes = average[:known].split(
+            [values.numel(), count, (1 + count) * sum(sizes)]
+        )
+        explicit = (
+            average[known:] if len(average) > known else average.new_zeros(count * sum(sizes))
+        )
         each, shift = each.reshape(values.shape), self.shift.reshape(shape)
         mean, square = each.mean(0), squares.reshape(shape)
         G, OG = slopes.reshape(1 + count, -1).split([1, count])
 
         def by_name(rows: Tensor, leading: torch.Size) -> dict[str, Tensor]:
             parts = rows.split(sizes, 1) if sizes else ()
-            return {name: part.reshape((*leading, *p.shape)) for (name, p), part in zip(trainable.items(), parts, strict=True)}
+            return {
+                name: part.reshape((*leading, *p.shape))
+                for (name, p), part in zip(trainable.items(), parts, strict=True)
+            }
 
         return {
             "O": mean + shift,

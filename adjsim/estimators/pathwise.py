@@ -10,7 +10,14 @@ from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._state import State, detached
-from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times, first_averaged_step, step_numbers
+from adjsim._trajectory import (
+    Final,
+    TimeAverage,
+    Trajectory,
+    check_times,
+    first_averaged_step,
+    step_numbers,
+)
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
@@ -53,7 +60,9 @@ class Pathwise(ChunkedEstimator):
 
     estimand: ClassVar[str] = "path"
 
-    def __init__(self, adjoint: Adjoint = DirectAdjoint(), *, truncate: float | None = None) -> None:
+    def __init__(
+        self, adjoint: Adjoint = DirectAdjoint(), *, truncate: float | None = None
+    ) -> None:
         if truncate is not None and not truncate > 0:
             raise ValueError(f"truncate must be a positive time; got {truncate}.")
         self.adjoint, self.truncate = adjoint, truncate
@@ -64,16 +73,26 @@ class Pathwise(ChunkedEstimator):
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
         if simulation.compile and not self.can_compile(simulation):
-            raise TypeError(f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or leave it out.")
+            raise TypeError(
+                f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or "
+                "leave it out."
+            )
         if self.truncate is None:
             return
         if not isinstance(simulation.solver, SteppingSolver):
-            raise TypeError(f"truncate goes with solvers of a fixed step, not with {type(simulation.solver).__name__}.")
+            raise TypeError(
+                "truncate goes with solvers of a fixed step, not with "
+                f"{type(simulation.solver).__name__}."
+            )
         if not isinstance(observable, TimeAverage | Final):
-            raise TypeError("truncate goes with Final(fn) and TimeAverage(fn), whose parts are known.")
+            raise TypeError(
+                "truncate goes with Final(fn) and TimeAverage(fn), whose parts are known."
+            )
         step_numbers(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
 
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         parameters = simulation.dynamics.trainable()
         with torch.enable_grad():
             begin = type(start)(*(x.detach().requires_grad_() for x in start))
@@ -96,9 +115,19 @@ class Pathwise(ChunkedEstimator):
         }
         return Chunk(mean.detach(), found, stats, (growth, smooth))
 
-    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
-        duration, squares = simulation.duration, [part.extra[0] for part in parts if part.extra[0] is not None]
-        found: dict[str, Any] = {"duration": duration, "growth": None, "truncate": self.truncate, "lost_at": None}
+    def combine(
+        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+    ) -> dict[str, Any]:
+        duration, squares = (
+            simulation.duration,
+            [part.extra[0] for part in parts if part.extra[0] is not None],
+        )
+        found: dict[str, Any] = {
+            "duration": duration,
+            "growth": None,
+            "truncate": self.truncate,
+            "lost_at": None,
+        }
         found["smooth"] = all(part.extra[1] for part in parts)
         if not squares or self.truncate is not None:
             return found
@@ -113,7 +142,9 @@ class Pathwise(ChunkedEstimator):
         return found
 
     @staticmethod
-    def _growth(observable: Observable, at_start: Tensor, final: State) -> tuple[float | None, bool | None]:
+    def _growth(
+        observable: Observable, at_start: Tensor, final: State
+    ) -> tuple[float | None, bool | None]:
         """Compute the growth of derivatives from end to start, and whether the observable is
         smooth.
 
@@ -151,7 +182,9 @@ class Pathwise(ChunkedEstimator):
         last, width = step_numbers(times, dt)[-1], round(self.truncate / dt)
         runs: list[dict[str, Any]] = []
 
-        def part(state: State, first: int, stop: int, record: TimeAverage | None = None) -> Trajectory:
+        def part(
+            state: State, first: int, stop: int, record: TimeAverage | None = None
+        ) -> Trajectory:
             span = [float(times[0]) + first * dt, float(times[0]) + stop * dt]
             shifted = None if noise is None else Noise(noise.seed, noise.first, first)
             made = run(

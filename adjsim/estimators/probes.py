@@ -26,10 +26,15 @@ def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bo
     """
     x = getattr(state, name).detach()
     generator = torch.Generator().manual_seed(0)
-    shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (float(x.square().mean().sqrt()) or 1.0)
+    shift = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) * (
+        float(x.square().mean().sqrt()) or 1.0
+    )
     with torch.no_grad():
         before = function(state)
-        return any(not bitwise_equal(function(state._replace(**{name: x + size * shift})), before) for size in SIZES)
+        return any(
+            not bitwise_equal(function(state._replace(**{name: x + size * shift})), before)
+            for size in SIZES
+        )
 
 
 def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
@@ -39,7 +44,11 @@ def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state
         ValueError: it depends on a field that has no stationary density, such as the position of a
             Nose-Hoover chain.
     """
-    others = [name for name in state._fields if name not in ("position", "momentum") and depends_on(function, state, name)]
+    others = [
+        name
+        for name in state._fields
+        if name not in ("position", "momentum") and depends_on(function, state, name)
+    ]
     for name in others:
         if not depends_on(dynamics.reduced_energy, state, name):
             raise ValueError(
@@ -58,7 +67,9 @@ def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
     their value and derivative vanish.
     """
     if not bath:
-        state = state._replace(**{name: torch.zeros_like(getattr(state, name)) for name in dynamics.bath_fields})
+        state = state._replace(
+            **{name: torch.zeros_like(getattr(state, name)) for name in dynamics.bath_fields}
+        )
     return dynamics.reduced_energy(state)
 
 
@@ -69,4 +80,6 @@ def evenly_spaced(first: int, last: int, count: int) -> set[int]:
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two values have the same bits, NaN included."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return one.shape == other.shape and torch.allclose(
+        one, other, rtol=0.0, atol=0.0, equal_nan=True
+    )

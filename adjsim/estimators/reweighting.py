@@ -37,7 +37,8 @@ from adjsim.solvers.base import SteppingSolver
 class Reweighting(Estimator):
     """Equilibrium means and gradients at parameters near the sampled ones, from stored samples::
 
-        <O>_theta = sum_i w_i O_i / sum_i w_i,     w_i = exp(-(u_i(theta) - u_i(theta_0))),     u = H/kT
+        <O>_theta = sum_i w_i O_i / sum_i w_i,     u = H/kT
+        w_i = exp(-(u_i(theta) - u_i(theta_0)))
 
     Known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and thermodynamic
     perturbation. It answers the stationary question. Frames of a run at theta_0 are stored and used
@@ -59,7 +60,9 @@ class Reweighting(Estimator):
 
     estimand: ClassVar[str] = "stationary"
 
-    def __init__(self, *, every: float | None = None, burn_in: float = 0.0, threshold: float = 0.5) -> None:
+    def __init__(
+        self, *, every: float | None = None, burn_in: float = 0.0, threshold: float = 0.5
+    ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must be a share between 0 and 1; got {threshold}.")
         if not burn_in >= 0 or (every is not None and not every > 0):
@@ -85,11 +88,19 @@ class Reweighting(Estimator):
         slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
         self.check(simulation, observable)
         assert isinstance(observable, TimeAverage)
-        sizes, samples, begun = [part.stop - part.start for part in slices], self._samples, time.perf_counter()
+        sizes, samples, begun = (
+            [part.stop - part.start for part in slices],
+            self._samples,
+            time.perf_counter(),
+        )
         skip = common_burn_in(self, self.burn_in, observable)
-        if samples is not None and (samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)):
+        if samples is not None and (
+            samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)
+        ):
             samples = None
-        with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0)).position.device) as memory:
+        with PeakMemory(
+            simulation.starts(1, torch.Generator().manual_seed(0)).position.device
+        ) as memory:
             bath = samples is not None and samples.depends_on_bath(observable)
             sampled = samples is None or self._effective_share(samples, bath) < self.threshold
             if sampled:
@@ -97,12 +108,16 @@ class Reweighting(Estimator):
                 bath = samples.depends_on_bath(observable)
             assert samples is not None
             largest = float(samples.log_weights(bath).max())
-            parts = [self._reweight(samples, i, observable, bath, largest) for i in range(len(sizes))]
+            parts = [
+                self._reweight(samples, i, observable, bath, largest) for i in range(len(sizes))
+            ]
             if sampled:
                 parts[0].stats["energy_evaluations"] += samples.evaluations
             diagnostics = self._combine(parts, sizes)
         seconds = time.perf_counter() - begun
-        diagnostics.update(sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes)
+        diagnostics.update(
+            sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes
+        )
         return self.finish(parts, sizes, diagnostics)
 
     def surrogate(self, observable: TimeAverage) -> Tensor:
@@ -114,7 +129,9 @@ class Reweighting(Estimator):
             raise RuntimeError("Reweighting has no samples yet; call it first.")
         with torch.enable_grad():
             bath = self._samples.depends_on_bath(observable)
-            logs = torch.cat([self._samples.log_weight(i, bath) for i in range(len(self._samples.states))])
+            logs = torch.cat(
+                [self._samples.log_weight(i, bath) for i in range(len(self._samples.states))]
+            )
             values = torch.cat([observable.function(state) for state in self._samples.states])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
@@ -129,7 +146,10 @@ class Reweighting(Estimator):
         for part in parts:
             part.value = R + (part.extra["A"] - R * part.extra["B"]) / B
         for name in parts[0].grad:
-            dA, dB = (weighted_mean([part.extra[key][name] for part in parts], sizes) for key in ("dA", "dB"))
+            dA, dB = (
+                weighted_mean([part.extra[key][name] for part in parts], sizes)
+                for key in ("dA", "dB")
+            )
             dR = (dA - outer(R, dB)) / B
             for part in parts:
                 e = part.extra
@@ -140,7 +160,10 @@ class Reweighting(Estimator):
         series = torch.cat([part.extra["O"] for part in parts], 1)
         each = [mean_with_error(column).ess for column in series.unbind(2)]
         half = len(series) // 2
-        halves = [part.extra["O"][half:].mean((0, 1)) - part.extra["O"][:half].mean((0, 1)) for part in parts]
+        halves = [
+            part.extra["O"][half:].mean((0, 1)) - part.extra["O"][:half].mean((0, 1))
+            for part in parts
+        ]
         return {
             "weights_ess": share,
             "ess": share * min(each),
@@ -156,12 +179,24 @@ class Reweighting(Estimator):
         first = first_averaged_step(skip, dt, last)
         steps = range(first - 1 + width, last + 1, width)
         if len(steps) < 2:
-            raise ValueError(f"Reweighting: {last} steps leave {len(steps)} frames; run longer, or give a smaller every.")
+            raise ValueError(
+                f"Reweighting: {last} steps leave {len(steps)} frames; run longer, or give a "
+                "smaller every."
+            )
         return [begin, *(begin + k * dt for k in steps)]
 
-    def _sample(self, simulation: Simulation, skip: float, slices: list[slice], generator: torch.Generator | None) -> _Samples:
+    def _sample(
+        self,
+        simulation: Simulation,
+        skip: float,
+        slices: list[slice],
+        generator: torch.Generator | None,
+    ) -> _Samples:
         starts = simulation.starts(slices[-1].stop, generator)
-        seed, bath = seed_from(generator) if simulation.dynamics.stochastic else None, bool(simulation.dynamics.bath_fields)
+        seed, bath = (
+            seed_from(generator) if simulation.dynamics.stochastic else None,
+            bool(simulation.dynamics.bath_fields),
+        )
         times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
         with torch.no_grad():
             for part in slices:
@@ -176,19 +211,32 @@ class Reweighting(Estimator):
                     noise,
                     compile=simulation.compile,
                 )
-                frames = type(starts)(*(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields))
+                frames = type(starts)(
+                    *(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields)
+                )
                 states.append(frames)
                 u = reduced_energy(simulation.dynamics, frames, False)
-                energies.append({False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u})
+                energies.append(
+                    {False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u}
+                )
                 evaluations += made.stats["energy_evaluations"]
-        return _Samples(simulation, [part.stop - part.start for part in slices], skip, states, energies, evaluations)
+        return _Samples(
+            simulation,
+            [part.stop - part.start for part in slices],
+            skip,
+            states,
+            energies,
+            evaluations,
+        )
 
     @staticmethod
     def _effective_share(samples: _Samples, bath: bool) -> float:
         w = torch.softmax(samples.log_weights(bath), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
-    def _reweight(self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float) -> Chunk:
+    def _reweight(
+        self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float
+    ) -> Chunk:
         """Compute one chunk's means of w O and of w, and their derivatives.
 
         Weights are relative to the largest of all chunks. This changes neither the ratio of the
@@ -196,7 +244,10 @@ class Reweighting(Estimator):
         """
         parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():
-            values, w = observable.function(samples.states[i]), torch.exp(samples.log_weight(i, bath) - largest)
+            values, w = (
+                observable.function(samples.states[i]),
+                torch.exp(samples.log_weight(i, bath) - largest),
+            )
             A, B = (_like(w, values) * values).mean(0), w.mean()
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
@@ -204,7 +255,10 @@ class Reweighting(Estimator):
         extra = {
             "A": A.detach(),
             "B": B.detach(),
-            "dA": {name: x[:size].reshape((*A.shape, *parameters[name].shape)) for name, x in both.items()},
+            "dA": {
+                name: x[:size].reshape((*A.shape, *parameters[name].shape))
+                for name, x in both.items()
+            },
             "dB": {name: x[size] for name, x in both.items()},
             "w": w.detach(),
             "O": values.detach().reshape(frames, samples.sizes[i], -1),
@@ -230,11 +284,16 @@ class _Samples:
     evaluations: int
 
     def depends_on_bath(self, observable: TimeAverage) -> bool:
-        return any(depends_on_bath(self.simulation.dynamics, observable.function, state) for state in self.states)
+        return any(
+            depends_on_bath(self.simulation.dynamics, observable.function, state)
+            for state in self.states
+        )
 
     def log_weight(self, i: int, bath: bool) -> Tensor:
         """Compute the log weights of a chunk's frames at the current parameters."""
-        return self.energies[i][bath] - reduced_energy(self.simulation.dynamics, self.states[i], bath)
+        return self.energies[i][bath] - reduced_energy(
+            self.simulation.dynamics, self.states[i], bath
+        )
 
     @torch.no_grad()
     def log_weights(self, bath: bool) -> Tensor:

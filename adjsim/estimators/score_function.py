@@ -12,7 +12,15 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Estimator, Observable, Simulation, checked, weighted_mean
+from adjsim.estimators.base import (
+    Chunk,
+    ChunkedEstimator,
+    Estimator,
+    Observable,
+    Simulation,
+    checked,
+    weighted_mean,
+)
 from adjsim.estimators.moments import Moments
 from adjsim.estimators.probes import depends_on_bath
 from adjsim.simulation import run
@@ -64,7 +72,9 @@ class ScoreFunction(ChunkedEstimator):
         average = check_stationary(self, simulation, observable)
         common_burn_in(self, self.burn_in, average)
 
-    def chunk(self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None) -> Chunk:
+    def chunk(
+        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+    ) -> Chunk:
         assert isinstance(observable, TimeAverage)
         dynamics, function = simulation.dynamics, observable.function
         bath = depends_on_bath(dynamics, function, start)
@@ -76,7 +86,12 @@ class ScoreFunction(ChunkedEstimator):
 
     @torch.no_grad()
     def _sample(
-        self, simulation: Simulation, observable: TimeAverage, start: State, noise: Noise | None, bath: bool
+        self,
+        simulation: Simulation,
+        observable: TimeAverage,
+        start: State,
+        noise: Noise | None,
+        bath: bool,
     ) -> tuple[State, int, dict[str, Any]]:
         """Run, and return the end, the passes over the energy, and the moments.
 
@@ -87,7 +102,11 @@ class ScoreFunction(ChunkedEstimator):
         moments = self._moments.get(bath)
         if moments is None or not moments.matches(dynamics, function):
             moments = self._moments[bath] = Moments(dynamics, function, bath, start)
-        skip, times, dt = common_burn_in(self, self.burn_in, observable), check_times(simulation.ts), simulation.solver.dt
+        skip, times, dt = (
+            common_burn_in(self, self.burn_in, observable),
+            check_times(simulation.ts),
+            simulation.solver.dt,
+        )
         last = step_numbers(times, dt)[-1]
         first = first_averaged_step(skip, dt, last)
         middle = first + (last - first) // 2
@@ -110,13 +129,20 @@ class ScoreFunction(ChunkedEstimator):
             state, evaluations = made.final, evaluations + made.stats["energy_evaluations"]
             parts.append((end - max(begin, first - 1), made.record))
         values = checked(function(state), state)
-        total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(0)
+        total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(
+            0
+        )
         found = moments.unpack(total, values)
         early, late = (moments.unpack(record, values)["O"] for _, record in (parts[0], parts[-1]))
-        found.update(halves=late - early, dtype=values.dtype if values.is_floating_point() else state.position.dtype)
+        found.update(
+            halves=late - early,
+            dtype=values.dtype if values.is_floating_point() else state.position.dtype,
+        )
         return state, evaluations, found
 
-    def combine(self, simulation: Simulation, parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
+    def combine(
+        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+    ) -> dict[str, Any]:
         """Compute every chunk's covariance about the means of all chunks.
 
         Their mean is the covariance of all, and their spread its error.
@@ -131,7 +157,9 @@ class ScoreFunction(ChunkedEstimator):
             G = weighted_mean([part.extra["G"][name] for part in parts], sizes)
             for part in parts:
                 g = part.extra["G"][name]
-                centred = part.extra["OG"][name] - outer(mean, g) - outer(part.value, G) + outer(mean, G)
+                centred = (
+                    part.extra["OG"][name] - outer(mean, g) - outer(part.value, G) + outer(mean, G)
+                )
                 part.grad[name] = (part.extra["dO"][name] - whole * centred).to(p.dtype)
         for part in parts:
             part.value = part.value.to(dtype)
@@ -178,7 +206,9 @@ def equilibration(halves: Tensor) -> float | None:
     return float(score.max()) if score.numel() else None
 
 
-def check_stationary(estimator: Estimator, simulation: Simulation, observable: Observable) -> TimeAverage:
+def check_stationary(
+    estimator: Estimator, simulation: Simulation, observable: Observable
+) -> TimeAverage:
     """Return the observable as a time average, or raise if it has no stationary mean."""
     name = type(estimator).__name__
     if not isinstance(observable, TimeAverage):
@@ -188,7 +218,9 @@ def check_stationary(estimator: Estimator, simulation: Simulation, observable: O
             "question: use Pathwise, Girsanov or FiniteDifference."
         )
     if not isinstance(simulation.solver, SteppingSolver):
-        raise TypeError(f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}.")
+        raise TypeError(
+            f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}."
+        )
     probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.no_grad():
         simulation.dynamics.reduced_energy(probe)
@@ -200,7 +232,8 @@ def common_burn_in(estimator: Estimator, own: float, observable: TimeAverage) ->
     """Combine the burn-ins of estimator and observable."""
     if own and observable.burn_in and own != observable.burn_in:
         raise ValueError(
-            f"{type(estimator).__name__} has burn_in = {own:g} and the observable {observable.burn_in:g}; they must agree."
+            f"{type(estimator).__name__} has burn_in = {own:g} and the observable "
+            f"{observable.burn_in:g}; they must agree."
         )
     return own or observable.burn_in
 

@@ -10,7 +10,9 @@ import numpy as np
 from torch import Tensor
 
 
-def computes_with_numpy(function: Callable[..., Any], t: Tensor, y: Tensor, args: tuple[Any, ...]) -> bool:
+def computes_with_numpy(
+    function: Callable[..., Any], t: Tensor, y: Tensor, args: tuple[Any, ...]
+) -> bool:
     """Whether a function returns arrays for tensors, or refuses tensors and takes arrays."""
     try:
         return _is_array(function(t, y, *args))
@@ -30,7 +32,8 @@ def _is_array(out: Any) -> bool:
 
 def refusal(what: str) -> TypeError:
     return TypeError(
-        f"{what} computes with NumPy, and no gradient flows through NumPy. Write it with torch; or, where no gradient is "
+        f"{what} computes with NumPy, and no gradient flows through NumPy. Write it with torch; "
+        "or, where no gradient is "
         "wanted, detach() what requires grad or call solve_ivp() under torch.no_grad()."
     )
 

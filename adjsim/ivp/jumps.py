@@ -1,26 +1,31 @@
 r"""Right-hand sides that jump, and how a solution is differentiated across a jump.
 
-Let :math:`f` jump where :math:`g(t, y, \theta) = 0`, and let the solution cross this surface at :math:`t_e` with the rates
-:math:`f^- = \lim_{t \uparrow t_e} f(t, y(t))` before and :math:`f^+ = \lim_{t \downarrow t_e} f(t, y(t))` after. A change
+Let :math:`f` jump where :math:`g(t, y, \theta) = 0`, and let the solution cross this surface at
+:math:`t_e` with the rates
+:math:`f^- = \lim_{t \uparrow t_e} f(t, y(t))` before and :math:`f^+ = \lim_{t \downarrow t_e} f(t,
+y(t))` after. A change
 :math:`dy`, :math:`d\theta` of the problem moves the crossing by
 
 .. math:: dt_e = -\frac{\partial_y g \, dy + \partial_\theta g \, d\theta}{\dot g^-}, \qquad
           \dot g^- = \partial_t g + \partial_y g \, f^-.
 
-The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing takes time from the piece behind, so seen at
-the old time that piece starts at :math:`dy^+ = dy + (f^- - f^+) \, dt_e`. With :math:`d\theta = 0` that is the saltation matrix
+The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing takes time from
+the piece behind, so seen at the old time that piece starts at :math:`dy^+ = dy + (f^- - f^+) \,
+dt_e`. With :math:`d\theta = 0` that is the saltation matrix
 
 .. math:: S = 1 + \frac{(f^+ - f^-) \, \partial_y g}{\dot g^-}.
 
-The state at the crossing lies on the surface up to rounding, and there ``fun`` may return either limit or neither. So both
-limits are taken next to the surface, at :math:`(t, y) \pm \delta (\partial_t g, \partial_y g)`, with :math:`\delta` a few times
-what rounding leaves of g. A solution that goes on in time leaves by the side into which the rate of that side points, and has
-arrived by the side into which the rate of that side points backward in time. Where both rates point at the surface the
-solution slides along it (Filippov), and ``fun`` alone does not say how: refused.
+The state at the crossing lies on the surface up to rounding, and there ``fun`` may return either
+limit or neither. So both limits are taken next to the surface, at :math:`(t, y) \pm \delta
+(\partial_t g, \partial_y g)`, with :math:`\delta` a few times what rounding leaves of g. A solution
+that goes on in time leaves by the side into which the rate of that side points, and has arrived by
+the side into which the rate of that side points backward in time. Where both rates point at the
+surface the solution slides along it (Filippov), and ``fun`` alone does not say how: refused.
 
-A jump that no event marks leaves :math:`S` out, and the gradient is wrong by any amount at any tolerance. Solvers resolve a
-jump by short steps, and within these bisection tells a jump from a rapid change: only a jump keeps its height. A jump at a
-fixed time has :math:`\partial_y g = 0`, so :math:`S = 1`, and needs no event.
+A jump that no event marks leaves :math:`S` out, and the gradient is wrong by any amount at any
+tolerance. Solvers resolve a jump by short steps, and within these bisection tells a jump from a
+rapid change: only a jump keeps its height. A jump at a fixed time has :math:`\partial_y g = 0`, so
+:math:`S = 1`, and needs no event.
 """
 
 from __future__ import annotations
@@ -37,10 +42,12 @@ from adjsim.ivp.unchanged import StepRates
 
 # A rate that changes so many times faster over a step than over the step before it is looked into.
 STEEPER = 3.0
-# Steps this much shorter than the longest one pile up, and after so many of them the next few are looked at.
+# Steps this much shorter than the longest one pile up, and after so many of them the next few are
+# looked at.
 SHORT = 1e-2
 AHEAD = 8
-# To 1e-7 of a step: narrower than what any step resolves, and not so narrow that rounding puts a state on the surface itself.
+# To 1e-7 of a step: narrower than what any step resolves, and not so narrow that rounding puts a
+# state on the surface itself.
 HALVINGS = 24
 # A height above the scatter of fun to either side that rounding does not reach.
 SCATTER = 10.0
@@ -58,7 +65,9 @@ class DiscontinuityCheck:
         span: of the times to be solved.
     """
 
-    def __init__(self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, span: float) -> None:
+    def __init__(
+        self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, span: float
+    ) -> None:
         self.rhs, self.rates, self.rtol, self.atol, self.span = rhs, rates, rtol, atol, span
         #: Time and state of the jump in the last step, and how well its time is known.
         self.found: tuple[float, Array, float] | None = None
@@ -70,7 +79,11 @@ class DiscontinuityCheck:
 
     def __call__(self, solver: OdeSolver) -> None:
         now, rate = float(solver.t), np.array(self.rates(solver))
-        if self.found is None and self._ahead is not None and solver.direction * (now - self._ahead[1]) > 0:
+        if (
+            self.found is None
+            and self._ahead is not None
+            and solver.direction * (now - self._ahead[1]) > 0
+        ):
             self.found = self._ahead[0]
         if self.found is not None:
             self._raise()
@@ -86,7 +99,9 @@ class DiscontinuityCheck:
         self._before = (now, rate, steepness)
 
     def _look_ahead(self, now: float, step: float, state: Array, rate: Array) -> None:
-        """Short steps may pile up in front of a jump without one across it, as where the solution slides."""
+        """Short steps may pile up in front of a jump without one across it, as where the solution
+        slides.
+        """
         self._longest = max(self._longest, abs(step))
         self._short = self._short + 1 if abs(step) < SHORT * self._longest else 0
         if self._short and self._short % AHEAD == 0 and self._ahead is None:
@@ -94,19 +109,34 @@ class DiscontinuityCheck:
             self._ahead = None if jump is None else (jump, now + 2 * AHEAD * step)
 
     def refuse(self, end: float, sign: float, marked: bool) -> None:
-        """Raise for a jump in the last step, unless an event has ended the solution at or before it."""
-        if self.found is not None and not (marked and sign * (end - self.found[0]) <= self.found[2]):
+        """Raise for a jump in the last step, unless an event has ended the solution at or before
+        it.
+        """
+        if self.found is not None and not (
+            marked and sign * (end - self.found[0]) <= self.found[2]
+        ):
             self._raise()
 
     def _size(self, change: Array, now: float, state: Array) -> float:
-        """What a change of the rate makes of the solution until its end, relative to the error it may have."""
+        """What a change of the rate makes of the solution until its end, relative to the error it
+        may have.
+        """
         span = self.span if np.isfinite(self.span) else abs(now - (self._begin or 0.0))
-        return float(np.max(np.abs(change) * span / (self.atol + self.rtol * np.abs(state)), initial=0.0))
+        return float(
+            np.max(np.abs(change) * span / (self.atol + self.rtol * np.abs(state)), initial=0.0)
+        )
 
-    def _jump(self, path: Rate, begin: float, end: float, state: Array) -> tuple[float, Array, float] | None:
-        """The jump of the rate between two times along a path, if there is one: its time and state, and how well the time is
-        known."""
-        a, b, of_a, of_b = begin, end, self.rates.of(begin, path(begin)), self.rates.of(end, path(end))
+    def _jump(
+        self, path: Rate, begin: float, end: float, state: Array
+    ) -> tuple[float, Array, float] | None:
+        """The jump of the rate between two times along a path, if there is one: its time and state,
+        and how well the time is known."""
+        a, b, of_a, of_b = (
+            begin,
+            end,
+            self.rates.of(begin, path(begin)),
+            self.rates.of(end, path(end)),
+        )
         height = whole = self._size(of_b - of_a, end, state)
         if whole <= 1:
             return None
@@ -115,14 +145,21 @@ class DiscontinuityCheck:
             if abs(b - a) < 64 * np.spacing(abs(middle)):
                 break
             of_middle = self.rates.of(middle, path(middle))
-            first, second = self._size(of_middle - of_a, end, state), self._size(of_b - of_middle, end, state)
-            a, b, of_a, of_b = (a, middle, of_a, of_middle) if first > second else (middle, b, of_middle, of_b)
+            first, second = (
+                self._size(of_middle - of_a, end, state),
+                self._size(of_b - of_middle, end, state),
+            )
+            a, b, of_a, of_b = (
+                (a, middle, of_a, of_middle) if first > second else (middle, b, of_middle, of_b)
+            )
             height = max(first, second)
             if halvings and height < 0.5 * whole:
                 return None
         apart = max(abs(end - begin) * 2.0**-12, abs(b - a)) * np.sign(end - begin)
         low, high = min(begin, end), max(begin, end)
-        near = [(of_a, a - k * apart) for k in (1, 2, 3)] + [(of_b, b + k * apart) for k in (1, 2, 3)]
+        near = [(of_a, a - k * apart) for k in (1, 2, 3)] + [
+            (of_b, b + k * apart) for k in (1, 2, 3)
+        ]
         times = [(of, min(max(t, low), high)) for of, t in near]
         scatter = max(self._size(self.rates.of(t, path(t)) - of, end, state) for of, t in times)
         if height <= SCATTER * scatter or self._at_fixed_time(a, b, path, (end, state, height)):
@@ -131,12 +168,22 @@ class DiscontinuityCheck:
         reached = float(np.max(np.abs(state))) / (float(np.max(np.abs(of_a))) or 1.0)
         return a, path(a), 1e-6 * abs(end - begin) + rounding * (1 + abs(a) + reached)
 
-    def _at_fixed_time(self, a: float, b: float, path: Rate, at: tuple[float, Array, float]) -> bool:
-        """Whether the rate jumps between two times whatever the state, and no declared tensor can have set the time."""
+    def _at_fixed_time(
+        self, a: float, b: float, path: Rate, at: tuple[float, Array, float]
+    ) -> bool:
+        """Whether the rate jumps between two times whatever the state, and no declared tensor can
+        have set the time.
+        """
         end, state, height = at
-        generic = (1 + 0.5 * np.cos(np.arange(state.size) ** 2)) * 1e-6 * (np.abs(state) + 1e-6 * np.max(np.abs(state)))
+        generic = (
+            (1 + 0.5 * np.cos(np.arange(state.size) ** 2))
+            * 1e-6
+            * (np.abs(state) + 1e-6 * np.max(np.abs(state)))
+        )
         for t in (a, b):
-            values = [self.rates.of(t, path(t) + shift) for shift in (0.0 * generic, generic, -generic)]
+            values = [
+                self.rates.of(t, path(t) + shift) for shift in (0.0 * generic, generic, -generic)
+            ]
             if max(self._size(value - values[0], end, state) for value in values) > 0.5 * height:
                 return False
         return not self.rhs.unread((a, path(a)), (b, path(b)))
@@ -146,7 +193,9 @@ class DiscontinuityCheck:
         time, state, _ = self.found
         shown = np.array2string(state[:6], precision=6, separator=", ")
         raise ValueError(
-            f"fun jumps at t = {time:.9g}, y = {shown}{' ...' if state.size > 6 else ''}, where no event restarts the "
-            "solution: its derivative across the jump would be wrong. Give solve_ivp() an event that is zero on the switching "
+            f"fun jumps at t = {time:.9g}, y = {shown}{' ...' if state.size > 6 else ''}, where "
+            "no event restarts the "
+            "solution: its derivative across the jump would be wrong. Give solve_ivp() an event "
+            "that is zero on the switching "
             "surface, with the identity for a reset: event.reset = lambda t, y, *args: y."
         )

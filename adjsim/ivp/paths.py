@@ -1,8 +1,9 @@
 """The way a forward solution went, given back from its end to its start.
 
-An adjoint equation reads the state along the way it goes back. What is kept for that on the way forward is told apart here:
-every step's interpolant (:class:`StoredInterpolants`), solvers from which the way is solved again, a short piece at a time
-(:class:`Checkpointed`), or nothing (:class:`Backsolved`).
+An adjoint equation reads the state along the way it goes back. What is kept for that on the way
+forward is told apart here: every step's interpolant (:class:`StoredInterpolants`), solvers from
+which the way is solved again, a short piece at a time (:class:`Checkpointed`), or nothing
+(:class:`Backsolved`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ HELD = 64
 
 
 def watched(method: type[OdeSolver], watchers: list[Watcher]) -> type[OdeSolver]:
-    """A SciPy solver that shows itself after every step, and before the first. Clear the list when the solver has ended: those
-    who watch may keep solvers."""
+    """A SciPy solver that shows itself after every step, and before the first. Clear the list when
+    the solver has ended: those who watch may keep solvers."""
 
     class Watched(method):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -56,7 +57,8 @@ def snapshot(solver: Any) -> Any:
     """
     again = copy(solver)
     again.watchers = []
-    # Differences for the Jacobian have steps that are kept by the first solver, of which copies know nothing.
+    # Differences for the Jacobian have steps that are kept by the first solver, of which copies
+    # know nothing.
     again.first = getattr(solver, "first", solver)
     again.jac_factor = getattr(again.first, "jac_factor", None)
     if isinstance(again, BDF):
@@ -67,7 +69,12 @@ def snapshot(solver: Any) -> Any:
         inside = ode._integrator = copy(ode._integrator)
         for name in ("rwork", "iwork", "state_doubles", "state_ints"):
             setattr(inside, name, getattr(inside, name).copy())
-        inside.call_args = [*inside.call_args[:4], inside.rwork, inside.iwork, *inside.call_args[6:]]
+        inside.call_args = [
+            *inside.call_args[:4],
+            inside.rwork,
+            inside.iwork,
+            *inside.call_args[6:],
+        ]
     return again
 
 
@@ -93,7 +100,8 @@ class StoredInterpolants:
 
 @dataclass
 class Backsolved:
-    """Nothing: the state is integrated backward, from each time that is read to the next and to the start.
+    """Nothing: the state is integrated backward, from each time that is read to the next and to the
+    start.
 
     Args:
         start: its time.
@@ -110,7 +118,9 @@ class Backsolved:
     def back(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """As for :class:`StoredInterpolants`, at most :data:`HELD` steps at a time."""
         step = None
-        for (begin, state), end in zip(stops, [*(t for t, _ in stops[1:]), self.start], strict=True):
+        for (begin, state), end in zip(
+            stops, [*(t for t, _ in stops[1:]), self.start], strict=True
+        ):
             if begin == end:
                 continue
             first = {} if step is None else {"first_step": min(step, abs(end - begin))}
@@ -122,7 +132,11 @@ class Backsolved:
                 if solver.status == "failed":
                     raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
                 keeper(solver)
-                step = max(solver.step_size, step or 0.0) if solver.status == "finished" else solver.step_size
+                step = (
+                    max(solver.step_size, step or 0.0)
+                    if solver.status == "finished"
+                    else solver.step_size
+                )
                 if len(keeper.interpolants) == HELD or solver.status == "finished":
                     yield float(solver.t), keeper.solution()
                     keeper = StoredInterpolants(self.method)
@@ -130,12 +144,13 @@ class Backsolved:
 
 
 class Checkpointed:
-    """Solvers from which the way is solved again, at most twice :data:`HELD` of them however many steps there are.
+    """Solvers from which the way is solved again, at most twice :data:`HELD` of them however many
+    steps there are.
 
-    They are :data:`HELD` steps apart. When they become too many every second is dropped and half as many are kept from then on.
-    A piece between two of them that is longer is solved again with some of its own, so that memory does not grow, and time
-    as the logarithm of the number of steps to the base :data:`HELD`. Those of implicit methods have a Jacobian and its
-    factors each.
+    They are :data:`HELD` steps apart. When they become too many every second is dropped and half as
+    many are kept from then on. A piece between two of them that is longer is solved again with some
+    of its own, so that memory does not grow, and time as the logarithm of the number of steps to
+    the base :data:`HELD`. Those of implicit methods have a Jacobian and its factors each.
     """
 
     def __init__(self, method: type[OdeSolver]) -> None:
@@ -161,9 +176,13 @@ class Checkpointed:
                 yield from self._again(snapshot(solver), end, state)
                 end, state = float(solver.t), solver.y
 
-    def _again(self, solver: Any, end: float, state: Array | None) -> Iterator[tuple[float, OdeSolution]]:
+    def _again(
+        self, solver: Any, end: float, state: Array | None
+    ) -> Iterator[tuple[float, OdeSolution]]:
         """Solve again from one checkpoint to a time, at which the next one has this state."""
-        keeper = StoredInterpolants(self.method) if self.every <= HELD else Checkpointed(self.method)
+        keeper = (
+            StoredInterpolants(self.method) if self.every <= HELD else Checkpointed(self.method)
+        )
         keeper(solver)
         solver.watchers, solver.first.jac_factor = [keeper], solver.jac_factor
         while solver.direction * (end - solver.t) > 0:

@@ -30,7 +30,8 @@ Rates = Callable[[float, Array], Array]
 
 @dataclass
 class PiecewiseSolve:
-    """Goes from a start to the end, with a call to SciPy for each piece, and connects what is found to what it depends on.
+    """Goes from a start to the end, with a call to SciPy for each piece, and connects what is found
+    to what it depends on.
 
     Args:
         rhs: the right-hand side.
@@ -81,44 +82,73 @@ class PiecewiseSolve:
             close = close + 1 if abs(now - before) <= ZENO * span else 0
             if close > len(self.events):
                 raise RuntimeError(
-                    f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there is no solution beyond. "
+                    f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there "
+                    "is no solution beyond. "
                     "End before, or let the event end the solution (terminal)."
                 )
-            start = as_state(stopped.reset(begin.to(state.real.dtype), state.clone(), *self.rhs.args)).to(state)
+            start = as_state(
+                stopped.reset(begin.to(state.real.dtype), state.clone(), *self.rhs.args)
+            ).to(state)
             if start.shape != state.shape:
-                raise ValueError(f"reset returned shape {tuple(start.shape)} for a state of shape {tuple(state.shape)}.")
+                raise ValueError(
+                    f"reset returned shape {tuple(start.shape)} for a state of shape "
+                    f"{tuple(state.shape)}."
+                )
             old, new = to_numpy(state), to_numpy(start)
             leaving, aside = stopped.leaving(now, old, new, self.sign)
             start = start + torch.as_tensor(aside).to(start) if aside.any() else start
             for event in self.events:
                 event.take_side(now, old, new, leaving, self.sign, event is stopped)
 
-    def _piece(self, begin: Tensor, start: Tensor, leaving: Array | None) -> tuple[Any, Event | None]:
-        """From one start to the end or to the next reset, and the event that ended it. ``leaving``: the rate after a reset."""
+    def _piece(
+        self, begin: Tensor, start: Tensor, leaving: Array | None
+    ) -> tuple[Any, Event | None]:
+        """From one start to the end or to the next reset, and the event that ended it. ``leaving``:
+        the rate after a reset.
+        """
         t0 = float(begin.detach())
         behind = None if leaving is None else leaving[:, None]
         # A start that is later by dt has come from one that lay back by f dt.
-        later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[:, 0]
+        later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[
+            :, 0
+        ]
         start = start - (later - start.detach())
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
         if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
-        numpy = self.rhs.numpy if leaving is None else _starting(self.rhs.numpy, t0, to_numpy(start), leaving)
-        rate = self.rhs.rate if leaving is None else _starting(self.rhs.rate, t0, to_numpy(start), leaving)
+        numpy = (
+            self.rhs.numpy
+            if leaving is None
+            else _starting(self.rhs.numpy, t0, to_numpy(start), leaving)
+        )
+        rate = (
+            self.rhs.rate
+            if leaving is None
+            else _starting(self.rhs.rate, t0, to_numpy(start), leaving)
+        )
         tolerances = self.options["rtol"], self.options["atol"]
         path = self._path(t0) if wants_gradient else None
         grazing = Grazing(self.events, *tolerances) if wants_gradient and self.events else None
         rates = StepRates(rate)
-        rate_check, jumps = RateCheck(rates), DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.last - t0))
-        watchers: list[Any] = (
-            [watcher for watcher in (path, grazing, rate_check, jumps) if callable(watcher)] if wants_gradient else []
+        rate_check, jumps = (
+            RateCheck(rates),
+            DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.last - t0)),
         )
-        found = self._call(numpy, t0, start, watched(self.method, watchers) if watchers else self.method)
+        watchers: list[Any] = (
+            [watcher for watcher in (path, grazing, rate_check, jumps) if callable(watcher)]
+            if wants_gradient
+            else []
+        )
+        found = self._call(
+            numpy, t0, start, watched(self.method, watchers) if watchers else self.method
+        )
         watchers.clear()
         stopped, end = self._count(found)
         piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
         if self.dense_output:
-            self.pieces.append((piece, solution(found.sol.ts, found.sol.interpolants, self.method), start))
+            self.pieces.append(
+                (piece, solution(found.sol.ts, found.sol.interpolants, self.method), start)
+            )
         jumps.refuse(end, self.sign, stopped is not None)
         if grazing is not None:
             grazing.refuse(end, self.sign)
@@ -150,11 +180,17 @@ class PiecewiseSolve:
             return StoredInterpolants(self.method)
         if self.kind == "checkpoint":
             return Checkpointed(self.method)
-        options = {"rtol": self.adjoint.rtol, "atol": self.options["atol"], "max_step": self.adjoint.max_step}
+        options = {
+            "rtol": self.adjoint.rtol,
+            "atol": self.options["atol"],
+            "max_step": self.adjoint.max_step,
+        }
         return Backsolved(start, self.method, self.rhs.rate, options)
 
     def _wanted(self, begin: float) -> Tensor | None:
-        """Of the times that are wanted, those from here on. What is at the time of a reset was given before it."""
+        """Of the times that are wanted, those from here on. What is at the time of a reset was
+        given before it.
+        """
         if self.t_eval is None or not self.times:
             return self.t_eval
         return self.t_eval[self.sign * self.t_eval.detach() > self.sign * begin]
@@ -181,9 +217,16 @@ class PiecewiseSolve:
     ) -> None:
         """Connect the states of a piece and the times of its events to what they depend on."""
         events = list(zip(self.events, found.t_events or (), found.y_events or (), strict=True))
-        happened = [(event, float(t), np.asarray(y)) for event, ts, ys in events for t, y in zip(ts, ys, strict=True)]
+        happened = [
+            (event, float(t), np.asarray(y))
+            for event, ts, ys in events
+            for t, y in zip(ts, ys, strict=True)
+        ]
         saved = np.asarray(found.t, float)
-        states = [np.asarray(found.y).reshape(len(start), len(saved)), *(y[:, None] for _, _, y in happened)]
+        states = [
+            np.asarray(found.y).reshape(len(start), len(saved)),
+            *(y[:, None] for _, _, y in happened),
+        ]
         every = np.concatenate([saved, [t for _, t, _ in happened]])
         connected = piece.states(every, np.concatenate(states, 1), start)
         arriving = None
@@ -194,7 +237,9 @@ class PiecewiseSolve:
                 flow = cache(partial(event.arriving, t, y, self.sign))
                 time = event.event_time(t, at, partial(_rate, grazing, event, t, y, flow))
                 if time.requires_grad:
-                    at = self.rhs.with_time_derivative(at[:, None], time.reshape(1), flow()[:, None])[:, 0]
+                    at = self.rhs.with_time_derivative(
+                        at[:, None], time.reshape(1), flow()[:, None]
+                    )[:, 0]
                     arriving = flow()[:, None] if event is stopped else arriving
             event.times.append(time)
             event.states.append(at)
@@ -219,22 +264,29 @@ class PiecewiseSolve:
 @cache
 def _warn_loose() -> None:
     warnings.warn(
-        "a gradient at rtol = 1e-3 or looser is about as rough as the solution: a few per cent, or worse. Pass a smaller rtol, "
+        "a gradient at rtol = 1e-3 or looser is about as rough as the solution: a few per cent, "
+        "or worse. Pass a smaller rtol, "
         "such as 1e-6.",
         stacklevel=5,
     )
 
 
-def _rate(grazing: Grazing | None, event: Event, t: float, y: Array, flow: Callable[[], Array]) -> float:
+def _rate(
+    grazing: Grazing | None, event: Event, t: float, y: Array, flow: Callable[[], Array]
+) -> float:
     """The rate of an event where it happens; without a watch for grazing, whatever it is."""
     return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
 
 
 def _starting(rates: Rates, t0: float, start: Array, leaving: Array) -> Rates:
-    """A function of time and state with the rate behind a reset at its start, where rounding would decide on which side of a
-    jump it lies."""
+    """A function of time and state with the rate behind a reset at its start, where rounding would
+    decide on which side of a jump it lies."""
 
     def found(t: float, y: Array) -> Array:
-        return leaving.reshape(y.shape) if t == t0 and np.array_equal(y.reshape(-1), start) else rates(t, y)
+        return (
+            leaving.reshape(y.shape)
+            if t == t0 and np.array_equal(y.reshape(-1), start)
+            else rates(t, y)
+        )
 
     return found

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Lobatto's four points and the three that extend them: nodes, weights, and how these differ from Lobatto's. With the ends among
-# them, a jump near an end is seen.
+# Lobatto's four points and the three that extend them: nodes, weights, and how these differ from
+# Lobatto's. With the ends among them, a jump near an end is seen.
 NODES = np.array([-1.0, -((2 / 3) ** 0.5), -(0.2**0.5), 0.0, 0.2**0.5, (2 / 3) ** 0.5, 1.0])
 WEIGHTS = np.array([77, 432, 625, 672, 625, 432, 77]) / 1470
 DIFFERENCES = WEIGHTS - np.array([1, 0, 5, 0, 5, 0, 1]) / 6
@@ -32,24 +32,38 @@ class Integral:
 
     Args:
         like: tensors that are integrated.
-        allowed: how far two formulas may differ, relative to the sum of what all parts so far have given in absolute value.
+        allowed: how far two formulas may differ, relative to the sum of what all parts so far have
+            given in absolute value.
     """
 
     def __init__(self, like: Sequence[Tensor], allowed: float) -> None:
-        self.sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float64)) for x in like]
+        self.sums = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float64)) for x in like
+        ]
         self.sizes, self.allowed = [0.0 for _ in like], allowed
 
-    def error(self, found: list[Tensor], off: list[Tensor], near: float, scale: Callable[[], list[Tensor]]) -> float:
-        """How far the two formulas differ for a part near a time, in units of what is allowed. ``scale`` is the size of this
-        part if nothing cancels in it."""
+    def error(
+        self, found: list[Tensor], off: list[Tensor], near: float, scale: Callable[[], list[Tensor]]
+    ) -> float:
+        """How far the two formulas differ for a part near a time, in units of what is allowed.
+        ``scale`` is the size of this part if nothing cancels in it."""
         errors, sizes = _largest(off), zip(self.sizes, _largest(found), strict=True)
         if not np.isfinite(errors).all():
-            raise FloatingPointError(f"the derivative of fun with respect to a parameter is not finite near t = {near:g}.")
+            raise FloatingPointError(
+                "the derivative of fun with respect to a parameter is not finite near t = "
+                f"{near:g}."
+            )
         allowed = [self.allowed * (known + more) for known, more in sizes]
         if any(error > most for error, most in zip(errors, allowed, strict=True)):
-            allowed = [max(most, ROUNDING * size) for most, size in zip(allowed, _largest(scale()), strict=True)]
+            allowed = [
+                max(most, ROUNDING * size)
+                for most, size in zip(allowed, _largest(scale()), strict=True)
+            ]
         tiny = float(np.finfo(float).tiny)
-        return max((error / max(most, tiny) for error, most in zip(errors, allowed, strict=True)), default=0.0)
+        return max(
+            (error / max(most, tiny) for error, most in zip(errors, allowed, strict=True)),
+            default=0.0,
+        )
 
     def add(self, found: list[Tensor]) -> None:
         self.sizes = [a + b for a, b in zip(self.sizes, _largest(found), strict=True)]
@@ -58,8 +72,9 @@ class Integral:
 
 
 class SevenPoints(Integral):
-    """By seven points, four of them Lobatto's, over intervals that are halved where the two formulas disagree (W. Gander and
-    W. Gautschi, BIT 40, 84, 2000): what is integrated may change faster than the adjoint, whose steps are chosen for itself.
+    """By seven points, four of them Lobatto's, over intervals that are halved where the two
+    formulas disagree (W. Gander and W. Gautschi, BIT 40, 84, 2000): what is integrated may change
+    faster than the adjoint, whose steps are chosen for itself.
 
     Args:
         like: tensors that are integrated.
@@ -67,14 +82,17 @@ class SevenPoints(Integral):
     """
 
     def __init__(self, like: Sequence[Tensor], rtol: float) -> None:
-        # The error of seven points is so much smaller than their difference from four (as in QUADPACK).
+        # The error of seven points is so much smaller than their difference from four (as in
+        # QUADPACK).
         super().__init__(like, max(rtol, rtol ** (2 / 3) / 200))
         self.stride = 1
 
-    def integrate(self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]) -> None:
-        """Add the integral from the first of some times to the last. What is integrated changes little from one to the next, so
-        several make an interval as long as none has to be divided. ``scale`` is the size of what is integrated at a time if
-        nothing cancels in it."""
+    def integrate(
+        self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]
+    ) -> None:
+        """Add the integral from the first of some times to the last. What is integrated changes
+        little from one to the next, so several make an interval as long as none has to be divided.
+        ``scale`` is the size of what is integrated at a time if nothing cancels in it."""
         k, last = 0, len(times) - 1
         while k < last:
             end = min(k + self.stride, last)
@@ -82,7 +100,9 @@ class SevenPoints(Integral):
             self.stride = min(2 * self.stride, STRIDE) if whole else max(1, self.stride // 2)
             k = end
 
-    def _add(self, begin: float, end: float, integrand: Integrand, scale: Callable[[float], list[Tensor]]) -> bool:
+    def _add(
+        self, begin: float, end: float, integrand: Integrand, scale: Callable[[float], list[Tensor]]
+    ) -> bool:
         """Add the integral over an interval, and say whether it has not been divided."""
         waiting, divisions = [(begin, end)], 0
         generic = cache(lambda: [abs(end - begin) * x for x in scale((begin + end) / 2)])
@@ -102,7 +122,8 @@ class SevenPoints(Integral):
 
 def unsettled(t: float) -> RuntimeError:
     return RuntimeError(
-        f"the integral of the derivative by a parameter does not settle near t = {t:g}: does fun draw random numbers there, or "
+        f"the integral of the derivative by a parameter does not settle near t = {t:g}: does fun "
+        "draw random numbers there, or "
         "is it infinite?"
     )
 

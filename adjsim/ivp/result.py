@@ -22,7 +22,8 @@ class OdeResult(OptimizeResult):
 class DenseSolution:
     """The solution as a function of time, differentiable as its values at given times are.
 
-    Called with a time or times ``(k,)`` it gives ``(n,)`` or ``(n, k)``. At the time of a reset it gives the state before.
+    Called with a time or times ``(k,)`` it gives ``(n,)`` or ``(n, k)``. At the time of a reset it
+    gives the state before.
 
     Args:
         pieces: from reset to reset, each with its interpolants and its start.
@@ -40,19 +41,26 @@ class DenseSolution:
             raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")
         if self._differentiable and bool(((times < self.t_min) | (times > self.t_max)).any()):
             raise ValueError(
-                f"outside of [{self.t_min:g}, {self.t_max:g}] there is no gradient: call it under torch.no_grad()."
+                f"outside of [{self.t_min:g}, {self.t_max:g}] there is no gradient: call it under "
+                "torch.no_grad()."
             )
         flat, order, found = times.reshape(-1), [], []
         for (piece, inside, start), members in self._sorted(flat.detach().cpu().numpy()):
             at = flat[members]
             found.append(piece.states_at(at, inside(at.detach().cpu().numpy()), start))
             order += members
-        states = torch.cat(found, 1)[:, np.argsort(order)] if found else self._like.new_zeros((len(self._like), 0))
+        states = (
+            torch.cat(found, 1)[:, np.argsort(order)]
+            if found
+            else self._like.new_zeros((len(self._like), 0))
+        )
         return states[:, 0] if times.ndim == 0 else states
 
     @property
     def _differentiable(self) -> bool:
-        return torch.is_grad_enabled() and any(piece.path is not None for piece, _, _ in self._pieces)
+        return torch.is_grad_enabled() and any(
+            piece.path is not None for piece, _, _ in self._pieces
+        )
 
     def _sorted(self, times: Any) -> Iterator[tuple[tuple[Piece, OdeSolution, Tensor], list[int]]]:
         """Which times are in which piece."""

@@ -1,7 +1,8 @@
 r"""Ways back of an adjoint, from one time that is read to the next.
 
 Each takes :math:`\dot\lambda = -J^T \lambda` along a path of states, and the integral of
-:math:`\lambda^T \partial f/\partial\theta` with an error of its own, which each tensor meets by itself.
+:math:`\lambda^T \partial f/\partial\theta` with an error of its own, which each tensor meets by
+itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from adjsim.ivp.quadrature import DIVISIONS, STRIDE, Integral, SevenPoints, unse
 from adjsim.ivp.rhs import Array, RightHandSide
 
 SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
-# Power of the tolerance, for the difference of two results by collocation: that is of order 6 in the step, and the error of
-# order 10. The ratio of the two would be too much where what is integrated jumps, and the difference is about the error.
+# Power of the tolerance, for the difference of two results by collocation: that is of order 6 in
+# the step, and the error of order 10. The ratio of the two would be too much where what is
+# integrated jumps, and the difference is about the error.
 POWER = 0.85
 
 
@@ -49,8 +51,8 @@ class Sweep:
         self.step = None
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
-        """Take the adjoint from one time back to another along a path of states, and add to the integral. ``remaining`` is the
-        length of the way from there on."""
+        """Take the adjoint from one time back to another along a path of states, and add to the
+        integral. ``remaining`` is the length of the way from there on."""
         raise NotImplementedError
 
     def _absolute(self) -> float:
@@ -64,8 +66,8 @@ class Sweep:
 
 @dataclass
 class BySolver(Sweep):
-    """By one of SciPy's solvers, with the step size carried from each time that is read to the next. The integral is taken
-    afterwards over the steps of the way forward.
+    """By one of SciPy's solvers, with the step size carried from each time that is read to the
+    next. The integral is taken afterwards over the steps of the way forward.
 
     Args:
         method: an explicit solver, or Radau.
@@ -87,7 +89,11 @@ class BySolver(Sweep):
                 raise _failed(solver.t, message)
             # A last step that the end cut short says nothing against a longer one.
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
-            self.step = max(proposed, float(getattr(solver, "h_abs", 0.0))) if cut else float(getattr(solver, "h_abs", 0.0))
+            self.step = (
+                max(proposed, float(getattr(solver, "h_abs", 0.0)))
+                if cut
+                else float(getattr(solver, "h_abs", 0.0))
+            )
             times.append(solver.t)
             interpolants.append(solver.dense_output())
         self.adjoint = _like(np.asarray(solver.y), self.adjoint)
@@ -107,7 +113,11 @@ class BySolver(Sweep):
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
         like = self.adjoint
-        options: dict[str, Any] = {"rtol": self.rtol, "atol": self._absolute(), "max_step": self.max_step}
+        options: dict[str, Any] = {
+            "rtol": self.rtol,
+            "atol": self._absolute(),
+            "max_step": self.max_step,
+        }
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
         if issubclass(self.method, Radau):
@@ -121,7 +131,9 @@ class BySolver(Sweep):
 
 @dataclass
 class ByCollocation(Sweep):
-    """By collocation, with the integral as one more row of the equation: a jump at a time that is read is not resolved."""
+    """By collocation, with the integral as one more row of the equation: a jump at a time that is
+    read is not resolved.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,15 +151,24 @@ class ByCollocation(Sweep):
                 marks, self.misses = marks[1:], 0
         self.adjoint = _like(z, self.adjoint)
 
-    def _step(self, now: float, farthest: float, z: Array, here: Array, path: OdeSolution, beyond: float) -> tuple[float, Step]:
-        """One step, not farther than to a time from which some of the way remains: where it ends."""
+    def _step(
+        self, now: float, farthest: float, z: Array, here: Array, path: OdeSolution, beyond: float
+    ) -> tuple[float, Step]:
+        """Take one step, at most to the given time, and return where it ends."""
         smallest = 10 * float(np.spacing(abs(now)))
-        size, atol = min(self.step or np.inf, self.max_step), self._absolute() * self.rtol ** (POWER - 1)
+        size, atol = (
+            min(self.step or np.inf, self.max_step),
+            self._absolute() * self.rtol ** (POWER - 1),
+        )
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
             end = farthest if cut else now + float(np.copysign(size, farthest - now))
-            step = Step(end - now, z, np.concatenate([here, self._matrices(now + (end - now) * POINTS, path)]))
+            step = Step(
+                end - now,
+                z,
+                np.concatenate([here, self._matrices(now + (end - now) * POINTS, path)]),
+            )
             error, lasting = step.error(self.rtol**POWER, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.rhs.parameters:
@@ -168,11 +189,16 @@ class ByCollocation(Sweep):
     def _matrices(self, times: Array, path: OdeSolution) -> Array:
         return -self.rhs.matrices(times, path(times))
 
-    def _integrate(self, now: float, step: Step, lasting: Array, path: OdeSolution, sign: float) -> tuple[float, list[Tensor]]:
-        """The error of the integral over a step, and this itself. ``way`` is the length of which the step is a part: it may
-        begin at a jump, where nothing is known yet of the size of the integral."""
+    def _integrate(
+        self, now: float, step: Step, lasting: Array, path: OdeSolution, sign: float
+    ) -> tuple[float, list[Tensor]]:
+        """The error of the integral over a step, and this itself. ``way`` is the length of which
+        the step is a part: it may begin at a jump, where nothing is known yet of the size of the
+        integral."""
         times, middle = now + step.h * TIMES, now + step.h / 2
-        weights, differences = (_like(x, self.adjoint) for x in (step.weighted(), step.differences(lasting)))
+        weights, differences = (
+            _like(x, self.adjoint) for x in (step.weighted(), step.differences(lasting))
+        )
         found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
 
         def generic() -> list[Tensor]:

@@ -1,8 +1,9 @@
 """Whether a right-hand side still is the one that a solution was found with.
 
-The adjoint evaluates the right-hand side again. Tensors are those that the run has read (:mod:`adjsim.ivp.reads`); attributes,
-global variables and random numbers are the function's own. So its rates at some states on the way forward are kept, and
-compared with what it returns at the same states before a way back.
+The adjoint evaluates the right-hand side again. Tensors are those that the run has read
+(:mod:`adjsim.ivp.reads`); attributes, global variables and random numbers are the function's own.
+So its rates at some states on the way forward are kept, and compared with what it returns at the
+same states before a way back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StepRates:
 
 
 class RateCheck:
-    """Rates on the way forward, at :data:`KEPT` states at most: when these become too many every second is dropped.
+    """Rates on the way forward, at :data:`KEPT` states at most: when these become too many every
+    second is dropped.
 
     Args:
         rates: those of a solver's states.
@@ -62,13 +64,17 @@ class RateCheck:
 
 
 def alike(found: Array, known: Array, eps: float = float(np.finfo(float).eps)) -> bool:
-    """Whether two results of one computation differ by no more than another order of its sums would make them."""
+    """Whether two results of one computation differ by no more than another order of its sums would
+    make them.
+    """
     return bool(np.all(np.abs(found - known) <= eps**0.5 * np.max(np.abs(known), initial=0.0)))
 
 
 def changed(t: float) -> str:
     return (
-        f"fun is not what it was when the solution was found: at t = {t:.9g} it gives another result for the same state. It "
-        "draws random numbers (a dropout: call eval()), or reads an attribute or a variable that has been changed since. Call "
+        f"fun is not what it was when the solution was found: at t = {t:.9g} it gives another "
+        "result for the same state. It "
+        "draws random numbers (a dropout: call eval()), or reads an attribute or a variable that "
+        "has been changed since. Call "
         "backward() before the change, or give what changes as a tensor in args."
     )

@@ -51,9 +51,14 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     Returns:
         ``(bins,)``, 1 where the fluid has no structure.
     """
-    q, bounds = as_tensor("position", position).detach(), as_tensor("edges", edges).detach().double().cpu()
+    q, bounds = (
+        as_tensor("position", position).detach(),
+        as_tensor("edges", edges).detach().double().cpu(),
+    )
     if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
-        raise ValueError(f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}.")
+        raise ValueError(
+            f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
+        )
     cell = checked_box(box, float(bounds[-1]))
     frames = q.reshape(-1, *q.shape[-2:])
     counts = torch.zeros(len(bounds) - 1, dtype=torch.float64)

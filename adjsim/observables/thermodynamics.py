@@ -6,7 +6,9 @@ from adjsim._inputs import as_number, as_tensor
 from adjsim._typing import Energies, Number, PositionsLike
 
 
-def kinetic_temperature(momentum: PositionsLike, mass: Number = 1.0, dof: float | int | None = None) -> Energies:
+def kinetic_temperature(
+    momentum: PositionsLike, mass: Number = 1.0, dof: float | int | None = None
+) -> Energies:
     """Compute the kinetic temperature ``sum p^2/m / dof``, an energy (kT), ``(*batch,)``.
 
     Args:

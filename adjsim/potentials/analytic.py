@@ -94,7 +94,8 @@ class DoubleWell(SeparablePotential):
 class MullerBrown(Potential):
     """The surface of Muller and Brown in two dimensions, a sum of four Gaussians::
 
-        U = sum over atoms and k of A_k exp(a_k X^2 + b_k X Y + c_k Y^2),     X = x - x_k, Y = y - y_k
+        U = sum over atoms and k of A_k exp(a_k X^2 + b_k X Y + c_k Y^2)
+        X = x - x_k, Y = y - y_k
 
     See Muller and Brown, Theor. Chim. Acta 53, 75 (1979). It has three minima joined by a curved
     valley, and is the standard test of barrier crossing. Energies run from -147 to far above 100,
@@ -108,7 +109,9 @@ class MullerBrown(Potential):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("amplitude", torch.tensor([-200.0, -100.0, -170.0, 15.0], dtype=torch.float64))
+        self.register_buffer(
+            "amplitude", torch.tensor([-200.0, -100.0, -170.0, 15.0], dtype=torch.float64)
+        )
         quadratic = [[-1.0, 0.0, -10.0], [-1.0, 0.0, -10.0], [-6.5, 11.0, -6.5], [0.7, 0.6, 0.7]]
         self.register_buffer("shape", torch.tensor(quadratic, dtype=torch.float64))
         centers = [[1.0, 0.0], [0.0, 0.5], [-0.5, 1.5], [-1.0, 1.0]]
@@ -116,8 +119,12 @@ class MullerBrown(Potential):
 
     def forward(self, position: Positions) -> Energies:
         if position.shape[-1] != 2:
-            raise ValueError(f"MullerBrown lives in two dimensions; position has dim {position.shape[-1]}.")
-        amplitude, shape, center = (x.to(position) for x in (self.amplitude, self.shape, self.center))
+            raise ValueError(
+                f"MullerBrown lives in two dimensions; position has dim {position.shape[-1]}."
+            )
+        amplitude, shape, center = (
+            x.to(position) for x in (self.amplitude, self.shape, self.center)
+        )
         dx, dy = (position.unsqueeze(-2) - center).unbind(-1)
         exponent = shape[:, 0] * dx * dx + shape[:, 1] * dx * dy + shape[:, 2] * dy * dy
         return (amplitude * exponent.exp()).sum((-1, -2))

@@ -66,10 +66,12 @@ Pullback = Callable[[Tensor], tuple[Tensor, DeferredVJP | list[Tensor | None]]]
 
 
 class Potential(nn.Module):
-    """An energy function ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms."""
+    """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms."""
 
     def forward(self, position: Positions) -> Energies:
-        raise TypeError(f"{type(self).__name__} has no energy: write forward(position) -> (*batch,).")
+        raise TypeError(
+            f"{type(self).__name__} has no energy: write forward(position) -> (*batch,)."
+        )
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         """Compute ``-dU/dq``, differentiable when grad mode is on.
@@ -80,7 +82,9 @@ class Potential(nn.Module):
         """
         return _derived(self, position, grid)
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
         """Compute the force, and return it with the function v -> (v^T dF/dq, v^T dF/dtheta).
 
         The latter is a :class:`DeferredVJP` or a list of gradients. On a grid the force has the
@@ -120,7 +124,9 @@ class SeparablePotential(Potential):
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         return -self.slope(position)
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             value = -self.slope(position)
 
@@ -131,7 +137,9 @@ class SeparablePotential(Potential):
         return value, pullback
 
 
-def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | None = None) -> Positions:
+def force(
+    potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | None = None
+) -> Positions:
     """Compute the force ``-dU/dq`` of a potential at a position.
 
     Args:
@@ -160,7 +168,11 @@ def force(potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | 
 
 
 def force_vjp(
-    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], t: Any = 0.0, grid: Grid | None = None
+    potential: nn.Module,
+    position: Positions,
+    parameters: Sequence[Tensor],
+    t: Any = 0.0,
+    grid: Grid | None = None,
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, detached, and its vector-Jacobian product.
 
@@ -170,7 +182,9 @@ def force_vjp(
     position = materialise(position)
     version = version_of(position)
     if not isinstance(potential, Potential):
-        value, pullback = _autograd_vjp(lambda q: force(potential, q, t, grid), potential, position, parameters)
+        value, pullback = _autograd_vjp(
+            lambda q: force(potential, q, t, grid), potential, position, parameters
+        )
     elif grid is None:
         value, pullback = potential.force_vjp(position, parameters)
     else:
@@ -232,7 +246,10 @@ def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tenso
 
 
 def _autograd_vjp(
-    function: Callable[[Tensor], Tensor], module: nn.Module, position: Tensor, parameters: Sequence[Tensor]
+    function: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    position: Tensor,
+    parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Pullback]:
     with torch.enable_grad():
         q = position.detach().requires_grad_()

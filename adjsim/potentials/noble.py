@@ -27,8 +27,9 @@ NOBLE_GASES = {
     "Kr": NobleGas(162.58, 3.6274),
     "Xe": NobleGas(227.55, 3.9011),
 }
-"""Lennard-Jones parameters by symbol, fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse, J. Phys. Chem. B 105, 12126
-(2001). Helium is left out: at the temperatures where it is liquid, it is not classical."""
+"""Lennard-Jones parameters by symbol, fitted to vapour-liquid equilibria: Vrabec, Stoll and Hasse,
+J. Phys. Chem. B 105, 12126 (2001). Helium is left out: at the temperatures where it is liquid, it
+is not classical."""
 
 
 class LennardJonesMixture(LennardJones):
@@ -71,12 +72,15 @@ class LennardJonesMixture(LennardJones):
             )
         if not bool((self.epsilon.detach() >= 0).all()):
             raise ValueError(
-                f"mixing takes the root of epsilon, which must not be negative; got {describe(self.epsilon.detach())}."
+                "mixing takes the root of epsilon, which must not be negative; got "
+                f"{describe(self.epsilon.detach())}."
             )
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.species) != s.shape[-1]:
-            raise ValueError(f"species is for {len(self.species)} atoms and position has {s.shape[-1]}.")
+            raise ValueError(
+                f"species is for {len(self.species)} atoms and position has {s.shape[-1]}."
+            )
         root, half = self.epsilon.to(s).sqrt()[self.species], self.sigma.to(s)[self.species] / 2
         return root[:, None] * root, half[:, None] + half
 
@@ -84,7 +88,10 @@ class LennardJonesMixture(LennardJones):
 def _checked_species(species: Array, count: int) -> Tensor:
     found = as_indices("species", species)
     if found.ndim != 1 or len(found) == 0:
-        raise ValueError(f"species must be (atoms,), the number of each atom's species; got shape {tuple(found.shape)}.")
+        raise ValueError(
+            "species must be (atoms,), the number of each atom's species; got shape "
+            f"{tuple(found.shape)}."
+        )
     if not 0 <= int(found.min()) <= int(found.max()) < count:
         raise ValueError(
             f"species must be numbers from 0 to {count - 1}, since epsilon and sigma list {count}; "

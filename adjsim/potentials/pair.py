@@ -5,7 +5,7 @@ needs follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vect
 q, w_ij = v_i - v_j::
 
     F_i           = sum_j -2 u'(s_ij) d_ij
-    (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij      (symmetric: its transpose too)
+    (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij    (symmetric)
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
 so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
@@ -82,14 +82,18 @@ class PairPotential(Potential):
         _, s, included = self._geometry(position)
         energy = self.pair_energy(s)
         if self.cutoff is not None:
-            energy = energy - self.pair_energy(torch.full_like(self.safe_distance(s), self.cutoff**2))
+            energy = energy - self.pair_energy(
+                torch.full_like(self.safe_distance(s), self.cutoff**2)
+            )
         return 0.5 * torch.where(included, energy, 0.0).sum((-1, -2))
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         d, s, included = self._geometry(position)
         return _sum_pairs(-2 * self._masked(self.pair_slope(s), included), d, grid)
 
-    def force_vjp(self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None) -> tuple[Tensor, Pullback]:
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             d, s, included = self._geometry(position)
             slope = self._masked(self.pair_slope(s), included)
@@ -105,7 +109,9 @@ class PairPotential(Potential):
                 rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
                 found = DeferredVJP(self, self.pair_slope, self._masked(-dw, included), s)
                 by_rows = is_tracing() and self._takes_rows
-                return _join_coordinates(rows), self._by_rows(found, parameters) if by_rows else found
+                return _join_coordinates(rows), self._by_rows(
+                    found, parameters
+                ) if by_rows else found
 
         return value, pullback
 
@@ -125,9 +131,15 @@ class PairPotential(Potential):
         gradients of its names.
         """
         rows = (*deferred.x.shape[:-1], 1)
-        registered = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        registered = [
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        ]
         own = {name: p for name, p in registered if any(p is q for q in parameters)}
-        stand_ins = {name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_() for name, p in own.items()}
+        stand_ins = {
+            name: (p.detach().expand(rows) if p.ndim == 0 else p.detach()).requires_grad_()
+            for name, p in own.items()
+        }
         with torch.enable_grad(), _reparametrize_module(self, stand_ins):
             total = (deferred.weight * deferred.function(deferred.x)).sum()
         refuse_unknown(total, self, list(stand_ins.values()), f"the force of {type(self).__name__}")
@@ -137,7 +149,9 @@ class PairPotential(Potential):
         sums: list[Tensor | None] = []
         for q in parameters:
             parts = [
-                g.sum() if p.ndim == 0 else g for p, g in zip(own.values(), grads, strict=True) if p is q and g is not None
+                g.sum() if p.ndim == 0 else g
+                for p, g in zip(own.values(), grads, strict=True)
+                if p is q and g is not None
             ]
             sums.append(sum(parts[1:], parts[0]) if parts else None)
         return sums
@@ -212,7 +226,9 @@ class LennardJones(PairPotential):
         """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
         for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
             if value.ndim and value.shape[-1] not in (1, s.shape[-1]):
-                raise ValueError(f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}.")
+                raise ValueError(
+                    f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}."
+                )
         return self.epsilon.to(s), self.sigma.to(s)
 
     def pair_energy(self, s: Tensor) -> Tensor:

@@ -95,7 +95,9 @@ class Program:
         """
         states = [state]
         for stage, move in self.moves:
-            states.append(move.flow(states[-1], self.context(time, stage, coefficients, noise, forces)))
+            states.append(
+                move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
+            )
         return states
 
     def backward(
@@ -124,14 +126,24 @@ class Program:
 
     def forces(self, potential: nn.Module, **options: Any) -> ForceEvaluator:
         """Make an evaluator of the potential's forces, with the rounding of this program."""
-        return ForceEvaluator(potential, grid=self.force_grid, one_time_per_position=self.one_time_per_position, **options)
+        return ForceEvaluator(
+            potential,
+            grid=self.force_grid,
+            one_time_per_position=self.one_time_per_position,
+            **options,
+        )
 
     @property
     def one_time_per_position(self) -> bool:
         """Whether no time passes while the position stays, so that one position has one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
-        moved = ["position" in {name for move in stage.moves for name in move.writes} for stage in self.stages]
-        passed = [abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)]
+        moved = [
+            "position" in {name for move in stage.moves for name in move.writes}
+            for stage in self.stages
+        ]
+        passed = [
+            abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)
+        ]
         return all(moves or not passes for moves, passes in zip(moved, passed, strict=True))
 
     @property
@@ -140,7 +152,11 @@ class Program:
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Program:
         """Return the same step with these tensors as the spacings of its lattice."""
-        return self if self.lattice is None else replace(self, lattice=self.lattice.with_spacings(spacings))
+        return (
+            self
+            if self.lattice is None
+            else replace(self, lattice=self.lattice.with_spacings(spacings))
+        )
 
     def context(
         self,
@@ -155,7 +171,9 @@ class Program:
         if stage.draws:
             assert noise is not None
             drawn = noise[stage.first_draw : stage.first_draw + stage.draws]
-        return MoveContext(time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces)
+        return MoveContext(
+            time(stage.elapsed), stage.letter, coefficients[stage.letter], drawn, forces
+        )
 
 
 @dataclass

@@ -29,18 +29,24 @@ class ContinuousSolver(ABC):
 
     @abstractmethod
     def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
-        """Refuse, before any work, a problem that cannot be solved or differentiated in this way."""
+        """Refuse, before any work, a problem that this solver or adjoint cannot take."""
 
     @abstractmethod
     def integrate(
-        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
+        self,
+        field: VectorField,
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
         """Solve for the times, which lead.
 
         ``backsolve`` has options of the continuous adjoint, or is None.
         """
 
-    def solve(self, problem: Problem, backsolve: dict[str, Any] | None) -> tuple[State | None, Tensor | None, State]:
+    def solve(
+        self, problem: Problem, backsolve: dict[str, Any] | None
+    ) -> tuple[State | None, Tensor | None, State]:
         """Return frames, record and final state."""
         record = problem.record
         average = record if isinstance(record, TimeAverage) else None
@@ -49,7 +55,11 @@ class ContinuousSolver(ABC):
         start = tuple(problem.state)
         if average is not None:
             value = average.function(problem.state)
-            dtype = value.dtype if value.is_floating_point() or value.is_complex() else problem.state.position.dtype
+            dtype = (
+                value.dtype
+                if value.is_floating_point() or value.is_complex()
+                else problem.state.position.dtype
+            )
             start = (*start, torch.zeros_like(value, dtype=dtype))
         frames = self.integrate(field, start, times, backsolve)
         _check_finite(frames, problem, saves)
@@ -77,10 +87,15 @@ class ContinuousSolver(ABC):
         if isinstance(record, TimeAverage) and record.burn_in > 0:
             begin = float(times[0]) + self._in_units(record.burn_in)
             if begin >= float(times[-1]):
-                raise ValueError(f"burn_in = {record.burn_in:g} leaves nothing of the run to average.")
+                raise ValueError(
+                    f"burn_in = {record.burn_in:g} leaves nothing of the run to average."
+                )
             if self.dt is not None:
                 if abs(begin - round(begin)) > 1e-3:
-                    raise ValueError(f"burn_in = {record.burn_in:g} is not a whole number of steps of dt = {self.dt:g}.")
+                    raise ValueError(
+                        f"burn_in = {record.burn_in:g} is not a whole number of steps of dt = "
+                        f"{self.dt:g}."
+                    )
                 begin = float(round(begin))
             all_times = sorted({*times.tolist(), begin})
             saves = [all_times.index(t) for t in times.tolist()]
@@ -106,7 +121,9 @@ class VectorField(torch.nn.Module):
         copied: whether it runs on copies of the parameters.
     """
 
-    def __init__(self, problem: Problem, average: TimeAverage | None, unit: float | None, copied: bool) -> None:
+    def __init__(
+        self, problem: Problem, average: TimeAverage | None, unit: float | None, copied: bool
+    ) -> None:
         super().__init__()
         # In a list, so that the module does not register the dynamics.
         self._problem, self.average, self.unit = [problem], average, unit
@@ -141,7 +158,12 @@ class VectorField(torch.nn.Module):
                 rates = (*rates, self.average.function(state).to(fields[-1].dtype))
             if self._copies and torch.is_grad_enabled():
                 for rate in rates:
-                    refuse_captured(rate, self.problem.dynamics, [*fields, t], "the drift, or the averaged function,")
+                    refuse_captured(
+                        rate,
+                        self.problem.dynamics,
+                        [*fields, t],
+                        "the drift, or the averaged function,",
+                    )
         stats["energy_evaluations"] += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
@@ -155,7 +177,9 @@ class VectorField(torch.nn.Module):
 
 def asks_gradient(problem: Problem) -> bool:
     """Return whether a gradient of this run may be asked for."""
-    return torch.is_grad_enabled() and (bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state))
+    return torch.is_grad_enabled() and (
+        bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
+    )
 
 
 def _count(stats: dict[str, Any]) -> None:
@@ -166,5 +190,6 @@ def _check_finite(frames: tuple[Tensor, ...], problem: Problem, saves: list[int]
     for i, save in enumerate(saves):
         if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
             raise FloatingPointError(
-                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or tighten the tolerances."
+                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or "
+                "tighten the tolerances."
             )

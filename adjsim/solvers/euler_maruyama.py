@@ -40,7 +40,9 @@ class EulerMaruyama(SteppingSolver):
                 f"{type(self).__name__} is for OverdampedLangevin; "
                 f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
             )
-        drift = Map(("position",), lambda c, force, q: (q + c["mobility"] * force,), None, force=True)
+        drift = Map(
+            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, force=True
+        )
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
         noise = Shear("position", Combination("weights", draws), "noise")
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))

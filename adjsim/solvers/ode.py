@@ -39,7 +39,14 @@ class ODESolver(ContinuousSolver):
         dt: the step of fixed-step methods, time; required for them, refused for adaptive methods.
     """
 
-    def __init__(self, method: str = "dopri5", *, rtol: float = 1e-7, atol: float = 1e-9, dt: float | None = None) -> None:
+    def __init__(
+        self,
+        method: str = "dopri5",
+        *,
+        rtol: float = 1e-7,
+        atol: float = 1e-9,
+        dt: float | None = None,
+    ) -> None:
         known = ADAPTIVE + SCIPY + ONE_STEP + MULTISTEP
         if method not in known:
             raise ValueError(f"unknown ODE method {method!r}; torchdiffeq has {', '.join(known)}.")
@@ -50,20 +57,30 @@ class ODESolver(ContinuousSolver):
         if self.fixed_step and dt is None:
             raise ValueError(f"{method!r} takes fixed steps: give dt.")
         if not self.fixed_step and dt is not None:
-            raise ValueError(f"{method!r} chooses its own steps: leave dt out and set rtol and atol.")
+            raise ValueError(
+                f"{method!r} chooses its own steps: leave dt out and set rtol and atol."
+            )
         self.method = method
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
         if problem.dynamics.stochastic:
             raise TypeError(
-                f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use SDESolver(dt=...) or a splitting."
+                f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use "
+                "SDESolver(dt=...) or a splitting."
             )
         if backsolve is None and self.method in SCIPY and asks_gradient(problem):
-            raise TypeError("scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or another method.")
+            raise TypeError(
+                "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
+                "another method."
+            )
 
     def integrate(
-        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
+        self,
+        field: VectorField,
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
         problem = field.problem
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
@@ -98,8 +115,12 @@ class ODESolver(ContinuousSolver):
                 for pair in pairwise(times):
                     ends = odeint(field, frames[-1], torch.stack(pair), options=options, **common)
                     frames.append(tuple(x[1] for x in ends))
-                return tuple(torch.stack(field_frames) for field_frames in zip(*frames, strict=True))
-            return cast("tuple[Tensor, ...]", odeint(field, start, times, options=options, **common))
+                return tuple(
+                    torch.stack(field_frames) for field_frames in zip(*frames, strict=True)
+                )
+            return cast(
+                "tuple[Tensor, ...]", odeint(field, start, times, options=options, **common)
+            )
         except AssertionError as failure:
             raise FloatingPointError(
                 f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
@@ -107,7 +128,9 @@ class ODESolver(ContinuousSolver):
             ) from failure
 
     def __repr__(self) -> str:
-        settings = f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
+        settings = (
+            f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
+        )
         return f"ODESolver({self.method!r}, {settings})"
 
 

@@ -50,22 +50,33 @@ class SDESolver(ContinuousSolver):
 
     def __init__(self, method: str = "midpoint", *, dt: float) -> None:
         if method not in STRATONOVICH + ITO:
-            raise ValueError(f"unknown SDE method {method!r}; choose from {', '.join(STRATONOVICH + ITO)}.")
+            raise ValueError(
+                f"unknown SDE method {method!r}; choose from {', '.join(STRATONOVICH + ITO)}."
+            )
         self.method, self.dt = method, check_dt(dt)
 
     def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
         name = type(problem.dynamics).__name__
         if not problem.dynamics.stochastic:
-            raise TypeError(f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a splitting.")
+            raise TypeError(
+                f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a "
+                "splitting."
+            )
         if backsolve is not None and any(value is not None for value in backsolve.values()):
-            raise ValueError("BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make its dt smaller.")
+            raise ValueError(
+                "BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make "
+                "its dt smaller."
+            )
         if self.method != "reversible_heun" and backsolve is None:
             return
         rate = problem.dynamics.damping(problem.state)
         times = problem.times
         total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
         what = problem.dynamics.damping_name
-        instead = "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped dynamics)"
+        instead = (
+            "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped "
+            "dynamics)"
+        )
         if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
             raise InstabilityError(
                 f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} "
@@ -81,7 +92,11 @@ class SDESolver(ContinuousSolver):
             )
 
     def integrate(
-        self, field: VectorField, start: tuple[Tensor, ...], times: Tensor, backsolve: dict[str, Any] | None
+        self,
+        field: VectorField,
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
         problem = field.problem
         assert problem.noise is not None
@@ -92,7 +107,9 @@ class SDESolver(ContinuousSolver):
             frames = sdeint(equation, equation.flat(start), times, **options)
         else:
             parameters = field.parameters_of_adjoint
-            frames = sdeint_adjoint(equation, equation.flat(start), times, adjoint_params=parameters, **options)
+            frames = sdeint_adjoint(
+                equation, equation.flat(start), times, adjoint_params=parameters, **options
+            )
         assert isinstance(frames, Tensor)
         return equation.fields(frames.squeeze(1))
 
@@ -119,7 +136,10 @@ class _Equation(torch.nn.Module):
     def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Split the last axis of a tensor into fields; time may lead."""
         parts = flat.split(self.sizes, -1)
-        return tuple(x.reshape((*flat.shape[:-1], *shape)) for x, shape in zip(parts, self.shapes, strict=True))
+        return tuple(
+            x.reshape((*flat.shape[:-1], *shape))
+            for x, shape in zip(parts, self.shapes, strict=True)
+        )
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
         return self.flat(self._field(t, self.fields(y.squeeze(0))))
@@ -135,7 +155,9 @@ class _Equation(torch.nn.Module):
         problem = self._field.problem
         with torch.no_grad():
             amplitudes = problem.dynamics.diffusion(problem.times[0], problem.state)
-        return [bool((x != 0).any()) for x in amplitudes] + [False] * (len(self.shapes) - len(amplitudes))
+        return [bool((x != 0).any()) for x in amplitudes] + [False] * (
+            len(self.shapes) - len(amplitudes)
+        )
 
 
 class _StepNoise(BaseBrownian):
@@ -154,7 +176,9 @@ class _StepNoise(BaseBrownian):
         self._width = atoms * dim * sum(term.draws for term in problem.dynamics.terms.values())
         self._layout = list(zip(equation.sizes, equation.noisy(), strict=True))
 
-    def __call__(self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False) -> Any:
+    def __call__(
+        self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False
+    ) -> Any:
         step = round(float(ta))
         if tb is None or abs(float(ta) - step) > 1e-9 or abs(float(tb) - step - 1) > 1e-9:
             raise ValueError(f"noise is known over whole steps only, not from {float(ta)} to {tb}.")

@@ -57,10 +57,14 @@ class Splitting(SteppingSolver):
 
     def program(self, dynamics: Dynamics, state: State) -> Program:
         shares = self._shares(dynamics)
-        moves = {letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()}
+        moves = {
+            letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()
+        }
         lattice = Lattice(dynamics, state, moves, self.dt) if self.exact else None
         stages, elapsed, passed, draws = [], 0.0, Counter(), 0
-        clocks = sum(letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time)
+        clocks = sum(
+            letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time
+        )
         for letter in self.scheme:
             count = dynamics.terms[letter].draws
             stages.append(Stage(letter, moves[letter], elapsed, draws, count))
@@ -71,14 +75,21 @@ class Splitting(SteppingSolver):
         return Program(tuple(stages), self.dt, self.order, draws, lattice=lattice)
 
     def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
-        return {letter: dynamics.terms[letter].coefficients(h, state) for letter, h in self._shares(dynamics).items()}
+        return {
+            letter: dynamics.terms[letter].coefficients(h, state)
+            for letter, h in self._shares(dynamics).items()
+        }
 
     def _shares(self, dynamics: Dynamics) -> dict[str, float]:
         count, known = Counter(self.scheme), dynamics.terms
         unknown = [letter for letter in count if letter not in known]
         missing = [letter for letter in known if letter not in count]
         if unknown or missing:
-            problem = f"has no term {unknown[0]!r}" if unknown else f"has a term {missing[0]!r} that it leaves out"
+            problem = (
+                f"has no term {unknown[0]!r}"
+                if unknown
+                else f"has a term {missing[0]!r} that it leaves out"
+            )
             raise ValueError(
                 f"scheme {self.scheme!r} does not fit {type(dynamics).__name__}, which {problem}; "
                 f"its terms are {', '.join(known)}."

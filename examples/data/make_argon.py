@@ -1,7 +1,9 @@
-"""Make argon.xyz: liquid argon at 85 K and the density of Yarnell's neutron measurement, 0.02125 atoms per cubic angstrom.
+"""Make argon.xyz: liquid argon at 85 K and the density of Yarnell's neutron
+measurement, 0.02125 atoms per cubic angstrom.
 
-108 atoms from a face-centred cubic lattice, melted at 300 K and equilibrated at 85 K by a Nose-Hoover chain, in ASE's units
-(eV, angstrom, amu). Run: python examples/data/make_argon.py
+108 atoms from a face-centred cubic lattice, melted at 300 K and equilibrated at 85 K by
+a Nose-Hoover chain, in ASE's units (eV, angstrom, amu). Run: python
+examples/data/make_argon.py
 """
 
 from io import StringIO
@@ -22,13 +24,17 @@ def main() -> None:
     side = (4 / 0.02125) ** (1 / 3)
     atoms = bulk("Ar", "fcc", a=side, cubic=True).repeat(3)
     gas, edge = NOBLE_GASES["Ar"], 3 * side
-    potential = adjsim.LennardJones(gas.kelvin * units.kB, gas.angstrom, cutoff=edge / 2, box=torch.full((3,), edge))
+    potential = adjsim.LennardJones(
+        gas.kelvin * units.kB, gas.angstrom, cutoff=edge / 2, box=torch.full((3,), edge)
+    )
     mass = torch.from_numpy(atoms.get_masses())
     position = torch.from_numpy(atoms.get_positions())
     generator = torch.Generator().manual_seed(0)
     dt = 4 * units.fs
     for kelvin, steps in ((300.0, 2_000), (85.0, 10_000)):
-        dynamics = adjsim.NoseHooverChain(potential, mass, kelvin * units.kB, tau=200 * units.fs, dof=3 * 108 - 3)
+        dynamics = adjsim.NoseHooverChain(
+            potential, mass, kelvin * units.kB, tau=200 * units.fs, dof=3 * 108 - 3
+        )
         momentum = dynamics.thermal_momentum(position, dynamics.kT, generator)
         momentum = momentum - mass[:, None] * momentum.sum(0) / mass.sum()
         start = dynamics.init(position, momentum)

@@ -1,4 +1,6 @@
-"""Printed programs against torch's own operations: the same bits, but for the order of sums and functions such as exp."""
+"""Printed programs against torch's own operations: the same bits, but for the order of sums and
+functions such as exp.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +32,60 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
     return LoopSpec(
         start=lambda given, carry: (torch.zeros_like(given.steps), carry),
         more=lambda k, count: k < count,
-        body=lambda given, k, carry: (k + 1, (function(*given.inputs).detach().clone(memory_format=torch.contiguous_format),)),
+        body=lambda given, k, carry: (
+            k + 1,
+            (function(*given.inputs).detach().clone(memory_format=torch.contiguous_format),),
+        ),
         finish=lambda given, carry: carry,
     )
 
 
 def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = False) -> Tensor:
-    """What the printed program makes of a function of tensors; it must not fall back to Inductor."""
+    """Run the printed program of a function, which must not fall back to Inductor."""
     constants, carry = Constants(torch.tensor(2), inputs), (torch.zeros_like(function(*inputs)),)
-    loop, path = compile_loop(spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test")
+    loop, path = compile_loop(
+        spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
+    )
     assert path == "C++"
     return loop(constants, carry)[0]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "arithmetic": lambda x, y: -x * y + 2 * x - 3 / y + (x - 1.5) / (y * y + 1),
     "negative constants": lambda x, y: x - -2.0 + -torch.full_like(y, -1.0) * -1e-3,
-    "powers": lambda x, y: x**2 + x**3 + y**-1 + y**-2 + x**1 + x**0 + (x * x + 1) ** -0.5 + (y * y).rsqrt(),
+    "powers": lambda x, y: (
+        x**2 + x**3 + y**-1 + y**-2 + x**1 + x**0 + (x * x + 1) ** -0.5 + (y * y).rsqrt()
+    ),
     "rounding": lambda x, y: (9 * x).round() + (9 * x).floor() + (9 * y).ceil() + (9 * y).trunc(),
-    "quotients": lambda x, y: torch.div(9 * x, y, rounding_mode="floor") + torch.div(9 * x, y, rounding_mode="trunc"),
+    "quotients": lambda x, y: (
+        torch.div(9 * x, y, rounding_mode="floor") + torch.div(9 * x, y, rounding_mode="trunc")
+    ),
     "remainders": lambda x, y: torch.remainder(9 * x, y) + torch.floor_divide(9 * x, y),
-    "conditions": lambda x, y: torch.where((x < y) & ~(x > 0.5) | (y >= 1), x, 2.0) + torch.where(x == y, 0.0, y),
-    "logic": lambda x, y: torch.logical_and(x > 0, y > 0).to(x) + torch.logical_or(x > 1, torch.logical_not(y <= 0)).to(x),
+    "conditions": lambda x, y: (
+        torch.where((x < y) & ~(x > 0.5) | (y >= 1), x, 2.0) + torch.where(x == y, 0.0, y)
+    ),
+    "logic": lambda x, y: (
+        torch.logical_and(x > 0, y > 0).to(x)
+        + torch.logical_or(x > 1, torch.logical_not(y <= 0)).to(x)
+    ),
     "extremes": lambda x, y: torch.maximum(x, y) - torch.minimum(x, 0.1 * y),
     "limits": lambda x, y: x.clamp(-0.5, 0.5) + y.clamp(min=0) + y.clamp(max=1),
     "signs": lambda x, y: x.sign() * y.abs() + torch.relu(x),
-    "counting": lambda x, y: x + torch.arange(x.shape[-1], dtype=x.dtype) + torch.arange(1, 2 * x.shape[-1], 2).to(x),
-    "constants of a graph": lambda x, y: x + torch.full_like(x, 0.25) * torch.zeros_like(y) + torch.ones_like(x),
-    "other types": lambda x, y: (x.to(torch.float32) * 1.1).to(x.dtype) + (7 * y).to(torch.int64).to(x.dtype),
+    "counting": lambda x, y: (
+        x + torch.arange(x.shape[-1], dtype=x.dtype) + torch.arange(1, 2 * x.shape[-1], 2).to(x)
+    ),
+    "constants of a graph": lambda x, y: (
+        x + torch.full_like(x, 0.25) * torch.zeros_like(y) + torch.ones_like(x)
+    ),
+    "other types": lambda x, y: (
+        (x.to(torch.float32) * 1.1).to(x.dtype) + (7 * y).to(torch.int64).to(x.dtype)
+    ),
 }  # fmt: skip
 
 
@@ -73,8 +97,13 @@ def all_of(table: dict[str, Callable[..., Tensor]]) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_elements_have_the_bits_of_torch(shape):
     function, x, y = all_of(ELEMENTWISE), numbers(*shape), numbers(*shape, seed=1)
-    found, wanted = (f.unflatten(0, (len(ELEMENTWISE), -1)) for f in (printed(function, x, y, exact=True), function(x, y)))
-    assert [name for name, a, b in zip(ELEMENTWISE, found, wanted, strict=True) if not torch.equal(a, b)] == []
+    found, wanted = (
+        f.unflatten(0, (len(ELEMENTWISE), -1))
+        for f in (printed(function, x, y, exact=True), function(x, y))
+    )
+    assert [
+        name for name, a, b in zip(ELEMENTWISE, found, wanted, strict=True) if not torch.equal(a, b)
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "powers", "conditions", "extremes"])
@@ -83,10 +112,15 @@ def test_float32_has_the_bits_of_torch(name):
     assert torch.equal(printed(ELEMENTWISE[name], x, y), ELEMENTWISE[name](x, y))
 
 
-# Torch's own kernels fuse a multiplication with an addition, and take roots from a library that rounds some of them wrongly.
+# Torch's own kernels fuse a multiplication with an addition, and take roots from a library that
+# rounds some of them wrongly.
 ROUNDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "alpha": lambda x, y: torch.add(x, y, alpha=-3) + torch.sub(x, y, alpha=0.1) + torch.rsub(x, y, alpha=0.7),
-    "value": lambda x, y: torch.addcmul(x, x, y, value=-0.7) + torch.addcdiv(x, y, x.abs() + 1, value=0.3),
+    "alpha": lambda x, y: (
+        torch.add(x, y, alpha=-3) + torch.sub(x, y, alpha=0.1) + torch.rsub(x, y, alpha=0.7)
+    ),
+    "value": lambda x, y: (
+        torch.addcmul(x, x, y, value=-0.7) + torch.addcdiv(x, y, x.abs() + 1, value=0.3)
+    ),
     "roots": lambda x, y: x.abs().sqrt() + y.abs() ** 0.5,
 }
 
@@ -94,7 +128,9 @@ ROUNDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ROUNDED)
 def test_elements_agree_to_rounding(name):
     x, y = numbers(13, 3), numbers(13, 3, seed=1)
-    torch.testing.assert_close(printed(ROUNDED[name], x, y), ROUNDED[name](x, y), rtol=0, atol=4e-15)
+    torch.testing.assert_close(
+        printed(ROUNDED[name], x, y), ROUNDED[name](x, y), rtol=0, atol=4e-15
+    )
 
 
 def test_whole_numbers():
@@ -103,7 +139,16 @@ def test_whole_numbers():
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         floor, trunc = (torch.div(x, y, rounding_mode=mode) for mode in ("floor", "trunc"))
-        return 100 * floor + trunc + torch.remainder(x, y) + x.abs() * (x & y) + (x | y) - (x ^ y) + x**2 + x.clamp(-3, 5)
+        return (
+            100 * floor
+            + trunc
+            + torch.remainder(x, y)
+            + x.abs() * (x & y)
+            + (x | y)
+            - (x ^ y)
+            + x**2
+            + x.clamp(-3, 5)
+        )
 
     assert torch.equal(printed(function, x, y, exact=True), function(x, y))
 
@@ -113,12 +158,20 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda x: x[1:, ::2] + x[:-1, 3:] * x[0, -4:],
     "selected": lambda x: x[-1] * x[1, 3] + x.select(2, 0)[1].unsqueeze(-1),
     "expanded": lambda x: (x.unsqueeze(1) - x.unsqueeze(0)).squeeze(),
-    "split": lambda x: torch.cat([part * 2 for part in x.split([3, 4], 1)], 1) + torch.stack(x.unbind(2), 2),
+    "split": lambda x: (
+        torch.cat([part * 2 for part in x.split([3, 4], 1)], 1) + torch.stack(x.unbind(2), 2)
+    ),
     "stacked": lambda x: torch.stack([x, x + 1], 1) * torch.stack([x[0], x[1], x[2]]).unsqueeze(1),
-    "reshaped": lambda x: (x * 2).reshape(-1, 5).reshape(7, 3, 5) + x.permute(1, 0, 2).reshape(7, 3, 5),
+    "reshaped": lambda x: (
+        (x * 2).reshape(-1, 5).reshape(7, 3, 5) + x.permute(1, 0, 2).reshape(7, 3, 5)
+    ),
     "flattened": lambda x: x.permute(2, 1, 0).flatten(),
     "patched": lambda x: x.select_scatter(x[0] * 2, 0, 1) + x.slice_scatter(x[:, 2:4] * 3, 1, 2, 4),
-    "chosen": lambda x: x[torch.tensor([2, 0, -1])] + x[:, torch.tensor([6, 1])][:, :1] + x.index_select(0, torch.tensor([1])),
+    "chosen": lambda x: (
+        x[torch.tensor([2, 0, -1])]
+        + x[:, torch.tensor([6, 1])][:, :1]
+        + x.index_select(0, torch.tensor([1]))
+    ),
     "chosen in pairs": lambda x: x[:, torch.tensor([[0], [5]]), torch.tensor([[1, -2, 3]])],
 }  # fmt: skip
 
@@ -135,7 +188,10 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda x: (2 * x).sum(0, keepdim=True),
     "two axes": lambda x: x.sum((0, 2)),
     "pairs": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).sum((-1, -2)),
-    "all pairs": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).sum() + (x.unsqueeze(-1) - x.unsqueeze(-2)).square().sum(-1),
+    "all pairs": lambda x: (
+        (x.unsqueeze(-1) * x.unsqueeze(-2)).sum()
+        + (x.unsqueeze(-1) - x.unsqueeze(-2)).square().sum(-1)
+    ),
     "means": lambda x: x.mean() + x.mean(1) * (x > 0).sum(1),
     "sums of sums": lambda x: (x.sum(-1, keepdim=True) * x).sum(1),
     "of what does not vary": lambda x: (x[:1] * 2).expand(5, -1, -1).sum(0),
@@ -145,7 +201,9 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("shape", [(5, 3, 13), (2, 4, 64), (3, 6, 20), (40, 9, 3)], ids=str)
 @pytest.mark.parametrize("permuted", [False, True])
 def test_sums(shape, permuted):
-    """Only the order of the sum differs: a few roundings of its largest term, for some hundred terms."""
+    """Only the order of the sum differs: a few roundings of its largest term, for some hundred
+    terms.
+    """
     x = numbers(*shape)
 
     def function(x: Tensor) -> Tensor:
@@ -154,7 +212,10 @@ def test_sums(shape, permuted):
     torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-12)
 
 
-@pytest.mark.parametrize("function", [torch.exp, torch.sin, torch.tanh, torch.erf, torch.sigmoid, lambda x: x.abs() ** 1.7])
+@pytest.mark.parametrize(
+    "function",
+    [torch.exp, torch.sin, torch.tanh, torch.erf, torch.sigmoid, lambda x: x.abs() ** 1.7],
+)
 def test_functions_agree_to_the_last_bits(function):
     x = numbers(13, 3)
     torch.testing.assert_close(printed(function, x), function(x), rtol=4e-16 * 4, atol=0)
@@ -188,10 +249,16 @@ def test_what_is_not_printed_is_refused(name):
     x, steps = numbers(4, 4), torch.tensor(1)
     loop, carry = spec(REFUSED[name]), (torch.zeros_like(REFUSED[name](x)),)
     parts = Parts(
-        start=loops._trace(lambda steps, x, carry: [torch.zeros_like(steps), carry], steps, x, *carry),
+        start=loops._trace(
+            lambda steps, x, carry: [torch.zeros_like(steps), carry], steps, x, *carry
+        ),
         more=loops._trace(lambda k, count: [k < count], steps, steps),
         body=loops._trace(
-            lambda k, carry, steps, x: [k + 1, *loop.body(Constants(steps, (x,)), k, (carry,))[1]], steps, *carry, steps, x
+            lambda k, carry, steps, x: [k + 1, *loop.body(Constants(steps, (x,)), k, (carry,))[1]],
+            steps,
+            *carry,
+            steps,
+            x,
         ),
         finish=loops._trace(lambda carry, steps, x: [carry], *carry, steps, x),
     )
@@ -201,10 +268,18 @@ def test_what_is_not_printed_is_refused(name):
 
 
 JOINED: dict[str, Callable[[Tensor], Tensor]] = {
-    "of two lengths": lambda x: (torch.cat([x * 2, x[:, :1] * 4], 1) * torch.stack([x[:, 0] * 2, x[:, 1]]).sum(0)[:, None]),
-    "patched at the end": lambda x: x.slice_scatter(x[:, 9:] * 3, 1, 9) + x.select_scatter(x[:, 0] * 2, 1, -1),
-    "of other types": lambda x: (3 * torch.arange(12) - (x > 0).to(torch.int64) * 2) * x.unsqueeze(1),
-    "of sums of conditions": lambda x: x[:, :1] + (x[:, :, None] > x[:, None]).sum((1, 2), keepdim=True)[0],
+    "of two lengths": lambda x: (
+        torch.cat([x * 2, x[:, :1] * 4], 1) * torch.stack([x[:, 0] * 2, x[:, 1]]).sum(0)[:, None]
+    ),
+    "patched at the end": lambda x: (
+        x.slice_scatter(x[:, 9:] * 3, 1, 9) + x.select_scatter(x[:, 0] * 2, 1, -1)
+    ),
+    "of other types": lambda x: (
+        (3 * torch.arange(12) - (x > 0).to(torch.int64) * 2) * x.unsqueeze(1)
+    ),
+    "of sums of conditions": lambda x: (
+        x[:, :1] + (x[:, :, None] > x[:, None]).sum((1, 2), keepdim=True)[0]
+    ),
     "chosen twice": lambda x: x.index_select(0, torch.tensor([1]))[:, torch.tensor([3, -2])],
 }  # fmt: skip
 
@@ -217,9 +292,11 @@ def test_rows_that_are_filled_up_end_where_they_should(name):
 
 
 def run_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """The printed program of a function that eager torch would refuse to evaluate at these numbers."""
+    """Compile a function that torch would refuse to evaluate at these numbers."""
     constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
-    loop, path = compile_loop(spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test")
+    loop, path = compile_loop(
+        spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test"
+    )
     assert path == "C++"
     return lambda: loop(constants, carry)[0]
 
@@ -252,7 +329,11 @@ def test_numbers_out_of_range_are_refused(name):
 def test_division_of_whole_numbers_by_zero_is_refused(mode):
     def divide(x: Tensor) -> Tensor:
         zero = (0 * x).to(torch.int64)
-        found = torch.remainder(zero + 3, zero) if mode == "rest" else torch.div(zero + 3, zero, rounding_mode=mode)
+        found = (
+            torch.remainder(zero + 3, zero)
+            if mode == "rest"
+            else torch.div(zero + 3, zero, rounding_mode=mode)
+        )
         return found.to(x.dtype)
 
     with pytest.raises(ZeroDivisionError):
@@ -287,10 +368,20 @@ def test_special_numbers_have_the_bits_of_torch():
     y = torch.tensor([-0.0, 0.0, torch.nan, 2.0] * 5, dtype=torch.float64)
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        extremes = [torch.maximum(x, y), torch.minimum(x, y), x.clamp(max=y), x.clamp(torch.nan), x.sign()]
-        return torch.stack([*extremes, 1 / x.relu(), 1 / x.clamp(0, 1), 1 / torch.full_like(x, -0.0).neg()])
+        extremes = [
+            torch.maximum(x, y),
+            torch.minimum(x, y),
+            x.clamp(max=y),
+            x.clamp(torch.nan),
+            x.sign(),
+        ]
+        return torch.stack(
+            [*extremes, 1 / x.relu(), 1 / x.clamp(0, 1), 1 / torch.full_like(x, -0.0).neg()]
+        )
 
-    torch.testing.assert_close(printed(function, x, y), function(x, y), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        printed(function, x, y), function(x, y), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):

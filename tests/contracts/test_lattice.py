@@ -1,4 +1,6 @@
-"""Programs of coupling steps on the lattice: whatever they are, they come back bit for bit, with empty buffers."""
+"""Programs of coupling steps on the lattice: whatever they are, they come back bit for bit, with
+empty buffers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class One(Term):
         return {}
 
     def coefficients(self, h, state):
-        return {name: torch.as_tensor(value).to(state.position) for name, value in self.numbers.items()}
+        return {
+            name: torch.as_tensor(value).to(state.position) for name, value in self.numbers.items()
+        }
 
     def moves(self, h, state):
         return (self.make(h),)
@@ -47,7 +51,10 @@ def stream(h):
 
 
 def kick(h):
-    return Shear("momentum", Function(lambda c, q: -c["c"] * torch.sin(q / c["unit"]) * c["unit"], ("position",)))
+    return Shear(
+        "momentum",
+        Function(lambda c, q: -c["c"] * torch.sin(q / c["unit"]) * c["unit"], ("position",)),
+    )
 
 
 def noise(h):
@@ -60,7 +67,10 @@ def decay(h):
 
 def stretch(h):
     """Some entries by more than one, some by less, as the state says."""
-    return Scale("position", Function(lambda c, p: torch.exp(0.005 * torch.sin(p / c["unit"])), ("momentum",)))
+    return Scale(
+        "position",
+        Function(lambda c, p: torch.exp(0.005 * torch.sin(p / c["unit"])), ("momentum",)),
+    )
 
 
 def link_drag(h):
@@ -79,7 +89,9 @@ def link_push(h):
 
 @st.composite
 def programs(draw):
-    """Letters, each a coupling step with its numbers; the unit of length; a number of steps; a batch."""
+    """Letters, each a coupling step with its numbers; the unit of length; a number of steps; a
+    batch.
+    """
     unit = 10.0 ** draw(st.integers(-25, 15))
     small, factor = st.floats(0.01, 0.05), st.floats(0.75, 0.99) | st.floats(1.001, 1.004)
     steps = {
@@ -93,7 +105,13 @@ def programs(draw):
     }
     chosen = draw(st.lists(st.sampled_from(list(steps)), min_size=1, max_size=6))
     terms = {chr(ord("a") + i): One(make, **steps[make]) for i, make in enumerate(chosen)}
-    return terms, unit, draw(st.integers(1, 150)), draw(st.sampled_from([(), (3,), (2, 2)])), draw(st.integers(0, 2**31))
+    return (
+        terms,
+        unit,
+        draw(st.integers(1, 150)),
+        draw(st.sampled_from([(), (3,), (2, 2)])),
+        draw(st.integers(0, 2**31)),
+    )
 
 
 def toy(terms, unit, batch, seed):
@@ -101,10 +119,14 @@ def toy(terms, unit, batch, seed):
     dynamics.state_type, dynamics.terms = ToyState, terms
     generator = torch.Generator().manual_seed(seed)
     shapes = ((*batch, 2, 2), (*batch, 2, 2), (*batch, 3, 1, 1))
-    return dynamics, ToyState(*(unit * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes))
+    return dynamics, ToyState(
+        *(unit * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(programs())
 def test_any_program_comes_back(drawn):
     terms, unit, steps, batch, seed = drawn
@@ -132,7 +154,9 @@ def test_one_is_one():
     assert n.tolist() == d.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(("factor", "way"), [(1e-9, "smaller"), (1 - 1e-10, "larger"), (0.0, "smaller")])
+@pytest.mark.parametrize(
+    ("factor", "way"), [(1e-9, "smaller"), (1 - 1e-10, "larger"), (0.0, "smaller")]
+)
 def test_factors_no_fraction_is_near_to_are_refused(factor, way):
     with pytest.raises(ValueError, match=f"Use a {way} dt"):
         fractions("it", torch.tensor(factor, dtype=torch.float64))
@@ -147,7 +171,10 @@ def test_powers_of_two(x):
 @given(st.integers(-900, 900), st.floats(-1e15, 1e15))
 def test_rounding_goes_to_the_nearest_multiple(exponent, x):
     spacing = 2.0**exponent
-    grid, value = Grid(torch.tensor(spacing, dtype=torch.float64)), torch.tensor(x * spacing, dtype=torch.float64)
+    grid, value = (
+        Grid(torch.tensor(spacing, dtype=torch.float64)),
+        torch.tensor(x * spacing, dtype=torch.float64),
+    )
     assert float(grid.round(value)) / spacing == float(round(x))  # both to the even one of two
 
 

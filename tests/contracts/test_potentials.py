@@ -18,7 +18,9 @@ from tests.suites import PotentialContract
 NIST = Path(__file__).parents[1] / "data" / "nist_lj_config4.csv"
 
 
-@pytest.mark.parametrize("potential", [build() for build in POTENTIALS.values()], ids=list(POTENTIALS))
+@pytest.mark.parametrize(
+    "potential", [build() for build in POTENTIALS.values()], ids=list(POTENTIALS)
+)
 @pytest.mark.parametrize("position", [square()[0]], ids=["square"])
 class TestPotentials(PotentialContract):
     pass
@@ -62,12 +64,17 @@ def test_muller_brown_minima(point, energy):
 
 @pytest.mark.parametrize(
     ("point", "energy"),
-    [((-0.8220015587, 0.6243128028), -40.6648435087), ((0.2124865820, 0.2929883251), -72.2489401123)],
+    [
+        ((-0.8220015587, 0.6243128028), -40.6648435087),
+        ((0.2124865820, 0.2929883251), -72.2489401123),
+    ],
 )
 def test_muller_brown_saddles(point, energy):
     q = torch.tensor([point])
     potential = adjsim.MullerBrown()
-    assert float(adjsim.force(potential, q).norm()) < 1e-6  # the point is given to 1e-10, the curvature is about 1e3
+    assert (
+        float(adjsim.force(potential, q).norm()) < 1e-6
+    )  # the point is given to 1e-10, the curvature is about 1e3
     torch.testing.assert_close(float(potential(q)), energy, rtol=0, atol=1e-9)
     hessian = torch.autograd.functional.hessian(lambda x: potential(x), q).reshape(2, 2)
     assert torch.linalg.det(hessian) < 0
@@ -83,7 +90,9 @@ def test_lennard_jones_pair_minimum():
 def test_lennard_jones_cluster():
     """The shipped 13-atom cluster is the known minimum."""
     system = cluster()
-    torch.testing.assert_close(system.potential(system.position).item(), -44.326801, rtol=0, atol=5e-7)
+    torch.testing.assert_close(
+        system.potential(system.position).item(), -44.326801, rtol=0, atol=5e-7
+    )
     assert float(adjsim.force(system.potential, system.position).abs().max()) < 1e-11
 
 
@@ -100,7 +109,8 @@ def test_nist_configuration():
     assert energy == pytest.approx(-16.79032, abs=5e-6)
     virial = float((24 * (near**-6 - 2 * near**-12)).sum())  # sum of r dU/dr over pairs
     assert abs(virial) == pytest.approx(46.249, abs=5e-4)
-    # The same number from the force field: sum over pairs of r dU/dr is the derivative of the energy along a dilation.
+    # The same number from the force field: sum over pairs of r dU/dr is the derivative of the
+    # energy along a dilation.
     dilation = derivative_along_dilation(truncated, q, box)
     assert dilation == pytest.approx(virial, rel=1e-9)
 
@@ -114,16 +124,23 @@ def derivative_along_dilation(potential, q, box):
 
 
 def test_long_range_correction_of_nist():
-    """8/3 pi N rho (1/3 rc^-9 - rc^-3), the tail of a uniform fluid, as NIST gives it for this configuration."""
+    """8/3 pi N rho (1/3 rc^-9 - rc^-3), the tail of a uniform fluid, as NIST gives it for this
+    configuration.
+    """
     n, volume, cutoff = 30, 8.0**3, 3.0
     tail = 8 / 3 * np.pi * n * n / volume * (cutoff**-9 / 3 - cutoff**-3)
     assert tail == pytest.approx(-0.54517, abs=5e-6)
 
 
 def test_masked_pairs_stay_finite():
-    """Self pairs, coincident atoms beyond reach of the mask, and pairs past the cutoff never make NaN."""
+    """Self pairs, coincident atoms beyond reach of the mask, and pairs past the cutoff never make
+    NaN.
+    """
     potential = adjsim.LennardJones(
-        torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.tensor(1.0)), cutoff=2.0, box=torch.full((2,), 9.0)
+        torch.nn.Parameter(torch.tensor(1.0)),
+        torch.nn.Parameter(torch.tensor(1.0)),
+        cutoff=2.0,
+        box=torch.full((2,), 9.0),
     )
     q = torch.tensor([[0.0, 0.0], [1.1, 0.0], [4.4, 4.4]], requires_grad=True)
     energy = potential(q)
@@ -135,7 +152,9 @@ def test_masked_pairs_stay_finite():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_units_do_not_overflow(dtype):
     """SI units: sigma of 3.4e-10 m and epsilon of 1.65e-21 J leave self pairs finite."""
-    potential = adjsim.LennardJones(torch.nn.Parameter(torch.tensor(1.65e-21)), torch.nn.Parameter(torch.tensor(3.4e-10)))
+    potential = adjsim.LennardJones(
+        torch.nn.Parameter(torch.tensor(1.65e-21)), torch.nn.Parameter(torch.tensor(3.4e-10))
+    )
     q = torch.tensor([[0.0, 0, 0], [3.8e-10, 0, 0]], dtype=dtype)
     push = adjsim.force(potential, q)
     assert torch.isfinite(push).all()
@@ -162,7 +181,11 @@ def test_energy_is_continuous_at_the_cutoff():
 @pytest.mark.parametrize(
     ("box", "cutoff", "says"),
     [
-        (torch.tensor([4.0, 4.0, 3.0]), 1.6, "half the smallest perpendicular width of the box, 1.5"),
+        (
+            torch.tensor([4.0, 4.0, 3.0]),
+            1.6,
+            "half the smallest perpendicular width of the box, 1.5",
+        ),
         (torch.tensor([[4.0, 0.0], [3.9, 1.0]]), 0.6, "half the smallest"),
         (torch.tensor([4.0, -1.0]), None, "positive lengths"),
         (torch.zeros(2, 3), None, "shape"),

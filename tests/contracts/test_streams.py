@@ -29,7 +29,12 @@ def first_step(seed, shape):
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("langevin", "momentum"), ("chain-3", "momentum"), ("esh", "direction"), ("generalised-2", "momentum")],
+    [
+        ("langevin", "momentum"),
+        ("chain-3", "momentum"),
+        ("esh", "direction"),
+        ("generalised-2", "momentum"),
+    ],
 )
 def test_a_drawn_start_does_not_know_the_first_step(name, field):
     dynamics = DRAWN[name](adjsim.Harmonic())
@@ -47,12 +52,16 @@ def test_memory_is_independent_of_momenta_and_of_the_first_step():
         assert correlation(memory, start.momentum / scale) < 5
         # A number of one field may be met again anywhere in another.
         flat = memory.flatten()[: REPLICAS * 4]
-        assert not torch.isin(flat, torch.cat([steps.flatten(), (start.momentum / scale).flatten()])).any()
+        assert not torch.isin(
+            flat, torch.cat([steps.flatten(), (start.momentum / scale).flatten()])
+        ).any()
         assert all(correlation(memory, steps[:, draw]) < 5 for draw in range(3))
 
 
 def test_one_seed_keeps_the_temperature():
-    """<p^2> = 1 at kT = 1 after the first step too; momenta that are its noise would have made 1 + 2 c sqrt(1 - c^2) of it."""
+    """<p^2> = 1 at kT = 1 after the first step too; momenta that are its noise would have made 1 +
+    2 c sqrt(1 - c^2) of it.
+    """
     dynamics = adjsim.Langevin(adjsim.Harmonic(0.0))
     start = dynamics.init(torch.zeros(REPLICAS, 4, 2), generator=0)
     run = adjsim.simulate(dynamics, start, [0.0, 0.1, 0.2], solver=adjsim.BAOAB(0.1), generator=0)
@@ -67,7 +76,11 @@ def test_the_noise_of_steps_is_that_of_earlier_versions():
 
 
 def test_streams_share_no_numbers():
-    drawn = [Noise(seed, stream=stream)(0, (1, 2 * ELEMENTS), LIKE).flatten() for seed in (0, 1) for stream in NoiseStream]
+    drawn = [
+        Noise(seed, stream=stream)(0, (1, 2 * ELEMENTS), LIKE).flatten()
+        for seed in (0, 1)
+        for stream in NoiseStream
+    ]
     drawn += [Noise(0)(STEPS, (1, 2 * ELEMENTS), LIKE).flatten()]
     assert len(torch.cat(drawn).unique()) == len(drawn) * 2 * ELEMENTS
 
@@ -88,9 +101,14 @@ def test_every_start_takes_a_seed(name):
     dynamics, position, momentum = DRAWN[name](adjsim.Harmonic()), torch.zeros(5, 4, 2), None
     if name.startswith("hamiltonian"):
         momentum = dynamics.thermal_momentum(position, 1.0, generator=3)
-        assert torch.equal(momentum, dynamics.thermal_momentum(position, 1.0, torch.Generator().manual_seed(3)))
+        assert torch.equal(
+            momentum, dynamics.thermal_momentum(position, 1.0, torch.Generator().manual_seed(3))
+        )
     one = dynamics.init(position, momentum, generator=3)
     two = dynamics.init(position, momentum, generator=3)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     if name not in ("overdamped", *DYNAMICS) or name == "esh":
-        assert not all(torch.equal(a, b) for a, b in zip(one, dynamics.init(position, momentum, generator=4), strict=True))
+        assert not all(
+            torch.equal(a, b)
+            for a, b in zip(one, dynamics.init(position, momentum, generator=4), strict=True)
+        )

@@ -20,7 +20,8 @@ for name, build in {**DYNAMICS, **STOCHASTIC}.items():
             position, momentum = square(replicas)
             start = disturbed(start_of(made, position, momentum))
             ROWS += [
-                pytest.param(made, letter, start, id=f"{name}-{letter}-{potential}-{len(replicas)}") for letter in made.terms
+                pytest.param(made, letter, start, id=f"{name}-{letter}-{potential}-{len(replicas)}")
+                for letter in made.terms
             ]
 
 
@@ -51,7 +52,9 @@ def test_invariants_are_conserved_by_the_drift():
         dynamics = build(POTENTIALS["lennard-jones"]())
         state = disturbed(dynamics.init(*square()))
         leaves = type(state)(*(x.detach().requires_grad_() for x in state))
-        grads = torch.autograd.grad(dynamics.invariant(leaves), leaves, materialize_grads=True, allow_unused=True)
+        grads = torch.autograd.grad(
+            dynamics.invariant(leaves), leaves, materialize_grads=True, allow_unused=True
+        )
         rate = dynamics.drift(0.0, state)
         change = sum((g * r).sum() for g, r in zip(grads, rate, strict=True))
         size = sum((g * r).abs().sum() for g, r in zip(grads, rate, strict=True))

@@ -21,7 +21,9 @@ def run(dynamics, adjoint, position=None, momentum=None, **options):
     if position is None:
         position, momentum = square()
     start = dynamics.init(position, momentum)
-    return adjsim.simulate(dynamics, start, TIMES, solver=VelocityVerlet(0.01), adjoint=adjoint, **options)
+    return adjsim.simulate(
+        dynamics, start, TIMES, solver=VelocityVerlet(0.01), adjoint=adjoint, **options
+    )
 
 
 @pytest.mark.parametrize("adjoint", ALL, ids=repr)
@@ -55,13 +57,17 @@ def test_a_parameter_never_used_gets_nothing(adjoint):
 def test_a_network_output_is_differentiated_through(adjoint):
     """A tensor with a graph of its own, given to a constructor, hands its gradient on."""
     weight = parameter(0.4)
-    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(k=torch.exp(weight) * torch.tensor([[1.0], [2.0], [3.0], [4.0]])))
+    dynamics = adjsim.Hamiltonian(
+        adjsim.Harmonic(k=torch.exp(weight) * torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    )
     loss = run(dynamics, adjoint).final.position.square().sum()
     (grad,) = torch.autograd.grad(loss, weight)
     h, values = 1e-5, []
     for shift in (h, -h):
         moved = adjsim.Hamiltonian(
-            adjsim.Harmonic(k=torch.exp(weight.detach() + shift) * torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+            adjsim.Harmonic(
+                k=torch.exp(weight.detach() + shift) * torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+            )
         )
         values.append(float(run(moved, adjoint).final.position.square().sum()))
     assert float(grad) == pytest.approx((values[0] - values[1]) / (2 * h), rel=1e-7)
@@ -78,24 +84,37 @@ class Captures(nn.Module):
 
 @pytest.mark.parametrize("adjoint", ALL, ids=repr)
 def test_a_captured_tensor_is_named(adjoint):
-    with pytest.raises(ValueError, match=r"'potential\.strength' \(a plain attribute of Captures\).*not registered"):
+    with pytest.raises(
+        ValueError, match=r"'potential\.strength' \(a plain attribute of Captures\).*not registered"
+    ):
         run(adjsim.Hamiltonian(Captures()), adjoint)
 
 
 @pytest.mark.parametrize("adjoint", ALL, ids=repr)
 def test_a_tensor_captured_by_the_record_is_refused(adjoint):
     outside = torch.tensor([1.0, 2.0], requires_grad=True)
-    with pytest.raises(ValueError, match=r"the record depends on a captured tensor of shape \(2,\)"):
-        run(adjsim.Hamiltonian(adjsim.Harmonic()), adjoint, record=lambda s: (s.position * outside).sum((-1, -2)))
+    with pytest.raises(
+        ValueError, match=r"the record depends on a captured tensor of shape \(2,\)"
+    ):
+        run(
+            adjsim.Hamiltonian(adjsim.Harmonic()),
+            adjoint,
+            record=lambda s: (s.position * outside).sum((-1, -2)),
+        )
 
 
 @pytest.mark.parametrize("adjoint", ALL, ids=repr)
 def test_a_record_may_depend_on_parameters(adjoint):
-    dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.1), parameter(0.95)), parameter(1.4))
+    dynamics = adjsim.Hamiltonian(
+        adjsim.LennardJones(parameter(1.1), parameter(0.95)), parameter(1.4)
+    )
     result = run(dynamics, adjoint, record=dynamics.invariant)
     found = torch.autograd.grad(result.record.sum(), list(dynamics.parameters()))
     frames = run(dynamics, DirectAdjoint())
-    energies = [dynamics.invariant(adjsim.PhaseState(frames.position[i], frames.momentum[i])) for i in range(3)]
+    energies = [
+        dynamics.invariant(adjsim.PhaseState(frames.position[i], frames.momentum[i]))
+        for i in range(3)
+    ]
     expected = torch.autograd.grad(sum(energies), list(dynamics.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
@@ -216,14 +235,18 @@ def test_reversal_beyond_its_tolerance_raises():
 
     system = cluster()
     dynamics = adjsim.Hamiltonian(system.potential)
-    momentum = dynamics.thermal_momentum(system.position, torch.tensor(0.6), torch.Generator().manual_seed(1))
+    momentum = dynamics.thermal_momentum(
+        system.position, torch.tensor(0.6), torch.Generator().manual_seed(1)
+    )
     start = dynamics.init(system.position, momentum)
     options = {"solver": VelocityVerlet(0.005), "record": lambda s: s.position}
     lost = adjsim.simulate(dynamics, start, [0.0, 25.0], adjoint=ReversibleAdjoint(), **options)
     assert lost.stats["reconstruction_error"] is None
     with pytest.raises(adjsim.ReconstructionError, match="checkpoint_every"):
         lost.final.position.sum().backward()
-    kept = adjsim.simulate(dynamics, start, [0.0, 8.0], adjoint=ReversibleAdjoint(checkpoint_every=500), **options)
+    kept = adjsim.simulate(
+        dynamics, start, [0.0, 8.0], adjoint=ReversibleAdjoint(checkpoint_every=500), **options
+    )
     kept.final.position.sum().backward()
     assert 0 < kept.stats["reconstruction_error"] < 1e-6
 
@@ -234,7 +257,12 @@ def test_the_continuous_adjoint_refuses_to_be_differentiated_twice():
     record = lambda state: state.position.square().sum()  # noqa: E731
     for options in ({}, {"record": record}):
         run = adjsim.simulate(
-            dynamics, start, [0.0, 0.2], solver=adjsim.ODESolver(), adjoint=adjsim.BacksolveAdjoint(), **options
+            dynamics,
+            start,
+            [0.0, 0.2],
+            solver=adjsim.ODESolver(),
+            adjoint=adjsim.BacksolveAdjoint(),
+            **options,
         )
         loss = run.record.sum() if options else run.final.position.square().sum()
         with pytest.raises(RuntimeError, match=r"Use DirectAdjoint\(\)"):
@@ -242,10 +270,14 @@ def test_the_continuous_adjoint_refuses_to_be_differentiated_twice():
 
 
 def test_second_derivative_through_an_adaptive_solver_from_rest():
-    """A field that starts at zero leaks no NaN from the choice of steps. d^2/dk^2 cos(sqrt(k) t) in closed form."""
+    """A field that starts at zero leaks no NaN from the choice of steps. d^2/dk^2 cos(sqrt(k) t) in
+    closed form.
+    """
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
     start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
-    run = adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.ODESolver("dopri5", rtol=1e-9, atol=1e-9))
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 1.0], solver=adjsim.ODESolver("dopri5", rtol=1e-9, atol=1e-9)
+    )
     k = dynamics.potential.k
     (first,) = torch.autograd.grad(run.final.position.sum(), k, create_graph=True)
     (second,) = torch.autograd.grad(first, k)
@@ -263,15 +295,24 @@ def test_a_factor_that_needs_no_gradient():
 
         def moves(self, h, state):
             plain = adjsim.dynamics.Function(lambda c: torch.tensor(math.exp(-0.15 * h)), ())
-            blind = adjsim.dynamics.Function(lambda c, q: torch.tensor(math.exp(-0.15 * h)), ("position",))
-            return (adjsim.dynamics.Scale("momentum", plain), adjsim.dynamics.Scale("momentum", blind))
+            blind = adjsim.dynamics.Function(
+                lambda c, q: torch.tensor(math.exp(-0.15 * h)), ("position",)
+            )
+            return (
+                adjsim.dynamics.Scale("momentum", plain),
+                adjsim.dynamics.Scale("momentum", blind),
+            )
 
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
     dynamics.terms["D"] = Drag()
     start = dynamics.init(*square())
     grads = []
     for adjoint in ALL:
-        run = adjsim.simulate(dynamics, start, [0.0, 0.2], solver=adjsim.Splitting("DBABD", 0.01), adjoint=adjoint)
-        grads.append(torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0])
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.2], solver=adjsim.Splitting("DBABD", 0.01), adjoint=adjoint
+        )
+        grads.append(
+            torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0]
+        )
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], rtol=1e-11, atol=0)

@@ -1,5 +1,5 @@
-"""Compiled loops of steps against the steps themselves: gradients to rounding, exact runs to the last bit, nothing compiled
-twice."""
+"""Compiled loops of steps against the steps themselves: gradients to rounding, exact runs to the
+last bit, nothing compiled twice."""
 
 from __future__ import annotations
 
@@ -46,17 +46,25 @@ def gradients(case: Case, kind: str, compile: bool):
         compile=compile,
     )
     if kind in ("saves", "replicas"):
-        loss = sum((1 + i) * moment([getattr(run, f)[i] for f in run.final._fields]) for i in range(len(STEPS)))
+        loss = sum(
+            (1 + i) * moment([getattr(run, f)[i] for f in run.final._fields])
+            for i in range(len(STEPS))
+        )
     else:
         loss = run.record.sum() + 0.1 * moment(run.final)
-    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(inputs.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(inputs, found, strict=True)), run
 
 
 def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon"):
     marks = [getattr(pytest.mark, mark)] if mark else []
     return pytest.param(
-        Case(dynamics, scheme, potential, exact), kind, marks=marks, id=f"{dynamics}-{potential}-{kind}-{exact}"
+        Case(dynamics, scheme, potential, exact),
+        kind,
+        marks=marks,
+        id=f"{dynamics}-{potential}-{kind}-{exact}",
     )
 
 
@@ -107,8 +115,12 @@ def run_well(dynamics, compile, *, steps=40, seed=1, every=None):
 
 
 def test_nothing_compiles_twice():
-    """Another number of steps, seed, save times or value of a parameter: not a second more of compiling, and the right path."""
-    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), kT=parameter(0.5), friction=parameter(1.0))
+    """Another number of steps, seed, save times or value of a parameter: not a second more of
+    compiling, and the right path.
+    """
+    dynamics = adjsim.Langevin(
+        adjsim.DoubleWell(parameter(0.7)), kT=parameter(0.5), friction=parameter(1.0)
+    )
     first = run_well(dynamics, True, steps=43)
     first.final.position.sum().backward()
     assert first.stats["compile_seconds"] > 0
@@ -121,7 +133,10 @@ def test_nothing_compiles_twice():
         run = run_well(dynamics, True, **change)
         plain = run_well(dynamics, False, **change)
         torch.testing.assert_close(run.final.position, plain.final.position, rtol=1e-12, atol=1e-12)
-        mine, theirs = (torch.autograd.grad(r.final.position.square().sum(), list(dynamics.parameters())) for r in (run, plain))
+        mine, theirs = (
+            torch.autograd.grad(r.final.position.square().sum(), list(dynamics.parameters()))
+            for r in (run, plain)
+        )
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
         assert run.stats["compile_seconds"] == 0
@@ -151,9 +166,13 @@ def computed():
 
 
 def read_by_the_average():
-    """A time average that depends on a parameter, in its value and in its gradient, and on a tensor that is none."""
+    """A time average that depends on a parameter, in its value and in its gradient, and on a tensor
+    that is none.
+    """
     dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])
-    average = TimeAverage(lambda state: dynamics.potential.k * (weight * state.position**2).sum(), burn_in=0.05)
+    average = TimeAverage(
+        lambda state: dynamics.potential.k * (weight * state.position**2).sum(), burn_in=0.05
+    )
     return dynamics, dynamics.potential.k, average
 
 
@@ -185,7 +204,13 @@ def test_a_number_that_changes_compiles_again():
         for compile in (False, True):
             with torch.no_grad():
                 start = dynamics.init(*square())
-                run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
+                run = adjsim.simulate(
+                    dynamics,
+                    start,
+                    [0.0, 0.06],
+                    solver=adjsim.VelocityVerlet(0.01),
+                    compile=compile,
+                )
             ends.append(run.final.position)
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(ends[3], ends[2], rtol=1e-13, atol=1e-13)
@@ -196,7 +221,9 @@ def end_of(dynamics, compile):
     """Six steps, without a gradient."""
     with torch.no_grad():
         start = dynamics.init(*square())
-        run = adjsim.simulate(dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile)
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=compile
+        )
     return run.final.position
 
 
@@ -207,13 +234,17 @@ def test_numbers_in_a_list_that_change_compile_again():
             self.weights = [1.0, {"quartic": 0.5}]
 
         def forward(self, position):
-            return (self.weights[0] * position**2 + self.weights[1]["quartic"] * position**4).sum((-1, -2))
+            return (self.weights[0] * position**2 + self.weights[1]["quartic"] * position**4).sum(
+                (-1, -2)
+            )
 
     dynamics = adjsim.Hamiltonian(Weighted())
 
     before = end_of(dynamics, True)
     dynamics.potential.weights[1]["quartic"] = 3.0
-    torch.testing.assert_close(end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13
+    )
     assert not torch.allclose(end_of(dynamics, True), before)
 
 
@@ -231,7 +262,9 @@ def test_a_tensor_that_is_not_registered_is_refused(before):
     def run():
         start = dynamics.init(*square())
         solver, adjoint = adjsim.VelocityVerlet(0.01), ReversibleAdjoint()
-        return adjsim.simulate(dynamics, start, [0.0, 0.06], solver=solver, adjoint=adjoint, compile=True)
+        return adjsim.simulate(
+            dynamics, start, [0.0, 0.06], solver=solver, adjoint=adjoint, compile=True
+        )
 
     if before:
         with torch.no_grad():
@@ -252,7 +285,9 @@ def test_a_constant_that_is_written_to_compiles_again():
 
     before = end_of(dynamics, True)
     strength.mul_(2.0)
-    torch.testing.assert_close(end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        end_of(dynamics, True), end_of(dynamics, False), rtol=1e-13, atol=1e-13
+    )
     assert not torch.allclose(end_of(dynamics, True), before)
 
 
@@ -265,7 +300,13 @@ def test_a_tensor_that_is_not_registered_is_refused_before_a_gradient_is_asked_f
 
     dynamics = adjsim.Hamiltonian(Captures())
     with torch.no_grad(), pytest.raises(CompileError, match="not registered"):
-        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.06], solver=adjsim.VelocityVerlet(0.01), compile=True)
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.06],
+            solver=adjsim.VelocityVerlet(0.01),
+            compile=True,
+        )
 
 
 def test_buffers_of_an_exact_run_are_relieved_whoever_runs_it():
@@ -276,7 +317,12 @@ def test_buffers_of_an_exact_run_are_relieved_whoever_runs_it():
     with torch.no_grad():
         plain, mine = (
             adjsim.simulate(
-                dynamics, start, [0.0, 2.0], solver=solver, generator=torch.Generator().manual_seed(3), compile=compile
+                dynamics,
+                start,
+                [0.0, 2.0],
+                solver=solver,
+                generator=torch.Generator().manual_seed(3),
+                compile=compile,
             )
             for compile in (False, True)
         )
@@ -316,7 +362,9 @@ def test_forward_alone_with_any_adjoint():
     start = dynamics.init(*square())
     with torch.no_grad():
         plain, mine = (
-            adjsim.simulate(dynamics, start, [0.0, 0.1, 0.33], solver=adjsim.VelocityVerlet(0.01), compile=c)
+            adjsim.simulate(
+                dynamics, start, [0.0, 0.1, 0.33], solver=adjsim.VelocityVerlet(0.01), compile=c
+            )
             for c in (False, True)
         )
     torch.testing.assert_close(mine.position, plain.position, rtol=1e-13, atol=1e-13)
@@ -327,7 +375,14 @@ def test_what_does_not_go_is_refused():
     start = dynamics.init(*square())
     for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
         with pytest.raises(TypeError, match="compile=True goes with ReversibleAdjoint"):
-            adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), adjoint=adjoint, compile=True)
+            adjsim.simulate(
+                dynamics,
+                start,
+                [0.0, 0.1],
+                solver=adjsim.VelocityVerlet(0.01),
+                adjoint=adjoint,
+                compile=True,
+            )
     with pytest.raises(TypeError, match="solvers of fixed steps"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.ODESolver(), compile=True)
 
@@ -335,8 +390,12 @@ def test_what_does_not_go_is_refused():
 def test_atoms_in_one_place_are_refused():
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones())
     start = dynamics.init(torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(FloatingPointError, match=r"reached NaN or infinity in step 1 .*smaller forces"):
-        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True)
+    with pytest.raises(
+        FloatingPointError, match=r"reached NaN or infinity in step 1 .*smaller forces"
+    ):
+        adjsim.simulate(
+            dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True
+        )
 
 
 def test_a_parameter_that_is_read_past_its_module_is_refused():
@@ -359,7 +418,9 @@ def test_a_parameter_that_is_read_past_its_module_is_refused():
 def test_a_potential_that_looks_at_values_is_named():
     class Branching(nn.Module):
         def forward(self, position):
-            return (position**2).sum((-1, -2)) * (2.0 if float(position.detach().sum()) > 0 else 1.0)
+            return (position**2).sum((-1, -2)) * (
+                2.0 if float(position.detach().sum()) > 0 else 1.0
+            )
 
     dynamics = adjsim.Hamiltonian(Branching())
     with pytest.raises(CompileError, match="whose course does not depend on values"):
@@ -398,12 +459,20 @@ print(run.stats["compiled_forward"])
 
 @pytest.mark.slow
 def test_another_process_remembers_a_loop_and_not_another_one(tmp_path):
-    """A number that is in the body of a loop alone decides; that the gradients are right is checked in the process."""
+    """A number that is in the body of a loop alone decides; that the gradients are right is checked
+    in the process.
+    """
     kept = []
     for number in (1.0, 2.0, 2.0):
         code = REMEMBERED.format(number=number)
         environment = {**os.environ, "ADJSIM_CACHE": str(tmp_path)}
-        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert out.stdout.strip() == "C++"
         kept.append(len(list(tmp_path.iterdir())))
     # One forward and one backward, of each number.

@@ -1,4 +1,6 @@
-"""What compiled code depends on apart from its inputs is looked at before a loop is used again, or refused."""
+"""What compiled code depends on apart from its inputs is looked at before a loop is used again, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Shape:
 
 
 class Reads(nn.Module):
-    """Reads whatever may change the energy without being a number, a text or a tensor of the module itself."""
+    """Reads whatever may change the energy without being a number, a text or a tensor of the module
+    itself.
+    """
 
     level = 1.0
 
@@ -48,8 +52,18 @@ class Reads(nn.Module):
         self.inner = [nn.Linear(2, 2)]
 
     def forward(self, position):
-        value = self.activation(position) ** self.shape.power * float(self.number) * torch.as_tensor(self.array)
-        return self.level * FACTOR * self.k * self.plain * (value + self.inner[0](position) ** 2).sum((-1, -2))
+        value = (
+            self.activation(position) ** self.shape.power
+            * float(self.number)
+            * torch.as_tensor(self.array)
+        )
+        return (
+            self.level
+            * FACTOR
+            * self.k
+            * self.plain
+            * (value + self.inner[0](position) ** 2).sum((-1, -2))
+        )
 
 
 def change_global(potential):
@@ -95,7 +109,13 @@ def test_what_cannot_be_looked_at_is_refused():
     with pytest.raises(UninspectableError, match="cannot be inspected"):
         cache_key(dynamics)
     with pytest.raises(CompileError, match="cannot be inspected"), torch.no_grad():
-        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01), compile=True)
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.1],
+            solver=adjsim.VelocityVerlet(0.01),
+            compile=True,
+        )
 
 
 def averaged(power, weight):
@@ -155,7 +175,9 @@ class SoftCore(adjsim.potentials.PairPotential):
 @pytest.mark.marathon
 def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     position = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.7, 0.2], [1.1, -0.3]])
-    start = adjsim.PhaseState(position, torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, 0.0]]))
+    start = adjsim.PhaseState(
+        position, torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.0, 0.2], [0.0, 0.0]])
+    )
     dynamics = adjsim.Hamiltonian(SoftCore(parameter(1.1)))
     record = TimeAverage(lambda state: dynamics.potential(state.position))
     close(end(dynamics, True, record, start), end(dynamics, False, record, start))
@@ -201,7 +223,9 @@ def test_a_change_before_the_way_back_was_compiled_is_refused():
 
     dynamics = adjsim.Hamiltonian(Scaled())
     start, solver = dynamics.init(*square()), adjsim.VelocityVerlet(0.01)
-    run = adjsim.simulate(dynamics, start, [0.0, 0.12], solver=solver, adjoint=ReversibleAdjoint(), compile=True)
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 0.12], solver=solver, adjoint=ReversibleAdjoint(), compile=True
+    )
     dynamics.potential.scale = 1.5
     with pytest.raises(RuntimeError, match="has changed since the run"):
         run.final.position.sum().backward()

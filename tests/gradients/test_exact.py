@@ -1,4 +1,6 @@
-"""Exact runs: every adjoint on one path, to the last bit; where floating-point reversal is lost, the gradient is not."""
+"""Exact runs: every adjoint on one path, to the last bit; where floating-point reversal is lost,
+the gradient is not.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,32 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint, Splitting, TimeAverage
+from adjsim import (
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ReconstructionError,
+    ReversibleAdjoint,
+    Splitting,
+    TimeAverage,
+)
 from adjsim.systems import cluster
 from tests.gradients.test_table import LOSSES, agree, gradients, moment
 from tests.problems import Case, parameter, potentials, schemes, square, vector
 from tests.problems import start as start_of
 from tests.retracing import forth_and_back
 
-CASES = [Case(c.dynamics, c.scheme, c.potential, exact=True) for c in [*schemes(), *potentials()] if c.couplings]
+CASES = [
+    Case(c.dynamics, c.scheme, c.potential, exact=True)
+    for c in [*schemes(), *potentials()]
+    if c.couplings
+]
 PLAIN = "langevin-BAOAB-plain-module"
-ROWS = [(case, kind) for case in CASES for kind in LOSSES if case.potential == "lennard-jones" or kind == "saves"]
+ROWS = [
+    (case, kind)
+    for case in CASES
+    for kind in LOSSES
+    if case.potential == "lennard-jones" or kind == "saves"
+]
 
 
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)
@@ -30,13 +48,24 @@ def test_all_adjoints_agree(case, kind):
         agree(gradients(case, kind, CheckpointAdjoint(segments)), direct, 1e-12)
     for every in (None, 7):
         agree(gradients(case, kind, ReversibleAdjoint(checkpoint_every=every)), direct, 1e-12)
-    # The lattice is fine to 1e-12, fractions to 1e-7, a chain's factors to 2^-23, twice a step; the gradient's derivative by
-    # what they move is some tens of it (a gradient that cancels is held to a thousandth of the largest).
+    # The lattice is fine to 1e-12, fractions to 1e-7, a chain's factors to 2^-23, twice a step; the
+    # gradient's derivative by what they move is some tens of it (a gradient that cancels is held to
+    # a thousandth of the largest).
     plain = gradients(Case(case.dynamics, case.scheme, case.potential), kind, DirectAdjoint())
-    agree(direct, plain, 1e-4 if case.dynamics.startswith("chain") else 3e-6 if case.dynamics != "hamiltonian" else 1e-8)
+    agree(
+        direct,
+        plain,
+        1e-4
+        if case.dynamics.startswith("chain")
+        else 3e-6
+        if case.dynamics != "hamiltonian"
+        else 1e-8,
+    )
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.potential == "lennard-jones" or str(c) == PLAIN], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.potential == "lennard-jones" or str(c) == PLAIN], ids=str
+)
 def test_one_path_whatever_is_asked_of_it(case):
     """Saves, records, segments and adjoints: the final state is the same to the last bit."""
     ends, grid = [], [[0, 137], [0, 1, 64, 65, 100, 137]]
@@ -61,10 +90,18 @@ def test_one_path_whatever_is_asked_of_it(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"), [("hamiltonian", "BAB"), ("langevin", "BAOAB"), ("generalised-2", "BAGAB"), ("chain-3", "NBABN")]
+    ("name", "scheme"),
+    [
+        ("hamiltonian", "BAB"),
+        ("langevin", "BAOAB"),
+        ("generalised-2", "BAGAB"),
+        ("chain-3", "NBABN"),
+    ],
 )
 def test_a_system_does_not_depend_on_its_batch(name, scheme):
-    """Lattice, buffers and spills are each system's own, so a batch is its systems one by one, to the last bit."""
+    """Lattice, buffers and spills are each system's own, so a batch is its systems one by one, to
+    the last bit.
+    """
     case = Case(name, scheme, "lennard-jones", exact=True)
     dynamics = case.build()
     if name == "langevin":
@@ -74,7 +111,13 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
 
     def end(count):
         start = start_of(dynamics, position[:count], momentum[:count])
-        return adjsim.simulate(dynamics, start, [0, 4.0], solver=case.solver, generator=torch.Generator().manual_seed(1)).final
+        return adjsim.simulate(
+            dynamics,
+            start,
+            [0, 4.0],
+            solver=case.solver,
+            generator=torch.Generator().manual_seed(1),
+        ).final
 
     for mine, theirs in zip(end(1), end(3), strict=True):
         assert torch.equal(mine[0], theirs[0])
@@ -82,7 +125,7 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
 
 @pytest.mark.parametrize("name", ["langevin", "generalised-2"])
 def test_spilled_words_come_back(name):
-    """Friction that fills the buffers many times over, in a batch, with saves between the spills."""
+    """Friction fills the buffers many times over, in a batch, with saves between the spills."""
     scheme = {"langevin": "OBABO", "generalised-2": "GBABG"}[name]
     found = {}
     for adjoint in (ReversibleAdjoint(), CheckpointAdjoint(7)):
@@ -98,7 +141,9 @@ def test_spilled_words_come_back(name):
             adjoint=adjoint,
             generator=torch.Generator().manual_seed(1),
         )
-        found[adjoint] = torch.autograd.grad(moment(run.final) + run.position.sum(), list(dynamics.parameters()))
+        found[adjoint] = torch.autograd.grad(
+            moment(run.final) + run.position.sum(), list(dynamics.parameters())
+        )
         assert run.stats["buffer_bits"] * run.stats["steps"] > 64
     for mine, theirs in zip(*found.values(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
@@ -111,10 +156,18 @@ def lj13():
 # Temperatures at which the cluster is a hot liquid drop or, without friction, melts.
 HOT = {
     "BAB": lambda: adjsim.Hamiltonian(lj13(), parameter(1.0)),
-    "BAOAB, friction 1": lambda: adjsim.Langevin(lj13(), parameter(1.0), parameter(0.25), parameter(1.0)),
-    "BAOAB, friction 10": lambda: adjsim.Langevin(lj13(), parameter(1.0), parameter(0.25), parameter(10.0)),
-    "NBABN": lambda: adjsim.NoseHooverChain(lj13(), parameter(1.0), parameter(0.25), parameter(0.3)),
-    "BAGAB": lambda: adjsim.GeneralizedLangevin(lj13(), parameter(1.0), parameter(0.25), vector(1.0, 4.0), vector(1.0, 8.0)),
+    "BAOAB, friction 1": lambda: adjsim.Langevin(
+        lj13(), parameter(1.0), parameter(0.25), parameter(1.0)
+    ),
+    "BAOAB, friction 10": lambda: adjsim.Langevin(
+        lj13(), parameter(1.0), parameter(0.25), parameter(10.0)
+    ),
+    "NBABN": lambda: adjsim.NoseHooverChain(
+        lj13(), parameter(1.0), parameter(0.25), parameter(0.3)
+    ),
+    "BAGAB": lambda: adjsim.GeneralizedLangevin(
+        lj13(), parameter(1.0), parameter(0.25), vector(1.0, 4.0), vector(1.0, 8.0)
+    ),
 }
 
 
@@ -127,7 +180,10 @@ def hot_start(dynamics, temperature=0.6):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        *(pytest.param(name, 30_011, marks=pytest.mark.slow) for name in ("BAB", "BAOAB, friction 10")),
+        *(
+            pytest.param(name, 30_011, marks=pytest.mark.slow)
+            for name in ("BAB", "BAOAB, friction 10")
+        ),
         pytest.param("BAGAB", 10_007, marks=pytest.mark.slow),
         *(
             pytest.param(name, 100_003, marks=pytest.mark.marathon)
@@ -138,7 +194,9 @@ def hot_start(dynamics, temperature=0.6):
 def test_long_runs_come_back_bit_for_bit(name, steps):
     """And empty buffers with them. The numbers of steps are prime."""
     dynamics = HOT[name]()
-    before, after, back = forth_and_back(dynamics, hot_start(dynamics), Splitting(name.split(",")[0], 0.005, exact=True), steps)
+    before, after, back = forth_and_back(
+        dynamics, hot_start(dynamics), Splitting(name.split(",")[0], 0.005, exact=True), steps
+    )
     assert float((before.position - after.position).abs().max()) > 0.1
     for field, a, b in zip(before._fields, before, back, strict=True):
         assert torch.equal(a, b), field
@@ -152,7 +210,9 @@ def test_long_runs_come_back_bit_for_bit(name, steps):
     ],
 )
 def test_gradient_where_floating_point_is_lost(name, steps):
-    """A chaotic cluster, fewer steps of the costlier schemes: plain reversal fails, the exact one does not."""
+    """A chaotic cluster, fewer steps of the costlier schemes: plain reversal fails, the exact one
+    does not.
+    """
     word = name.split(",")[0]
 
     def run(adjoint, exact):
@@ -185,10 +245,18 @@ def test_twenty_thousand_chaotic_steps():
         dynamics = HOT["BAB"]()
         start = hot_start(dynamics)
         start = type(start)(*(x.requires_grad_() for x in start))
-        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAB", 0.005, exact=True), adjoint=adjoint)
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 100.0],
+            solver=Splitting("BAB", 0.005, exact=True),
+            adjoint=adjoint,
+        )
         return torch.autograd.grad((run.final.position**2).mean(), [*dynamics.parameters(), *start])
 
-    for mine, direct in zip(gradients(ReversibleAdjoint()), gradients(DirectAdjoint()), strict=True):
+    for mine, direct in zip(
+        gradients(ReversibleAdjoint()), gradients(DirectAdjoint()), strict=True
+    ):
         assert float(direct.norm()) > 1e12  # chaos
         assert float((mine - direct).norm()) <= 1e-9 * float(direct.norm())
 
@@ -199,13 +267,20 @@ def test_twenty_thousand_chaotic_steps():
         (
             "BAOAB",
             lambda: adjsim.Langevin(
-                adjsim.DoubleWell(parameter(0.7)), vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), parameter(20.0)
+                adjsim.DoubleWell(parameter(0.7)),
+                vector(1.0, 1.5, 0.8, 2.0),
+                parameter(0.6),
+                parameter(20.0),
             ),
         ),
         (
             "BAGAB",
             lambda: adjsim.GeneralizedLangevin(
-                adjsim.DoubleWell(parameter(0.7)), parameter(1.4), parameter(0.6), vector(5.0, 20.0), vector(20.0, 80.0)
+                adjsim.DoubleWell(parameter(0.7)),
+                parameter(1.4),
+                parameter(0.6),
+                vector(5.0, 20.0),
+                vector(20.0, 80.0),
             ),
         ),
     ],
@@ -271,7 +346,9 @@ def test_starts_without_a_scale_of_their_own():
     falling = adjsim.Hamiltonian(adjsim.AsymmetricDoubleWell(parameter(1.0), parameter(0.3)))
     resting = adjsim.Langevin(adjsim.Harmonic(1.0))
     for dynamics, scheme in ((falling, "BAB"), (resting, "BAOAB")):
-        before, after, back = forth_and_back(dynamics, dynamics.init(zeros, zeros), Splitting(scheme, 0.01, exact=True), 3000)
+        before, after, back = forth_and_back(
+            dynamics, dynamics.init(zeros, zeros), Splitting(scheme, 0.01, exact=True), 3000
+        )
         assert float(after.position.abs().max()) > 0.01
         assert all(torch.equal(a, b) for a, b in zip(before, back, strict=True))
 
@@ -316,7 +393,11 @@ class Stiff(torch.nn.Module):
 def test_a_number_changed_between_forward_and_backward_is_caught():
     dynamics = adjsim.Hamiltonian(Stiff())
     run = adjsim.simulate(
-        dynamics, dynamics.init(*square()), [0.0, 1.0], solver=Splitting("BAB", 0.01, exact=True), adjoint=ReversibleAdjoint()
+        dynamics,
+        dynamics.init(*square()),
+        [0.0, 1.0],
+        solver=Splitting("BAB", 0.01, exact=True),
+        adjoint=ReversibleAdjoint(),
     )
     dynamics.potential.k += 1e-13
     with pytest.raises(ReconstructionError, match="did not recover"):
@@ -324,22 +405,36 @@ def test_a_number_changed_between_forward_and_backward_is_caught():
 
 
 def test_the_order_of_a_sum_does_not_matter():
-    """Forward on one thread, backward on two: pair contributions are on a grid, so their sum has no order."""
+    """Forward on one thread, backward on two: pair contributions are on a grid, so their sum has no
+    order.
+    """
     generator = torch.Generator().manual_seed(0)
     corner = torch.cartesian_prod(*[torch.arange(6.0)] * 3) * 1.15
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0), parameter(1.0)))
     start = dynamics.init(corner, torch.randn(216, 3, generator=generator))
-    run = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=Splitting("BAB", 0.005, exact=True), adjoint=ReversibleAdjoint())
+    run = adjsim.simulate(
+        dynamics,
+        start,
+        [0.0, 0.1],
+        solver=Splitting("BAB", 0.005, exact=True),
+        adjoint=ReversibleAdjoint(),
+    )
     try:
         torch.set_num_threads(2)
         run.final.position.square().sum().backward()
     finally:
         torch.set_num_threads(1)
     assert run.stats["reconstruction_error"] == 0.0
-    # And in any order at all: the atoms the other way round. Without the grid the last digits differ.
-    potential, grid = dynamics.potential, Splitting("BAB", 0.005, exact=True).program(dynamics, start).force_grid
+    # And in any order at all: the atoms the other way round. Without the grid the last digits
+    # differ.
+    potential, grid = (
+        dynamics.potential,
+        Splitting("BAB", 0.005, exact=True).program(dynamics, start).force_grid,
+    )
     position = run.final.position.detach()
-    assert torch.equal(potential.force(position, grid), potential.force(position.flip(0), grid).flip(0))
+    assert torch.equal(
+        potential.force(position, grid), potential.force(position.flip(0), grid).flip(0)
+    )
     assert not torch.equal(potential.force(position), potential.force(position.flip(0)).flip(0))
 
 
@@ -361,12 +456,14 @@ def test_backward_twice_and_no_graph_of_its_own():
 
 
 def test_direct_can_be_differentiated_twice():
-    """The second derivative of an exact run is that of the plain one, to what the lattice changes."""
+    """The second derivative of an exact run is that of the plain one, up to the lattice."""
     found = []
     for exact in (False, True):
         dynamics = Case("hamiltonian", "BAB", "lennard-jones").build()
         start = start_of(dynamics, *square())
-        run = adjsim.simulate(dynamics, start, [0.0, 0.2], solver=Splitting("BAB", 0.01, exact=exact))
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.2], solver=Splitting("BAB", 0.01, exact=exact)
+        )
         inputs = list(dynamics.parameters())
         slopes = torch.autograd.grad(moment(run.final), inputs, create_graph=True)
         found.append(torch.autograd.grad(sum(s.sum() for s in slopes), inputs))
@@ -387,7 +484,12 @@ def test_float32_is_refused_with_the_reason():
 def test_a_flow_that_is_no_coupling_is_refused():
     dynamics = adjsim.ESH(adjsim.Harmonic())
     with pytest.raises(TypeError, match="shears and scales, and term 'E' of ESH is neither"):
-        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=Splitting("EAE", 0.01, exact=True))
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.1],
+            solver=Splitting("EAE", 0.01, exact=True),
+        )
 
 
 def test_transforms_are_refused():
@@ -396,7 +498,9 @@ def test_transforms_are_refused():
 
     def end(q):
         start = dynamics.init(q, momentum)
-        return adjsim.simulate(dynamics, start, [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True)).final.position.sum()
+        return adjsim.simulate(
+            dynamics, start, [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True)
+        ).final.position.sum()
 
     with pytest.raises(RuntimeError, match=r"torch\.func transforms"):
         torch.func.grad(end)(position)
@@ -406,13 +510,23 @@ def test_transforms_are_refused():
 def test_friction_that_no_fraction_stands_for_is_refused(friction, way):
     dynamics = adjsim.Langevin(adjsim.Harmonic(), friction=friction)
     with pytest.raises(ValueError, match=f"'decay' of term 'O'.*Use a {way} dt"):
-        adjsim.simulate(dynamics, start_of(dynamics, *square()), [0.0, 0.1], solver=Splitting("BAOAB", 0.01, exact=True))
+        adjsim.simulate(
+            dynamics,
+            start_of(dynamics, *square()),
+            [0.0, 0.1],
+            solver=Splitting("BAOAB", 0.01, exact=True),
+        )
 
 
 def test_friction_that_would_overfill_the_buffers_is_refused():
     dynamics = adjsim.Langevin(adjsim.Harmonic(), friction=1200.0)
     with pytest.raises(ValueError, match="bits a step"):
-        adjsim.simulate(dynamics, start_of(dynamics, *square()), [0.0, 0.1], solver=Splitting("BAOAB", 0.01, exact=True))
+        adjsim.simulate(
+            dynamics,
+            start_of(dynamics, *square()),
+            [0.0, 0.1],
+            solver=Splitting("BAOAB", 0.01, exact=True),
+        )
 
 
 # Where the lattice ends.
@@ -422,7 +536,10 @@ def test_a_particle_that_flies_off_names_the_step():
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones())
     position = torch.tensor([[0.0, 0.0], [0.4, 0.0]])
     start = dynamics.init(position, torch.zeros(2, 2))
-    with pytest.raises(OverflowError, match=r"position left the lattice of the exact run, which reaches to .*, in step \d+ "):
+    with pytest.raises(
+        OverflowError,
+        match=r"position left the lattice of the exact run, which reaches to .*, in step \d+ ",
+    ):
         adjsim.simulate(dynamics, start, [0, 100.0], solver=Splitting("BAB", 0.001, exact=True))
 
 
@@ -431,7 +548,12 @@ def test_a_force_that_explodes_names_the_step_and_the_remedy():
     position = torch.tensor([[0.0, 0.0], [1.2, 0.0]])
     momentum = torch.tensor([[12.0, 0.0], [-12.0, 0.0]])
     with pytest.raises(OverflowError, match=r"left the lattice.*in step \d.*Use a smaller dt"):
-        adjsim.simulate(dynamics, dynamics.init(position, momentum), [0, 5.0], solver=Splitting("BAB", 0.05, exact=True))
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(position, momentum),
+            [0, 5.0],
+            solver=Splitting("BAB", 0.05, exact=True),
+        )
 
 
 # What the buffers cost, and what they must not change.
@@ -439,11 +561,15 @@ def test_a_force_that_explodes_names_the_step_and_the_remedy():
 
 @pytest.mark.parametrize("scheme", ["BAOAB", "OBABO"])
 def test_buffers_hold_what_friction_took(scheme):
-    """Bits a degree of freedom and step within 1.5 of friction dt / ln 2, at friction dt = 0.01 over 20,000 steps."""
+    """Bits a degree of freedom and step within 1.5 of friction dt / ln 2, at friction dt = 0.01
+    over 20,000 steps.
+    """
     dynamics = adjsim.Langevin(adjsim.DoubleWell(1.0), friction=2.0)
     start = dynamics.init(torch.ones(13, 3), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting(scheme, 0.005, exact=True))
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 100.0], solver=Splitting(scheme, 0.005, exact=True)
+        )
     bound = 0.01 / math.log(2)
     assert run.stats["buffer_bound"] == pytest.approx(bound, rel=1e-6)
     assert 0.95 * bound < run.stats["buffer_bits"] < 1.5 * bound
@@ -455,7 +581,9 @@ def test_buffers_of_conservative_and_thermostatted_runs():
         case = Case(name, scheme, "lennard-jones", exact=True)
         dynamics = case.build()
         with torch.no_grad():
-            run = adjsim.simulate(dynamics, case.start(dynamics, *square()), [0.0, 20.0], solver=case.solver)
+            run = adjsim.simulate(
+                dynamics, case.start(dynamics, *square()), [0.0, 20.0], solver=case.solver
+            )
         if name == "hamiltonian":
             assert run.stats["buffer_bits"] == run.stats["buffer_bound"] == 0.0
         else:
@@ -468,7 +596,9 @@ def test_single_particles_cost_little_more():
     dynamics = adjsim.Langevin(adjsim.DoubleWell(1.0), friction=1.0)
     start = dynamics.init(torch.ones(100, 1, 1), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        run = adjsim.simulate(dynamics, start, [0.0, 100.0], solver=Splitting("BAOAB", 0.01, exact=True))
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 100.0], solver=Splitting("BAOAB", 0.01, exact=True)
+        )
     assert run.stats["buffer_bits"] < 1.5 * run.stats["buffer_bound"]
 
 
@@ -489,4 +619,9 @@ def test_a_potential_whose_force_knows_no_grid_is_refused():
 
     dynamics = adjsim.Hamiltonian(Spring())
     with pytest.raises(TypeError, match=r"Spring\.force\(position\) must also take grid=None"):
-        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=Splitting("BAB", 0.01, exact=True))
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.1],
+            solver=Splitting("BAB", 0.01, exact=True),
+        )

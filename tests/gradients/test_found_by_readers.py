@@ -15,7 +15,11 @@ from adjsim.dynamics.terms import Kick, Stream
 from adjsim.potentials import PairPotential
 from tests.problems import parameter, square
 
-SWEPT = {"checkpoint": CheckpointAdjoint(), "one-segment": CheckpointAdjoint(1), "reversible": ReversibleAdjoint()}
+SWEPT = {
+    "checkpoint": CheckpointAdjoint(),
+    "one-segment": CheckpointAdjoint(1),
+    "reversible": ReversibleAdjoint(),
+}
 swept = pytest.mark.parametrize("adjoint", SWEPT.values(), ids=SWEPT)
 
 
@@ -30,7 +34,9 @@ class Quartic(nn.Module):
 
 def run(dynamics, adjoint, solver=None, times=(0.0, 0.5), **options):
     solver = adjsim.VelocityVerlet(0.05) if solver is None else solver
-    return adjsim.simulate(dynamics, dynamics.init(*square()), times, solver=solver, adjoint=adjoint, **options)
+    return adjsim.simulate(
+        dynamics, dynamics.init(*square()), times, solver=solver, adjoint=adjoint, **options
+    )
 
 
 def gradient(dynamics, adjoint, **options):
@@ -92,7 +98,12 @@ def test_a_force_is_that_of_its_time(word, adjoint):
 
 def test_exact_runs_of_forces_in_time_come_back_from_any_start():
     dynamics = adjsim.Hamiltonian(Swing())
-    made = run(dynamics, ReversibleAdjoint(), solver=Splitting("BABAB", 0.1, exact=True), times=[1000.3, 1020.3])
+    made = run(
+        dynamics,
+        ReversibleAdjoint(),
+        solver=Splitting("BABAB", 0.1, exact=True),
+        times=[1000.3, 1020.3],
+    )
     made.final.position.sum().backward()
     assert made.stats["reconstruction_error"] == 0.0
 
@@ -196,8 +207,12 @@ SQUARE = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
 
 
 def test_estimators_on_a_parameter_that_is_read_past_its_module():
-    expected = adjsim.Pathwise()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad["potential.k"]
-    found = adjsim.FiniteDifference()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad["potential.k"]
+    expected = adjsim.Pathwise()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad[
+        "potential.k"
+    ]
+    found = adjsim.FiniteDifference()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad[
+        "potential.k"
+    ]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     for estimator in (adjsim.Girsanov(), adjsim.ForwardSensitivity()):
         with pytest.raises(ValueError, match="past its module"):
@@ -209,8 +224,14 @@ def test_differences_reach_what_an_observable_reads_without_a_graph():
     for read in (lambda k: k, float, lambda k: k.detach(), lambda k: (k > -1).double() * k.item()):
         made = simulation(adjsim.Harmonic(parameter(1.3)))
         k = made.dynamics.potential.k
-        observable = adjsim.Final(lambda state, k=k, read=read: state.position.sum((-1, -2)) * read(k))
-        found.append(adjsim.FiniteDifference()(made, observable, replicas=32, generator=0).grad["potential.k"])
+        observable = adjsim.Final(
+            lambda state, k=k, read=read: state.position.sum((-1, -2)) * read(k)
+        )
+        found.append(
+            adjsim.FiniteDifference()(made, observable, replicas=32, generator=0).grad[
+                "potential.k"
+            ]
+        )
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
 
@@ -223,7 +244,9 @@ def test_the_score_keeps_its_digits_beside_an_offset():
 
     made, found = adjsim.Simulation(dynamics, initial, [0.0, 40.0], adjsim.BAOAB(0.1)), []
     for offset in (0.0, 1e8):
-        average = TimeAverage(lambda state, offset=offset: offset + (state.position**2).sum((-1, -2)), burn_in=5.0)
+        average = TimeAverage(
+            lambda state, offset=offset: offset + (state.position**2).sum((-1, -2)), burn_in=5.0
+        )
         found.append(adjsim.ScoreFunction()(made, average, replicas=32, generator=1))
     torch.testing.assert_close(found[1].grad, found[0].grad, rtol=1e-5, atol=0)
     assert found[1].diagnostics["ess"] == pytest.approx(found[0].diagnostics["ess"], rel=1e-5)
@@ -309,7 +332,9 @@ class Table(PairPotential):
     def __init__(self):
         super().__init__()
         self.aa, self.ab, self.bb = parameter(1.0), parameter(0.6), parameter(0.3)
-        self.register_buffer("kind", torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 2, 2], [1, 1, 2, 2]]))
+        self.register_buffer(
+            "kind", torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 2, 2], [1, 1, 2, 2]])
+        )
 
     def pair_energy(self, s):
         return torch.stack([self.aa, self.ab, self.bb])[self.kind] * torch.exp(-s)

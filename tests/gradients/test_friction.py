@@ -1,4 +1,6 @@
-"""Reversal under friction: what grows is seen, checkpoints are chosen for it, and the gradient stays exact."""
+"""Reversal under friction: what grows is seen, checkpoints are chosen for it, and the gradient
+stays exact.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,21 @@ def agree(mine, theirs, tolerance):
 
 
 STRONG = {
-    "langevin": lambda: adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), parameter(1.4), parameter(0.6), parameter(20.0)),
+    "langevin": lambda: adjsim.Langevin(
+        adjsim.DoubleWell(parameter(0.7)), parameter(1.4), parameter(0.6), parameter(20.0)
+    ),
     "langevin-atoms": lambda: adjsim.Langevin(
-        adjsim.LennardJones(parameter(1.1), parameter(0.95)), vector(1.0, 1.5, 0.8, 2.0), parameter(0.2), vector(20, 5, 9, 3)
+        adjsim.LennardJones(parameter(1.1), parameter(0.95)),
+        vector(1.0, 1.5, 0.8, 2.0),
+        parameter(0.2),
+        vector(20, 5, 9, 3),
     ),
     "generalised": lambda: adjsim.GeneralizedLangevin(
-        adjsim.DoubleWell(parameter(0.7)), parameter(1.4), parameter(0.6), vector(5.0, 20.0), vector(20.0, 80.0)
+        adjsim.DoubleWell(parameter(0.7)),
+        parameter(1.4),
+        parameter(0.6),
+        vector(5.0, 20.0),
+        vector(20.0, 80.0),
     ),
 }
 
@@ -72,17 +83,23 @@ def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):
 
 
 def test_growth_that_goes_unchecked_is_seen():
-    """One checkpoint for friction T = 100 loses the state, and says so instead of returning a number."""
+    """One checkpoint for friction T = 100 loses the state, and says so instead of returning a
+    number.
+    """
     make = STRONG["langevin"]
     with pytest.raises(ReconstructionError, match="checkpoint_every"):
         gradients(make(), "BAOAB", 0.0025, 5.0, ReversibleAdjoint(checkpoint_every=10_000))
 
 
 def test_the_error_grows_as_the_exponential_of_friction_times_time():
-    """Over friction T = 4, 8, 12 on the double well: e^4 between them, to a factor of five for the potential's part."""
+    """Over friction T = 4, 8, 12 on the double well: e^4 between them, to a factor of five for the
+    potential's part.
+    """
     errors = []
     for time in (0.2, 0.4, 0.6):
-        _, stats = gradients(STRONG["langevin"](), "BAOAB", 0.0025, time, ReversibleAdjoint(checkpoint_every=10_000))
+        _, stats = gradients(
+            STRONG["langevin"](), "BAOAB", 0.0025, time, ReversibleAdjoint(checkpoint_every=10_000)
+        )
         errors.append(stats["reconstruction_error"])
     for before, after in itertools.pairwise(errors):
         assert math.exp(4) / 5 < after / before < math.exp(4) * 5
@@ -114,7 +131,9 @@ def test_checkpoints_follow_friction_step_dtype_and_tolerance():
 def test_float32_keeps_within_a_tolerance_that_fits_it():
     dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.7)), friction=parameter(2.0))
     direct, _ = gradients(dynamics, "BAOAB", 0.01, 5.0, DirectAdjoint())
-    mine, stats = gradients(dynamics, "BAOAB", 0.01, 5.0, ReversibleAdjoint(tol=1e-3), torch.float32)
+    mine, stats = gradients(
+        dynamics, "BAOAB", 0.01, 5.0, ReversibleAdjoint(tol=1e-3), torch.float32
+    )
     assert stats["reconstruction_error"] < 1e-3
     # The float32 path itself is about 1e-5 off the float64 one.
     agree([x.double() for x in mine[:1]], direct[:1], 1e-2)
@@ -122,7 +141,9 @@ def test_float32_keeps_within_a_tolerance_that_fits_it():
 
 @pytest.mark.parametrize(("name", "scheme"), UNDERDAMPED)
 def test_the_same_path_and_gradient_whatever_is_saved(name, scheme):
-    """To the last bit the same path for any save times, segments and adjoint; and the same gradient to rounding."""
+    """To the last bit the same path for any save times, segments and adjoint; and the same gradient
+    to rounding.
+    """
     paths, grads = [], []
     for times, adjoint in [
         ([0.0, 0.5], DirectAdjoint()),
@@ -143,7 +164,9 @@ def test_the_same_path_and_gradient_whatever_is_saved(name, scheme):
             generator=generator,
         )
         paths.append(run.final)
-        grads.append(torch.autograd.grad(run.final.position.square().sum(), list(dynamics.parameters())))
+        grads.append(
+            torch.autograd.grad(run.final.position.square().sum(), list(dynamics.parameters()))
+        )
     for path in paths[1:]:
         assert all(torch.equal(a, b) for a, b in zip(path, paths[0], strict=True))
     for found in grads[1:]:
@@ -152,10 +175,14 @@ def test_the_same_path_and_gradient_whatever_is_saved(name, scheme):
 
 @pytest.mark.parametrize("name", ["langevin", "generalised-2", "overdamped"])
 def test_a_replica_has_its_own_noise_in_any_batch(name):
-    """Replica i of fifty is replica i of twenty: several atoms and dimensions, bath variables included."""
+    """Replica i of fifty is replica i of twenty: several atoms and dimensions, bath variables
+    included.
+    """
     dynamics = STOCHASTIC[name](POTENTIALS["harmonic"]())
     solver = (
-        adjsim.EulerMaruyama(0.01) if name == "overdamped" else adjsim.Splitting({"langevin": "BAOAB"}.get(name, "BAGAB"), 0.01)
+        adjsim.EulerMaruyama(0.01)
+        if name == "overdamped"
+        else adjsim.Splitting({"langevin": "BAOAB"}.get(name, "BAGAB"), 0.01)
     )
     ends = []
     for count in (50, 20):
@@ -177,7 +204,10 @@ def test_drawn_starts_do_not_depend_on_the_batch_either():
     for name in ("langevin", "generalised-2"):
         dynamics = STOCHASTIC[name](POTENTIALS["harmonic"]())
         starts = [
-            dynamics.init(square()[0].expand(count, 4, 2), generator=torch.Generator().manual_seed(3)) for count in (50, 20)
+            dynamics.init(
+                square()[0].expand(count, 4, 2), generator=torch.Generator().manual_seed(3)
+            )
+            for count in (50, 20)
         ]
         for large, small in zip(*starts, strict=True):
             assert torch.equal(large[:20], small)
@@ -193,7 +223,11 @@ def test_pathwise_chunks_run_on_their_part_of_the_noise():
     observable = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
     found = [
         adjsim.Pathwise(ReversibleAdjoint())(
-            simulation, observable, replicas=10, chunks=chunks, generator=torch.Generator().manual_seed(4)
+            simulation,
+            observable,
+            replicas=10,
+            chunks=chunks,
+            generator=torch.Generator().manual_seed(4),
         )
         for chunks in (1, 3, 10)
     ]

@@ -1,4 +1,6 @@
-"""The cost of a gradient is proportional to the number of steps, also where the force is a derivative of a user's energy."""
+"""The cost of a gradient is proportional to the number of steps, also where the force is a
+derivative of a user's energy.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +90,15 @@ def ratio(work):
 @pytest.mark.parametrize(
     "adjoint",
     # The swept ones keep no graph: they are slower, and would show it last.
-    [pytest.param(x, id=name, marks=() if name == "direct" else pytest.mark.marathon) for name, x in ADJOINTS.items()],
+    [
+        pytest.param(x, id=name, marks=() if name == "direct" else pytest.mark.marathon)
+        for name, x in ADJOINTS.items()
+    ],
 )
 @pytest.mark.parametrize("potential", POTENTIALS.values(), ids=POTENTIALS)
 def test_adjoints(potential, adjoint):
-    # Four if it is linear; sixteen in the limit, and ten at this length, where every step walked the whole graph.
+    # Four if it is linear; sixteen in the limit, and ten at this length, where every step walked
+    # the whole graph.
     assert ratio(lambda steps: by_adjoint(potential(), adjoint, steps)) < 6.5
 
 

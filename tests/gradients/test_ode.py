@@ -1,4 +1,6 @@
-"""ODE solvers: backpropagation against central differences, and the continuous adjoint approaching it."""
+"""ODE solvers: backpropagation against central differences, and the continuous adjoint approaching
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,20 @@ from tests.problems import DYNAMICS, POTENTIALS, parameter, square
 TIMES = [0.0, 0.05, 0.2, 0.25, 0.5]
 
 
-# What each adaptive method reaches in reasonable time: an order of 2 needs 1e5 steps a unit of time for 1e-10.
-TOLERANCE = {"dopri8": 1e-10, "dopri5": 1e-10, "scipy_solver": 1e-9, "bosh3": 1e-7, "fehlberg2": 3e-6, "adaptive_heun": 3e-6}
+# What each adaptive method reaches in reasonable time: an order of 2 needs 1e5 steps a unit of time
+# for 1e-10.
+TOLERANCE = {
+    "dopri8": 1e-10,
+    "dopri5": 1e-10,
+    "scipy_solver": 1e-9,
+    "bosh3": 1e-7,
+    "fehlberg2": 3e-6,
+    "adaptive_heun": 3e-6,
+}
 
 
-# Steps at which each method of fixed step is stable and good to about a per cent on bound Lennard-Jones atoms.
+# Steps at which each method of fixed step is stable and good to about a per cent on bound
+# Lennard-Jones atoms.
 DT = {"euler": 0.0005, **dict.fromkeys(MULTISTEP, 0.002)}
 
 
@@ -32,13 +43,27 @@ def solver_for(method: str) -> ODESolver:
     return ODESolver(method, rtol=TOLERANCE[method], atol=TOLERANCE[method])
 
 
-def gradients(method, adjoint, kind="saves", dynamics="hamiltonian", potential="lennard-jones", solver=None, shift=None):
-    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift of some of them."""
+def gradients(
+    method,
+    adjoint,
+    kind="saves",
+    dynamics="hamiltonian",
+    potential="lennard-jones",
+    solver=None,
+    shift=None,
+):
+    """The gradient of a loss along 0.5 time units by every input, or the loss alone after a shift
+    of some of them.
+    """
     if shift is not None:
         with torch.no_grad():
-            return float(loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0])
+            return float(
+                loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)[0]
+            )
     loss, inputs = loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift)
-    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(
+        loss, list(inputs.values()), allow_unused=True, materialize_grads=True
+    )
     return dict(zip(inputs, found, strict=True))
 
 
@@ -52,12 +77,20 @@ def loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift):
     momentum.requires_grad_()
     record = {"record": moment, "average": TimeAverage(moment, burn_in=0.1)}.get(kind)
     run = adjsim.simulate(
-        made, made.init(position, momentum), TIMES, solver=solver or solver_for(method), adjoint=adjoint, record=record
+        made,
+        made.init(position, momentum),
+        TIMES,
+        solver=solver or solver_for(method),
+        adjoint=adjoint,
+        record=record,
     )
     if kind == "final":
         loss = moment(run.final)
     elif kind == "saves":
-        loss = sum(moment([getattr(run, f)[i] for f in run.final._fields]) * (1 + i) for i in range(len(TIMES)))
+        loss = sum(
+            moment([getattr(run, f)[i] for f in run.final._fields]) * (1 + i)
+            for i in range(len(TIMES))
+        )
     else:
         loss = run.record.sum()
     return loss, inputs
@@ -65,7 +98,13 @@ def loss_and_inputs(method, adjoint, kind, dynamics, potential, solver, shift):
 
 @functools.cache
 def exact_gradients(kind: str, dynamics: str):
-    return gradients("dopri8", DirectAdjoint(), kind, dynamics, solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12))
+    return gradients(
+        "dopri8",
+        DirectAdjoint(),
+        kind,
+        dynamics,
+        solver=ODESolver("dopri8", rtol=1e-12, atol=1e-12),
+    )
 
 
 def test_every_method_of_torchdiffeq_is_there():
@@ -75,13 +114,20 @@ def test_every_method_of_torchdiffeq_is_there():
 @pytest.mark.parametrize("method", ADAPTIVE + ONE_STEP + MULTISTEP)
 def test_direct_against_central_differences(method):
     grads = gradients(method, DirectAdjoint())
-    # Steps of fixed size are smooth functions of the inputs (implicit_adams to its corrector's tolerance, 1e-7). Adaptive
-    # methods choose their steps anew for each shift, which moves the loss by as much as it is wrong, over h.
+    # Steps of fixed size are smooth functions of the inputs (implicit_adams to its corrector's
+    # tolerance, 1e-7). Adaptive methods choose their steps anew for each shift, which moves the
+    # loss by as much as it is wrong, over h.
     fixed = method in ONE_STEP + MULTISTEP
     coarse = {"bosh3": (2e-3, 1e-4), "fehlberg2": (5e-3, 3e-3), "adaptive_heun": (5e-3, 3e-3)}
-    h, rel = coarse.get(method, (1e-4 if fixed else 3e-4, 1e-4 if method in ("implicit_adams", "fixed_adams") else 1e-6))
+    h, rel = coarse.get(
+        method,
+        (1e-4 if fixed else 3e-4, 1e-4 if method in ("implicit_adams", "fixed_adams") else 1e-6),
+    )
     tight = ODESolver("dopri5", rtol=1e-12, atol=1e-12)
-    wrong = abs(gradients(method, DirectAdjoint(), shift={}) - gradients(method, DirectAdjoint(), solver=tight, shift={}))
+    wrong = abs(
+        gradients(method, DirectAdjoint(), shift={})
+        - gradients(method, DirectAdjoint(), solver=tight, shift={})
+    )
     floor = 1e-7 if fixed else 1e-5 + 4 * wrong / h
     # One direction through all parameters, and one through the start.
     for names in (["mass", "potential.epsilon", "potential.sigma"], ["position", "momentum"]):
@@ -95,14 +141,22 @@ def test_direct_against_central_differences(method):
 
 @pytest.mark.parametrize(
     ("dynamics", "kind"),
-    [*(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")), ("chain-3", "saves"), ("esh", "average")],
+    [
+        *(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")),
+        ("chain-3", "saves"),
+        ("esh", "average"),
+    ],
 )
 def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics, kind):
     exact = exact_gradients(kind, dynamics)
     errors = []
     for tolerance in (1e-4, 1e-6, 1e-9):
         found = gradients(
-            "dopri5", BacksolveAdjoint(), kind, dynamics, solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance)
+            "dopri5",
+            BacksolveAdjoint(),
+            kind,
+            dynamics,
+            solver=ODESolver("dopri5", rtol=tolerance, atol=tolerance),
         )
         errors.append(max(float((found[k] - exact[k]).norm() / exact[k].norm()) for k in exact))
     assert errors[0] > errors[1] > errors[2]
@@ -113,7 +167,11 @@ def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics
 def test_continuous_adjoint_of_every_method(method):
     """Away from the exact flow's gradient by the method's own error at its step or tolerance."""
     exact = exact_gradients("saves", "hamiltonian")
-    agree(gradients(method, BacksolveAdjoint(), solver=solver_for(method)), exact, 0.1 if method == "euler" else 1e-2)
+    agree(
+        gradients(method, BacksolveAdjoint(), solver=solver_for(method)),
+        exact,
+        0.1 if method == "euler" else 1e-2,
+    )
 
 
 def test_backward_tolerances_are_their_own():
@@ -121,7 +179,9 @@ def test_backward_tolerances_are_their_own():
     exact = gradients("dopri5", DirectAdjoint(), solver=tight)
     loose = gradients("dopri5", BacksolveAdjoint(rtol=1e-3, atol=1e-3), solver=tight)
     good = gradients("dopri5", BacksolveAdjoint(rtol=1e-10, atol=1e-10), solver=tight)
-    error = [max(float((g[k] - exact[k]).norm() / exact[k].norm()) for k in exact) for g in (loose, good)]
+    error = [
+        max(float((g[k] - exact[k]).norm() / exact[k].norm()) for k in exact) for g in (loose, good)
+    ]
     assert error[0] > 100 * error[1]
 
 
@@ -137,14 +197,22 @@ def test_time_average_is_the_integral():
     for solver in (ODESolver("dopri5", rtol=1e-10, atol=1e-10), ODESolver("rk4", dt=0.01)):
         for burn_in in (0.0, 1.0):
             run = adjsim.simulate(
-                dynamics, start, [0.0, 2.0, 3.0], solver=solver, record=TimeAverage(lambda s: s.position**2, burn_in)
+                dynamics,
+                start,
+                [0.0, 2.0, 3.0],
+                solver=solver,
+                record=TimeAverage(lambda s: s.position**2, burn_in),
             )
-            exact = 0.5 + (torch.sin(torch.tensor(6.0)) - torch.sin(torch.tensor(2 * burn_in))) / (4 * (3 - burn_in))
+            exact = 0.5 + (torch.sin(torch.tensor(6.0)) - torch.sin(torch.tensor(2 * burn_in))) / (
+                4 * (3 - burn_in)
+            )
             torch.testing.assert_close(run.record.squeeze(), exact, rtol=1e-8, atol=0)
 
 
 def test_contraction_loses_the_backward_solution_and_saving_keeps_it():
-    """A stiff contraction onto q = p/2: solved backward it runs away as e^{30 t}, which saving bounds."""
+    """A stiff contraction onto q = p/2: solved backward it runs away as e^{30 t}, which saving
+    bounds.
+    """
 
     class Contraction(adjsim.ESH):
         """q' = -30 (q - tanh(a u)), on a state whose direction stands still."""
@@ -152,14 +220,20 @@ def test_contraction_loses_the_backward_solution_and_saving_keeps_it():
         def drift(self, t, state):
             a = self.potential.k
             pull = -30 * (state.position - torch.tanh(a * state.direction))
-            return state._replace(position=pull, direction=torch.zeros_like(pull), log_speed=torch.zeros_like(state.log_speed))
+            return state._replace(
+                position=pull,
+                direction=torch.zeros_like(pull),
+                log_speed=torch.zeros_like(state.log_speed),
+            )
 
     def gradient(times, adjoint):
         dynamics = Contraction(adjsim.Harmonic(parameter(0.8)))
         start = dynamics.init(torch.ones(1, 2), torch.tensor([[0.6, 0.8]]))
         solver = ODESolver("dopri5", rtol=1e-8, atol=1e-8)
         run = adjsim.simulate(dynamics, start, times, solver=solver, adjoint=adjoint)
-        return float(torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0])
+        return float(
+            torch.autograd.grad(run.final.position.square().sum(), dynamics.potential.k)[0]
+        )
 
     exact = sum(2 * math.tanh(0.8 * u) * u / math.cosh(0.8 * u) ** 2 for u in (0.6, 0.8))
     assert gradient([0.0, 2.0], DirectAdjoint()) == pytest.approx(exact, rel=1e-5)
@@ -173,5 +247,6 @@ def test_vector_field_counts_its_work():
     run = adjsim.simulate(dynamics, start, [0.0, 1.0], solver=ODESolver("rk4", dt=0.1))
     assert run.stats["energy_evaluations"] == 40
     run.final.position.sum().backward()
-    # All but the first of rk4's last slopes reach the position; each evaluation is gone back through at most once.
+    # All but the first of rk4's last slopes reach the position; each evaluation is gone back
+    # through at most once.
     assert 70 <= run.stats["energy_evaluations"] <= 80

@@ -1,5 +1,6 @@
-"""Forces, parameters and settings have one way through a run: cases in which they once came by another, and gradients were
-wrong in silence. Each is right now, or an error that says what to do."""
+"""Forces, parameters and settings have one way through a run: cases in which they once came by
+another, and gradients were wrong in silence. Each is right now, or an error that says what to
+do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ swept = pytest.mark.parametrize("adjoint", SWEPT.values(), ids=SWEPT)
 def simulate(dynamics, adjoint, *, steps=12, record=None, exact=False, start=None):
     start = dynamics.init(*square()) if start is None else start
     solver = adjsim.Splitting("BAB", 0.02, exact=exact)
-    return adjsim.simulate(dynamics, start, [0.0, steps * 0.02], solver=solver, adjoint=adjoint, record=record)
+    return adjsim.simulate(
+        dynamics, start, [0.0, steps * 0.02], solver=solver, adjoint=adjoint, record=record
+    )
 
 
 def gradient(dynamics, adjoint, wanted: Iterable[torch.Tensor], **options):
@@ -86,13 +89,18 @@ def test_a_record_that_is_random_is_refused(adjoint, average):
     dynamics = adjsim.Hamiltonian(Quartic())
     torch.manual_seed(0)
     with pytest.raises(ReconstructionError, match="computed it again"):
-        gradient(dynamics, adjoint, dynamics.parameters(), record=adjsim.TimeAverage(function) if average else function)
+        gradient(
+            dynamics,
+            adjoint,
+            dynamics.parameters(),
+            record=adjsim.TimeAverage(function) if average else function,
+        )
 
 
 @every_adjoint
 @pytest.mark.parametrize("change", ["step", "data", "buffer"])
 def test_a_run_reads_its_parameters_once(adjoint, change):
-    """An optimiser's step between the run and its backward changes the next run, and not this one."""
+    """An optimiser's step between a run and its backward changes the next run alone."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3), center=0.2))
     expected = gradient(dynamics, DirectAdjoint(), [dynamics.potential.k])
     run = simulate(dynamics, adjoint)
@@ -126,7 +134,7 @@ class Simulates(nn.Module):
 
 @every_adjoint
 def test_parameters_given_by_functional_call(adjoint):
-    """A network's output in place of a parameter; backward comes when the module has its own back."""
+    """A network's output replaces a parameter; backward comes after the call has ended."""
     start, raw = adjsim.PhaseState(*square()), parameter(0.3)
     module = Simulates(adjoint)
     names = {"dynamics.potential.k": raw.exp(), "dynamics.mass": 1 + raw**2}
@@ -177,7 +185,9 @@ def test_hooks_run_once(solver, adjoint):
     wanted = [dynamics.potential.barrier, dynamics.mass]
 
     def run():
-        made = adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.2], solver=solver, adjoint=adjoint)
+        made = adjsim.simulate(
+            dynamics, dynamics.init(*square()), [0.0, 0.2], solver=solver, adjoint=adjoint
+        )
         return torch.autograd.grad((made.final.position**2).sum(), wanted)
 
     expected, calls = run(), []
@@ -213,7 +223,11 @@ def test_what_is_captured_is_seen_whenever_it_is_read(adjoint, where):
             return {}
 
         def moves(self, h, state):
-            return (Shear("momentum", adjsim.dynamics.Function(lambda c, q: late(-h * q), ("position",))),)
+            return (
+                Shear(
+                    "momentum", adjsim.dynamics.Function(lambda c, q: late(-h * q), ("position",))
+                ),
+            )
 
     potential = {"force": Hiding, "pair": HidingPair}.get(where, Quartic)()
     dynamics, solver = adjsim.Hamiltonian(potential, parameter(1.0)), adjsim.VelocityVerlet(0.02)
@@ -223,7 +237,9 @@ def test_what_is_captured_is_seen_whenever_it_is_read(adjoint, where):
     start = dynamics.init(*square())
 
     def run_and_differentiate():
-        made = adjsim.simulate(dynamics, start, [0.0, 0.1, 0.2, 0.3], solver=solver, adjoint=adjoint, record=record)
+        made = adjsim.simulate(
+            dynamics, start, [0.0, 0.1, 0.2, 0.3], solver=solver, adjoint=adjoint, record=record
+        )
         (made.position if record is None else made.record).sum().backward()
 
     with pytest.raises(ValueError, match="not registered"):
@@ -262,7 +278,9 @@ class OwnDynamics(MassiveDynamics):
 def test_a_source_of_ones_own_reads_the_force_where_it_is(adjoint):
     dynamics = OwnDynamics(adjsim.DoubleWell(parameter(0.8)))
     expected = gradient(dynamics, DirectAdjoint(), dynamics.parameters())
-    for found, direct in zip(gradient(dynamics, adjoint, dynamics.parameters()), expected, strict=True):
+    for found, direct in zip(
+        gradient(dynamics, adjoint, dynamics.parameters()), expected, strict=True
+    ):
         torch.testing.assert_close(found, direct, rtol=1e-11, atol=0)
 
 
@@ -297,24 +315,38 @@ def test_a_record_that_writes_into_the_state_is_refused():
 @pytest.mark.parametrize("exact", [False, True])
 def test_backward_twice_gives_the_same(exact):
     """Each backward has a rewind and sums of its own."""
-    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(0.8)), kT=parameter(0.5), friction=parameter(0.7))
+    dynamics = adjsim.Langevin(
+        adjsim.DoubleWell(parameter(0.8)), kT=parameter(0.5), friction=parameter(0.7)
+    )
     start = dynamics.init(*square())
     solver = adjsim.Splitting("BAOAB", 0.02, exact=exact)
     generator = torch.Generator().manual_seed(3)
-    run = adjsim.simulate(dynamics, start, [0.0, 0.3], solver=solver, adjoint=ReversibleAdjoint(), generator=generator)
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 0.3], solver=solver, adjoint=ReversibleAdjoint(), generator=generator
+    )
     loss = (run.final.position**2).sum()
-    first, second = (torch.autograd.grad(loss, list(dynamics.parameters()), retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(loss, list(dynamics.parameters()), retain_graph=True) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_threads(shared):
-    """Runs at once, of dynamics of their own and of one that they share, give what they give one after the other."""
+    """Runs at once, of dynamics of their own and of one that they share, give what they give one
+    after the other.
+    """
     one = adjsim.Hamiltonian(Quartic(), parameter(1.1))
-    many = [one if shared else adjsim.Hamiltonian(Quartic(1.0 + 0.1 * i), parameter(1.1)) for i in range(3)]
+    many = [
+        one if shared else adjsim.Hamiltonian(Quartic(1.0 + 0.1 * i), parameter(1.1))
+        for i in range(3)
+    ]
     adjoints = [ReversibleAdjoint(), CheckpointAdjoint(), DirectAdjoint()]
     # A dynamics that another thread runs has other tensors in place of its parameters.
-    jobs = [(dynamics, adjoint, list(dynamics.parameters())) for dynamics, adjoint in zip(many, adjoints, strict=True)]
+    jobs = [
+        (dynamics, adjoint, list(dynamics.parameters()))
+        for dynamics, adjoint in zip(many, adjoints, strict=True)
+    ]
 
     def work(job, out, i):
         out[i] = gradient(*job, steps=60)
@@ -324,7 +356,9 @@ def test_threads(shared):
         work(job, expected, i)
     for _ in range(3):
         found: dict = {}
-        threads = [threading.Thread(target=work, args=(job, found, i)) for i, job in enumerate(jobs)]
+        threads = [
+            threading.Thread(target=work, args=(job, found, i)) for i, job in enumerate(jobs)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

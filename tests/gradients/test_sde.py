@@ -1,4 +1,6 @@
-"""SDE solvers: their gradients against central differences and against their continuous adjoint, and what they refuse."""
+"""SDE solvers: their gradients against central differences and against their continuous adjoint,
+and what they refuse.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class Coarse(Noise):
         self.every = every
 
     def __call__(self, step, shape, like):
-        fine = [super(Coarse, self).__call__(step * self.every + i, shape, like) for i in range(self.every)]
+        fine = [
+            super(Coarse, self).__call__(step * self.every + i, shape, like)
+            for i in range(self.every)
+        ]
         return torch.stack(fine).sum(0) / math.sqrt(self.every)
 
 
@@ -38,7 +43,15 @@ def moment(state):
 def loss_of(dynamics, position, momentum, kind, solver, adjoint, noise, time=0.24, seed=5):
     times = [0.0, time / 3, time]
     record = {"record": moment, "average": TimeAverage(moment, burn_in=time / 3)}.get(kind)
-    result = run(dynamics, start_of(dynamics, position, momentum, seed), times, solver, adjoint, record, noise)
+    result = run(
+        dynamics,
+        start_of(dynamics, position, momentum, seed),
+        times,
+        solver,
+        adjoint,
+        record,
+        noise,
+    )
     if kind == "final":
         return moment(result.final)
     if kind == "saves":
@@ -52,17 +65,29 @@ def gradients(name, kind, solver, adjoint, noise, potential="plain-module", time
     inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
     value = loss_of(dynamics, position, momentum, kind, solver, adjoint, noise, time, seed)
     found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
-    return {k: torch.zeros_like(x) if g is None else g for (k, x), g in zip(inputs.items(), found, strict=True)}
+    return {
+        k: torch.zeros_like(x) if g is None else g
+        for (k, x), g in zip(inputs.items(), found, strict=True)
+    }
 
 
 def distance(mine, theirs):
     largest = max(float(g.norm()) for g in theirs.values())
-    return max(float((mine[k] - g).norm()) / max(float(g.norm()), 1e-2 * largest) for k, g in theirs.items())
+    return max(
+        float((mine[k] - g).norm()) / max(float(g.norm()), 1e-2 * largest)
+        for k, g in theirs.items()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("method", "kind"), [*(("midpoint", kind) for kind in KINDS), ("srk", "final"), ("euler", "average"), ("heun", "saves")]
+    ("method", "kind"),
+    [
+        *(("midpoint", kind) for kind in KINDS),
+        ("srk", "final"),
+        ("euler", "average"),
+        ("heun", "saves"),
+    ],
 )
 def test_direct_against_central_differences_on_common_noise(method, name, kind):
     solver = SDESolver(method, dt=0.02)
@@ -75,12 +100,21 @@ def test_direct_against_central_differences_on_common_noise(method, name, kind):
             dynamics = STOCHASTIC[name](POTENTIALS["plain-module"]())
             position, momentum = square((2,))
             with torch.no_grad():
-                inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+                inputs = {
+                    **dict(dynamics.named_parameters()),
+                    "position": position,
+                    "momentum": momentum,
+                }
                 inputs[key] += shift * h * direction
-                values[shift] = float(loss_of(dynamics, position, momentum, kind, solver, DirectAdjoint(), Noise(4)))
+                values[shift] = float(
+                    loss_of(dynamics, position, momentum, kind, solver, DirectAdjoint(), Noise(4))
+                )
         near, far = (values[1] - values[-1]) / (2 * h), (values[2] - values[-2]) / (4 * h)
-        # Richardson's step leaves h^4 of truncation and 1e-16 / h of rounding; 1e-8 absolute for terms that cancel.
-        assert (4 * near - far) / 3 == pytest.approx(float((grad * direction).sum()), rel=1e-6, abs=1e-8), key
+        # Richardson's step leaves h^4 of truncation and 1e-16 / h of rounding; 1e-8 absolute for
+        # terms that cancel.
+        assert (4 * near - far) / 3 == pytest.approx(
+            float((grad * direction).sum()), rel=1e-6, abs=1e-8
+        ), key
 
 
 @pytest.mark.parametrize("name", ["langevin", "generalised-2", "overdamped"])
@@ -89,14 +123,22 @@ def test_direct_against_central_differences_on_common_noise(method, name, kind):
     [("midpoint", 1), ("heun", 1), ("euler", 1), ("euler_heun", 1), ("milstein", 1), ("srk", 1)],
 )
 def test_the_continuous_adjoint_approaches_direct_on_the_same_path(name, method, order):
-    """The difference falls with dt at least at the order of the method (that of the adjoint's own method, for srk)."""
+    """The difference falls with dt at least at the order of the method (that of the adjoint's own
+    method, for srk).
+    """
     errors = []
     for every in (4, 2, 1):
         solver = SDESolver(method, dt=0.002 * every)
         noise = Coarse(4, every)
-        # A draw of the memory in which the gradient by no parameter nearly cancels, which would make its relative error large.
+        # A draw of the memory in which the gradient by no parameter nearly cancels, which would
+        # make its relative error large.
         direct = gradients(name, "saves", solver, DirectAdjoint(), noise, "harmonic", seed=7)
-        errors.append(distance(gradients(name, "saves", solver, BacksolveAdjoint(), noise, "harmonic", seed=7), direct))
+        errors.append(
+            distance(
+                gradients(name, "saves", solver, BacksolveAdjoint(), noise, "harmonic", seed=7),
+                direct,
+            )
+        )
     slope = math.log2(errors[0] / errors[-1]) / 2
     assert slope > order - 0.2, errors
     assert errors[-1] < 0.02
@@ -120,14 +162,23 @@ def test_the_path_does_not_depend_on_save_times_adjoint_or_batch(method):
     def path(times, adjoint, count=7):
         start = dynamics.init(position[:count], momentum[:count])
         generator = torch.Generator().manual_seed(2)
-        return adjsim.simulate(dynamics, start, times, solver=solver, adjoint=adjoint, generator=generator)
+        return adjsim.simulate(
+            dynamics, start, times, solver=solver, adjoint=adjoint, generator=generator
+        )
 
-    every, few = path(torch.arange(21) * 0.01, DirectAdjoint()), path([0.0, 0.07, 0.2], DirectAdjoint())
+    every, few = (
+        path(torch.arange(21) * 0.01, DirectAdjoint()),
+        path([0.0, 0.07, 0.2], DirectAdjoint()),
+    )
     assert torch.equal(few.position, every.position[[0, 7, 20]])
     assert torch.equal(path([0.0, 0.2], BacksolveAdjoint()).final.momentum, every.final.momentum)
-    # torch adds the terms of a row in another order for another length, which the pair sums may feel in the last bit.
+    # torch adds the terms of a row in another order for another length, which the pair sums may
+    # feel in the last bit.
     torch.testing.assert_close(
-        path([0.0, 0.2], DirectAdjoint(), count=3).final.momentum, every.final.momentum[:3], rtol=1e-13, atol=1e-13
+        path([0.0, 0.2], DirectAdjoint(), count=3).final.momentum,
+        every.final.momentum[:3],
+        rtol=1e-13,
+        atol=1e-13,
     )
 
 
@@ -140,7 +191,9 @@ def test_a_seed_reproduces_a_run():
     b = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=solver).final
     torch.manual_seed(8)
     c = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=solver).final
-    d = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=solver, generator=torch.Generator().manual_seed(8)).final
+    d = adjsim.simulate(
+        dynamics, start, [0.0, 0.1], solver=solver, generator=torch.Generator().manual_seed(8)
+    ).final
     assert torch.equal(a.momentum, c.momentum)
     assert torch.equal(a.momentum, d.momentum)
     assert not torch.equal(a.momentum, b.momentum)
@@ -156,10 +209,18 @@ def test_float32_follows():
         for start in (single, double):
             generator = torch.Generator().manual_seed(1)
             ends.append(
-                adjsim.simulate(dynamics, start, [0.0, 0.2], solver=SDESolver(method, dt=0.01), generator=generator).final
+                adjsim.simulate(
+                    dynamics,
+                    start,
+                    [0.0, 0.2],
+                    solver=SDESolver(method, dt=0.01),
+                    generator=generator,
+                ).final
             )
         assert ends[0].position.dtype == torch.float32
-        torch.testing.assert_close(ends[0].position.double(), ends[1].position, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            ends[0].position.double(), ends[1].position, rtol=1e-5, atol=1e-5
+        )
 
 
 def langevin(friction):
@@ -171,7 +232,10 @@ def test_the_continuous_adjoint_is_refused_beyond_its_reach():
     dynamics, start = langevin(4.0)
     solver = SDESolver(dt=1 / 64)
     options = {"solver": solver, "adjoint": BacksolveAdjoint()}
-    with pytest.raises(InstabilityError, match=r"friction x time is 8 here and the limit 5. Save at least every 1\.25"):
+    with pytest.raises(
+        InstabilityError,
+        match=r"friction x time is 8 here and the limit 5. Save at least every 1\.25",
+    ):
         adjsim.simulate(dynamics, start, [0.0, 2.0], **options)
     # Saved often enough, or differentiated directly, it runs.
     adjsim.simulate(dynamics, start, [0.0, 1.0, 2.0], **options)
@@ -181,7 +245,9 @@ def test_the_continuous_adjoint_is_refused_beyond_its_reach():
 
 
 def test_saving_more_often_keeps_the_gradient():
-    """What the refusal advises is true: at friction T = 16 with 16 save times the gradient is that of direct."""
+    """What the refusal advises is true: at friction T = 16 with 16 save times the gradient is that
+    of direct.
+    """
     dynamics, start = langevin(parameter(4.0))
     grads = []
     for adjoint in (DirectAdjoint(), BacksolveAdjoint()):
@@ -193,7 +259,11 @@ def test_saving_more_often_keeps_the_gradient():
             adjoint=adjoint,
             generator=torch.Generator().manual_seed(1),
         )
-        grads.append(torch.stack(torch.autograd.grad(result.final.position.sum(), list(dynamics.parameters()))))
+        grads.append(
+            torch.stack(
+                torch.autograd.grad(result.final.position.sum(), list(dynamics.parameters()))
+            )
+        )
     # The order-one difference of the two at this dt.
     torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=0.0)
 
@@ -210,9 +280,15 @@ def test_the_rate_of_the_overdamped_equation_is_its_curvature():
     stiffness = torch.tensor([[2.0], [7.0]])
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(stiffness), friction=0.5)
     assert dynamics.damping(dynamics.init(torch.randn(2, 1))) == pytest.approx(14.0, rel=1e-9)
-    with pytest.raises(InstabilityError, match="curvature / friction x time is 14 here and the limit 5"):
+    with pytest.raises(
+        InstabilityError, match="curvature / friction x time is 14 here and the limit 5"
+    ):
         adjsim.simulate(
-            dynamics, dynamics.init(torch.ones(2, 1)), [0.0, 1.0], solver=SDESolver(dt=0.01), adjoint=BacksolveAdjoint()
+            dynamics,
+            dynamics.init(torch.ones(2, 1)),
+            [0.0, 1.0],
+            solver=SDESolver(dt=0.01),
+            adjoint=BacksolveAdjoint(),
         )
 
 
@@ -227,9 +303,21 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="unknown SDE method 'log_ode'"):
         SDESolver("log_ode", dt=0.01)
     with pytest.raises(ValueError, match="takes no tolerances"):
-        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=SDESolver(dt=0.01), adjoint=BacksolveAdjoint(rtol=1e-3))
+        adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 0.1],
+            solver=SDESolver(dt=0.01),
+            adjoint=BacksolveAdjoint(rtol=1e-3),
+        )
     with pytest.raises(TypeError, match="these do: BacksolveAdjoint, DirectAdjoint"):
-        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=SDESolver(dt=0.01), adjoint=adjsim.ReversibleAdjoint())
+        adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 0.1],
+            solver=SDESolver(dt=0.01),
+            adjoint=adjsim.ReversibleAdjoint(),
+        )
     with pytest.raises(TypeError, match="EulerMaruyama is for OverdampedLangevin"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.EulerMaruyama(0.01))
     with pytest.raises(ValueError, match="not a whole number of steps"):
@@ -238,7 +326,12 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="no momentum"):
         overdamped.init(torch.ones(1, 1), torch.ones(1, 1))
     with pytest.raises(TypeError, match="EulerMaruyama"):
-        adjsim.simulate(overdamped, overdamped.init(torch.ones(1, 1)), [0.0, 0.1], solver=adjsim.Splitting("D", 0.01))
+        adjsim.simulate(
+            overdamped,
+            overdamped.init(torch.ones(1, 1)),
+            [0.0, 0.1],
+            solver=adjsim.Splitting("D", 0.01),
+        )
     with pytest.raises(ValueError, match="as many of each"):
         adjsim.GeneralizedLangevin(adjsim.Harmonic(), rates=(1.0, 2.0))
     with pytest.raises(ValueError, match="friction must be positive"):
@@ -246,7 +339,9 @@ def test_what_is_refused():
 
 
 def test_the_bath_refuses_a_step_too_long_for_couplings():
-    """One exponential, coupling 3, rate 1: the pivot of exp(-M h) is zero near h = 0.57, from its own closed form."""
+    """One exponential, coupling 3, rate 1: the pivot of exp(-M h) is zero near h = 0.57, from its
+    own closed form.
+    """
     dynamics = adjsim.GeneralizedLangevin(adjsim.Harmonic(), rates=(1.0,), strengths=(9.0,))
     start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
     w = math.sqrt(9.0 - 0.25)

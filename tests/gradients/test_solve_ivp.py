@@ -1,4 +1,6 @@
-"""Gradients through solve_ivp: every method, output and input against finite differences, and against known answers."""
+"""Gradients through solve_ivp: every method, output and input against finite differences, and
+against known answers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ RTOL = {"RK23": 1e-6}
 
 
 class Driven(nn.Module):
-    """A damped quartic oscillator that is driven: k is an argument, damping a parameter, the drive is declared."""
+    """A damped quartic oscillator that is driven: k is an argument, damping a parameter, the drive
+    is declared.
+    """
 
     def __init__(self, damping, drive):
         super().__init__()
@@ -62,7 +66,9 @@ def loss(output: str, values: dict, method: str, adjoint: str = "interpolate", *
         event.terminal = output == "terminal"
         event.direction = -1
     if output == "reset":
-        event.reset = lambda t, y, k: torch.stack([v["height"] * (1 + 0.1 * t), -v["restitution"] * y[1] * k / 2 + 0.2 * t])
+        event.reset = lambda t, y, k: torch.stack(
+            [v["height"] * (1 + 0.1 * t), -v["restitution"] * y[1] * k / 2 + 0.2 * t]
+        )
     solution = adjsim.solve_ivp(
         fun,
         (v["t0"], v["t1"]),
@@ -80,7 +86,11 @@ def loss(output: str, values: dict, method: str, adjoint: str = "interpolate", *
     if output in ("saved", "reset"):
         return (weights * solution.y).sum() + (weights[0] * solution.t).sum()
     if output == "last":
-        return (weights[:, 0] * solution.y[:, -1]).sum() + 0.3 * solution.t[-1] + 0.2 * solution.y[1, 0]
+        return (
+            (weights[:, 0] * solution.y[:, -1]).sum()
+            + 0.3 * solution.t[-1]
+            + 0.2 * solution.y[1, 0]
+        )
     if output == "dense":
         return (weights[:, :2] * solution.sol(v["t"])).sum()
     if output == "t_events":
@@ -121,7 +131,9 @@ def gradients(output: str, method: str, adjoint: str) -> dict[str, torch.Tensor]
     values["damping"] = nn.Parameter(values["damping"].detach())
     source = values["drive"]
     rtol = RTOL.get(method, 1e-8)
-    loss(output, {**values, "drive": source * 1.0}, method, adjoint, rtol=rtol, atol=rtol / 10).backward()
+    loss(
+        output, {**values, "drive": source * 1.0}, method, adjoint, rtol=rtol, atol=rtol / 10
+    ).backward()
     return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in values.items()}
 
 
@@ -132,17 +144,30 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize(
     ("method", "adjoint"),
-    [*((m, "interpolate") for m in METHODS), *((m, a) for m in ("RK45", "Radau", "LSODA") for a in ADJOINTS[1:])],
+    [
+        *((m, "interpolate") for m in METHODS),
+        *((m, a) for m in ("RK45", "Radau", "LSODA") for a in ADJOINTS[1:]),
+    ],
 )
 def test_table(method, adjoint, output, name):
-    """To thirty times the tolerance of the solution (BDF and LSODA are known to miss theirs by more: a thousand)."""
+    """To thirty times the tolerance of the solution (BDF and LSODA are known to miss theirs by
+    more: a thousand).
+    """
     rtol = RTOL.get(method, 1e-8) * (1000 if method in ("BDF", "LSODA") else 30)
-    torch.testing.assert_close(gradients(output, method, adjoint)[name], differences(output)[name], rtol=rtol, atol=rtol + 1e-7)
+    torch.testing.assert_close(
+        gradients(output, method, adjoint)[name],
+        differences(output)[name],
+        rtol=rtol,
+        atol=rtol + 1e-7,
+    )
 
 
 def test_the_table_can_fail():
     """Every input matters to some output, and every output depends on most inputs."""
-    sizes = {output: {name: float(x.abs().max()) for name, x in differences(output).items()} for output in OUTPUTS}
+    sizes = {
+        output: {name: float(x.abs().max()) for name, x in differences(output).items()}
+        for output in OUTPUTS
+    }
     for name in START:
         assert max(sizes[output][name] for output in OUTPUTS) > 1e-2, name
     for output in OUTPUTS:
@@ -161,16 +186,23 @@ def switched(t, y, p):
 @pytest.mark.parametrize("method", ["RK45", "DOP853", "BDF"])
 @pytest.mark.parametrize("fun", [quick, switched])
 def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
-    """The adjoint of y' = -0.1 y + p s(t) is an exponential, whatever s is; so are its steps. Over steps as long as ten, which
-    DOP853 takes here, SciPy's interpolant of order seven is good to 1e-5 only: 1/8! of what the step is."""
+    """The adjoint of y' = -0.1 y + p s(t) is an exponential, whatever s is; so are its steps. Over
+    steps as long as ten, which DOP853 takes here, SciPy's interpolant of order seven is good to
+    1e-5 only: 1/8! of what the step is."""
     if fun is switched and adjoint == "backsolve":
         return  # its state has a kink that no step knows of
     p = leaf(0.0)  # the way forward knows nothing of s either
-    found = adjsim.solve_ivp(fun, (0, 10), [1.0], method, [10.0], args=(p,), rtol=1e-8, atol=1e-11, adjoint=adjoint)
+    found = adjsim.solve_ivp(
+        fun, (0, 10), [1.0], method, [10.0], args=(p,), rtol=1e-8, atol=1e-11, adjoint=adjoint
+    )
     found.y[0, -1].backward()
     s = (lambda t: math.sin(20 * t)) if fun is quick else (lambda t: float(t > 1))
-    exact = scipy.integrate.quad(lambda t: math.exp(-0.1 * (10 - t)) * s(t), 0, 10, points=[1.0], limit=500, epsabs=1e-13)[0]
-    assert float(p.grad) == pytest.approx(exact, abs=1e-6 if fun is quick or method != "DOP853" else 1e-4)
+    exact = scipy.integrate.quad(
+        lambda t: math.exp(-0.1 * (10 - t)) * s(t), 0, 10, points=[1.0], limit=500, epsabs=1e-13
+    )[0]
+    assert float(p.grad) == pytest.approx(
+        exact, abs=1e-6 if fun is quick or method != "DOP853" else 1e-4
+    )
 
 
 @pytest.mark.parametrize("method", ["RK45", "BDF"])
@@ -184,7 +216,9 @@ def test_a_derivative_that_cancels_takes_no_time(method):
         push = p * torch.sin(3 * t) * (y[0] + 0.1)
         return torch.stack([push - q * y[1], push - q * y[1]])
 
-    found = adjsim.solve_ivp(rotate, (0, 3), [1.0, 0.3], method, [3.0], args=(p, q), rtol=1e-8, atol=1e-10)
+    found = adjsim.solve_ivp(
+        rotate, (0, 3), [1.0, 0.3], method, [3.0], args=(p, q), rtol=1e-8, atol=1e-10
+    )
     (found.y[0, -1] - found.y[1, -1]).backward()
     assert abs(float(p.grad)) < 1e-12
     assert abs(float(q.grad)) < 1e-12
@@ -194,18 +228,24 @@ def test_a_derivative_that_cancels_takes_no_time(method):
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_a_derivative_that_is_not_finite_or_random_is_refused(method):
     p = leaf(0.0)
-    endless = adjsim.solve_ivp(lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], method, args=(p,), rtol=1e-6)
+    endless = adjsim.solve_ivp(
+        lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], method, args=(p,), rtol=1e-6
+    )
     with pytest.raises(FloatingPointError, match="with respect to a parameter is not finite"):
         endless.y[0, -1].backward()
     p = leaf(0.0)
-    noisy = adjsim.solve_ivp(lambda t, y, p: -y + p * torch.randn(()), (0, 1), [1.0], method, args=(p,), rtol=1e-6)
+    noisy = adjsim.solve_ivp(
+        lambda t, y, p: -y + p * torch.randn(()), (0, 1), [1.0], method, args=(p,), rtol=1e-6
+    )
     with pytest.raises(RuntimeError, match="does not settle"):
         noisy.y[0, -1].backward()
 
 
 def test_an_event_that_reads_its_parameter_late():
     p = leaf(1.0)
-    found = adjsim.solve_ivp(lambda t, y: -y, (0, 2), [1.0], events=lambda t, y: p * t - 1 if t > 0.5 else 0 * y[0] - 1)
+    found = adjsim.solve_ivp(
+        lambda t, y: -y, (0, 2), [1.0], events=lambda t, y: p * t - 1 if t > 0.5 else 0 * y[0] - 1
+    )
     found.t_events[0].sum().backward()
     assert float(p.grad) == pytest.approx(-1.0, abs=1e-9)
 
@@ -220,7 +260,15 @@ def van_der_pol(t, y, mu):
 def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
     mu = torch.tensor(5.0, requires_grad=True)
     found = adjsim.solve_ivp(
-        van_der_pol, (0, end), [2.0, 0.0], method, [end], args=(mu,), rtol=rtol, atol=rtol / 1000, adjoint=adjoint
+        van_der_pol,
+        (0, end),
+        [2.0, 0.0],
+        method,
+        [end],
+        args=(mu,),
+        rtol=rtol,
+        atol=rtol / 1000,
+        adjoint=adjoint,
     )
     found.y[0, -1].backward()
     return float(mu.grad)
@@ -237,7 +285,9 @@ def test_van_der_pol(method, rtol, error, adjoint):
 
 
 def test_backsolve_loses_what_its_docstring_says():
-    """Right where the state can be integrated backward, as in the table; on van der Pol lost, first without a word."""
+    """Right where the state can be integrated backward, as in the table; on van der Pol lost, first
+    without a word.
+    """
     found = {adjoint: of_van_der_pol("RK45", 1e-6, adjoint, 5.0) for adjoint in ADJOINTS}
     assert found["interpolate"] == pytest.approx(1.90196, abs=1e-4)
     assert found["checkpoint"] == pytest.approx(1.90196, abs=1e-4)
@@ -283,42 +333,67 @@ def test_linear_drag_in_closed_form(method):
     mine, known = ([leaf(x) for x in numbers] for _ in range(2))
     b, m, g, v0 = known
     ((v0 + g * m / b) * (m / b) * (1 - torch.exp(-b / m)) - g * m / b).backward()
-    found = adjsim.solve_ivp(linear_drag, (0, 1), [0.0, mine[3]], method, args=tuple(mine[:3]), rtol=1e-10, atol=1e-12)
+    found = adjsim.solve_ivp(
+        linear_drag, (0, 1), [0.0, mine[3]], method, args=tuple(mine[:3]), rtol=1e-10, atol=1e-12
+    )
     found.y[0, -1].backward()
     for x, y in zip(mine, known, strict=True):
         assert abs(float(x.grad - y.grad)) < 1e-7
 
 
 def test_backward_tolerances_are_their_own():
-    """A tenth of the forward ones by default; looser, the gradient is worse though the solution is the same."""
+    """A tenth of the forward ones by default; looser, the gradient is worse though the solution is
+    the same.
+    """
 
     def error(**options):
         mu = leaf(5.0)
-        found = adjsim.solve_ivp(van_der_pol, (0, 10), [2.0, 0.0], t_eval=[10.0], args=(mu,), rtol=1e-9, atol=1e-12, **options)
+        found = adjsim.solve_ivp(
+            van_der_pol,
+            (0, 10),
+            [2.0, 0.0],
+            t_eval=[10.0],
+            args=(mu,),
+            rtol=1e-9,
+            atol=1e-12,
+            **options,
+        )
         found.y[0, -1].backward()
         return abs(float(mu.grad) + 0.631501703)
 
-    default, written, loose = error(), error(adjoint_rtol=1e-10, adjoint_atol=1e-13), error(adjoint_rtol=1e-4)
+    default, written, loose = (
+        error(),
+        error(adjoint_rtol=1e-10, adjoint_atol=1e-13),
+        error(adjoint_rtol=1e-4),
+    )
     assert default == written < 1e-7
     assert loose > 1e-6
 
 
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
-    """Each tensor's integral has an error of its own: thirty numbers take the steps of the adjoint that one takes."""
+    """Each tensor's integral has an error of its own: thirty numbers take the steps of the adjoint
+    that one takes.
+    """
     counts = []
     name = "state_vjp" if method == "RK45" else "matrices"
     pull = getattr(adjsim.ivp.rhs.RightHandSide, name)
     for many in (1, 30):
         seen = []
-        monkeypatch.setattr(adjsim.ivp.rhs.RightHandSide, name, lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1])
+        monkeypatch.setattr(
+            adjsim.ivp.rhs.RightHandSide,
+            name,
+            lambda *a, seen=seen: (seen.append(a[1]), pull(*a))[1],
+        )
         p = torch.ones(many, requires_grad=True)
 
         def spring(t, y, p):
             one = p.sum() / p.sum().detach()
             return one * torch.stack([y[1], -y[0] - y[0] ** 3])
 
-        found = adjsim.solve_ivp(spring, (0, 3), [1.0, 0.0], method, [3.0], args=(p,), rtol=1e-7, atol=1e-9)
+        found = adjsim.solve_ivp(
+            spring, (0, 3), [1.0, 0.0], method, [3.0], args=(p,), rtol=1e-7, atol=1e-9
+        )
         found.y[0, -1].backward()
         assert p.grad.shape == (many,)
         counts.append(len(seen))
@@ -345,10 +420,14 @@ def test_bouncing_ball(method, adjoint):
         return y[0]
 
     floor.reset = lambda t, y, g: torch.stack([y[0], -e * y[1]])
-    found = adjsim.solve_ivp(free_fall, (0, 1), [y0, v0], method, events=floor, args=(g,), **TIGHT, adjoint=adjoint)
+    found = adjsim.solve_ivp(
+        free_fall, (0, 1), [y0, v0], method, events=floor, args=(g,), **TIGHT, adjoint=adjoint
+    )
     found.y[0, -1].backward()
     assert abs(float(found.y[0, -1]) - 0.71094914) < 1e-8
-    for x, answer in zip((y0, v0, g, e), (1.40797457, 0.14210508, -0.07105254, 2.42944692), strict=True):
+    for x, answer in zip(
+        (y0, v0, g, e), (1.40797457, 0.14210508, -0.07105254, 2.42944692), strict=True
+    ):
         assert abs(float(x.grad) - answer) < 1e-7
 
 
@@ -361,17 +440,23 @@ def test_event_time(method, adjoint):
         return y[0] - h
 
     ground.terminal = True
-    found = adjsim.solve_ivp(free_fall, (0, 5), [y0, v0], method, events=ground, args=(g,), **TIGHT, adjoint=adjoint)
+    found = adjsim.solve_ivp(
+        free_fall, (0, 5), [y0, v0], method, events=ground, args=(g,), **TIGHT, adjoint=adjoint
+    )
     found.t_events[0][0].backward()
     assert abs(float(found.t[-1]) - 0.65627090) < 1e-8
-    for x, answer in zip((y0, v0, g, h), (0.22532583, 0.14787479, -0.04852296, -0.22532583), strict=True):
+    for x, answer in zip(
+        (y0, v0, g, h), (0.22532583, 0.14787479, -0.04852296, -0.22532583), strict=True
+    ):
         assert abs(float(x.grad) - answer) < 1e-7
 
 
 # Events.
 
 
-def derivative(function: Callable[[torch.Tensor], torch.Tensor], at: float, h: float = 1e-5) -> float:
+def derivative(
+    function: Callable[[torch.Tensor], torch.Tensor], at: float, h: float = 1e-5
+) -> float:
     with torch.no_grad():
         return float(function(torch.tensor(at + h)) - function(torch.tensor(at - h))) / (2 * h)
 
@@ -389,9 +474,13 @@ def test_an_event_at_a_save_time(kind):
     if kind == "reset":
         floor.reset = lambda t, y, g: torch.stack([y[0], -0.5 * y[1]])
     with torch.no_grad():
-        exactly = adjsim.solve_ivp(free_fall, (0, 0.7), [1.0, 0.0], "DOP853", events=floor, args=(g,), rtol=1e-10)
+        exactly = adjsim.solve_ivp(
+            free_fall, (0, 0.7), [1.0, 0.0], "DOP853", events=floor, args=(g,), rtol=1e-10
+        )
     t_eval = [0.1, float(exactly.t_events[0][0]), 0.6]
-    found = adjsim.solve_ivp(free_fall, (0, 0.7), [1.0, 0.0], "DOP853", t_eval, events=floor, args=(g,), rtol=1e-10)
+    found = adjsim.solve_ivp(
+        free_fall, (0, 0.7), [1.0, 0.0], "DOP853", t_eval, events=floor, args=(g,), rtol=1e-10
+    )
     at = 1
     assert abs(float(found.y[0, at])) < 1e-12
     assert abs(float(found.y[1, at]) + 9.81 * when) < 1e-9
@@ -426,7 +515,9 @@ def test_several_events_and_counts():
 
     left.reset = right.reset = lambda t, y: torch.stack([y[0], -y[1]])
     left.terminal = 3
-    found = adjsim.solve_ivp(fly, (0, 20), [0.25, -speed], "RK45", events=[left, right, middle], rtol=1e-9, atol=1e-12)
+    found = adjsim.solve_ivp(
+        fly, (0, 20), [0.25, -speed], "RK45", events=[left, right, middle], rtol=1e-9, atol=1e-12
+    )
     assert [len(t) for t in found.t_events] == [3, 2, 4]
     assert found.status == 1
     # The distance of 4.25 at this speed.
@@ -451,14 +542,18 @@ def test_two_resets_at_one_time():
 
     bottom.reset = lambda t, y: y * torch.tensor([1.0, 1.0, 1.0, -1.0])
     side.reset = lambda t, y: y * torch.tensor([1.0, 1.0, -1.0, 1.0])
-    found = adjsim.solve_ivp(fly, (0, 2), [x, 1.0, -1.0, -1.0], events=[bottom, side], rtol=1e-9, atol=1e-12)
+    found = adjsim.solve_ivp(
+        fly, (0, 2), [x, 1.0, -1.0, -1.0], events=[bottom, side], rtol=1e-9, atol=1e-12
+    )
     torch.testing.assert_close(found.y[:, -1].detach(), torch.ones(4), rtol=0, atol=1e-9)
     found.y[0, -1].backward()
     assert float(x.grad) == pytest.approx(-1.0, abs=1e-9)
 
 
 def test_saltation_through_many_bounces():
-    """A ball in a time-dependent field that bounces eight times, on a floor that moves; against differences."""
+    """A ball in a time-dependent field that bounces eight times, on a floor that moves; against
+    differences.
+    """
 
     def height(e, method="DOP853"):
         def floor(t, y):
@@ -470,7 +565,9 @@ def test_saltation_through_many_bounces():
 
         floor.reset, floor.direction = bounce, -1
         fun = lambda t, y: torch.stack([y[1], -9.81 - 0.1 * y[1] + torch.sin(t)])  # noqa: E731
-        found = adjsim.solve_ivp(fun, (0, 3), [1.0, 0.0], method, events=floor, rtol=1e-11, atol=1e-12, max_step=0.05)
+        found = adjsim.solve_ivp(
+            fun, (0, 3), [1.0, 0.0], method, events=floor, rtol=1e-11, atol=1e-12, max_step=0.05
+        )
         assert len(found.t_events[0]) == 8
         return found.y[0, -1]
 
@@ -491,7 +588,14 @@ def test_a_change_of_mode():
         event.reset = lambda t, y, k: y
         spring = lambda t, y, k: torch.stack([y[1], -k * y[0]])  # noqa: E731
         found = adjsim.solve_ivp(
-            spring, (0, 5), [1.0, 0.0], "DOP853", events=event if with_reset else None, args=(k,), rtol=1e-10, atol=1e-12
+            spring,
+            (0, 5),
+            [1.0, 0.0],
+            "DOP853",
+            events=event if with_reset else None,
+            args=(k,),
+            rtol=1e-10,
+            atol=1e-12,
         )
         grads.append(torch.autograd.grad(found.y[0, -1], k)[0])
         assert not with_reset or len(found.t_events[0]) == 2
@@ -500,14 +604,22 @@ def test_a_change_of_mode():
 
 @pytest.mark.parametrize("top", [0.5, 0.5 - 1e-8, 0.5 + 1e-8], ids=["touch", "cross", "miss"])
 def test_grazing_is_refused(top):
-    """A ball thrown up to 0.5 and a ceiling there: the time at which it touches has no derivative."""
+    """A ball thrown up to a ceiling at 0.5: the time at which it touches has no derivative."""
     v0 = leaf(math.sqrt(9.81))
 
     def ceiling(t, y, g):
         return y[0] - top
 
     with pytest.raises(adjsim.GrazingError, match="touches event 0"):
-        adjsim.solve_ivp(free_fall, (0, 0.8), [0.0, v0], events=ceiling, args=(torch.tensor(9.81),), rtol=1e-6, atol=1e-6)
+        adjsim.solve_ivp(
+            free_fall,
+            (0, 0.8),
+            [0.0, v0],
+            events=ceiling,
+            args=(torch.tensor(9.81),),
+            rtol=1e-6,
+            atol=1e-6,
+        )
 
 
 def test_what_is_clear_of_grazing_is_not_refused():
@@ -518,7 +630,13 @@ def test_what_is_clear_of_grazing_is_not_refused():
             return y[0] - top
 
         found = adjsim.solve_ivp(
-            free_fall, (0, 0.8), [0.0, v0], events=ceiling, args=(torch.tensor(9.81),), rtol=1e-6, max_step=0.02
+            free_fall,
+            (0, 0.8),
+            [0.0, v0],
+            events=ceiling,
+            args=(torch.tensor(9.81),),
+            rtol=1e-6,
+            max_step=0.02,
         )
         assert len(found.t_events[0]) == times
 
@@ -553,7 +671,15 @@ def test_backward_in_time(method):
         event.direction = -1
         spring = lambda t, y, k: torch.stack([y[1], -k * y[0] + torch.cos(t)])  # noqa: E731
         found = adjsim.solve_ivp(
-            spring, (3.0, 0.5), [1.0, 0.0], method, [3.0, 2.0, 0.5], events=event, args=(k,), rtol=rtol, atol=rtol / 10
+            spring,
+            (3.0, 0.5),
+            [1.0, 0.0],
+            method,
+            [3.0, 2.0, 0.5],
+            events=event,
+            args=(k,),
+            rtol=rtol,
+            atol=rtol / 10,
         )
         assert len(found.t_events[0]) == 1
         return found.y.sum() + found.t_events[0].sum()
@@ -561,12 +687,16 @@ def test_backward_in_time(method):
     rtol = RTOL.get(method, 1e-8)
     run(k, method, rtol).backward()
     expected = derivative(lambda k: run(k, "DOP853", 1e-13), 2.0)
-    assert float(k.grad) == pytest.approx(expected, rel=rtol * (1000 if method in ("BDF", "LSODA") else 30))
+    assert float(k.grad) == pytest.approx(
+        expected, rel=rtol * (1000 if method in ("BDF", "LSODA") else 30)
+    )
 
 
 @pytest.mark.parametrize("method", ["RK45", "BDF"])
 def test_complex_states(method):
-    """y' = (i omega - c) y with a conjugate, which is no function of a complex variable; against its real form."""
+    """y' = (i omega - c) y with a conjugate, which is no function of a complex variable; against
+    its real form.
+    """
     values = []
     for kind in ("complex", "real"):
         omega, c = leaf(1.3), leaf(0.2)
@@ -579,9 +709,15 @@ def test_complex_states(method):
 
         fun, y0 = (rotate, [1.0 + 0.5j]) if kind == "complex" else (as_real, [1.0, 0.5])
         start = torch.tensor(y0, requires_grad=True)
-        found = adjsim.solve_ivp(fun, (0, 2), start, method, params=[omega, c], rtol=1e-9, atol=1e-12)
+        found = adjsim.solve_ivp(
+            fun, (0, 2), start, method, params=[omega, c], rtol=1e-9, atol=1e-12
+        )
         last = found.y[:, -1]
-        out = last[0].real ** 2 + 0.5 * last[0].imag if kind == "complex" else last[0] ** 2 + 0.5 * last[1]
+        out = (
+            last[0].real ** 2 + 0.5 * last[0].imag
+            if kind == "complex"
+            else last[0] ** 2 + 0.5 * last[1]
+        )
         out.backward()
         grad = torch.view_as_real(start.grad)[0] if kind == "complex" else start.grad
         values.append(torch.stack([out.detach(), omega.grad, c.grad, *grad]))
@@ -589,7 +725,9 @@ def test_complex_states(method):
 
 
 def test_a_network_learns_through_it():
-    """A module in float32: every parameter has a gradient, and it is that of float64 to its precision."""
+    """A module in float32: every parameter has a gradient, and it is that of float64 to its
+    precision.
+    """
     torch.manual_seed(0)
     grads = []
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
@@ -611,6 +749,8 @@ def test_a_network_learns_through_it():
         (found.y**2).sum().backward()
         assert y0.grad.dtype == dtype
         assert all(p.grad.dtype == dtype for p in net.parameters())
-        grads.append(torch.cat([p.grad.reshape(-1).double() for p in net.parameters()] + [y0.grad.double()]))
+        grads.append(
+            torch.cat([p.grad.reshape(-1).double() for p in net.parameters()] + [y0.grad.double()])
+        )
     assert float(grads[0].abs().min()) > 0
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Right-hand sides that jump: with an event on the switching surface the gradient is right, without one it is refused."""
+"""Right-hand sides that jump: with an event on the switching surface the gradient is right, without
+one it is refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,17 @@ def test_twice_as_fast_above(method, adjoint):
     """y' = 1 below c and 2 above, from y0 = 0.1 with c = 1: y(2) = c + 2 (2 - (c - y0))."""
     start, c = leaf([0.1]), leaf(1.0)
     fun = lambda t, y, c: torch.where(y < c, 1.0, 2.0)  # noqa: E731
-    found = adjsim.solve_ivp(fun, (0, 2), start, method, events=surface(c), args=(c,), rtol=1e-6, atol=1e-9, adjoint=adjoint)
+    found = adjsim.solve_ivp(
+        fun,
+        (0, 2),
+        start,
+        method,
+        events=surface(c),
+        args=(c,),
+        rtol=1e-6,
+        atol=1e-9,
+        adjoint=adjoint,
+    )
     found.y[0, -1].backward()
     assert float(found.y[0, -1].detach()) == pytest.approx(3.2, abs=1e-4)
     assert float(start.grad) == pytest.approx(2.0, abs=1e-9)
@@ -73,11 +85,17 @@ def by_phases(span, values):
 @functools.cache
 def differences(span):
     at, h = np.array([*SPANS[span][2], 0.8, 1.7, 1.0]), 1e-4
-    return [(by_phases(span, at + h * e) - by_phases(span, at - h * e)) / (2 * h) for e in np.eye(5)]
+    return [
+        (by_phases(span, at + h * e) - by_phases(span, at - h * e)) / (2 * h) for e in np.eye(5)
+    ]
 
 
 PAIRS = [
-    pytest.param(method, adjoint, marks=[] if adjoint == "interpolate" or method == "RK45" else [pytest.mark.slow])
+    pytest.param(
+        method,
+        adjoint,
+        marks=[] if adjoint == "interpolate" or method == "RK45" else [pytest.mark.slow],
+    )
     for method in METHODS
     for adjoint in ADJOINTS
 ]
@@ -86,13 +104,15 @@ PAIRS = [
 @pytest.mark.parametrize("span", list(SPANS))
 @pytest.mark.parametrize(("method", "adjoint"), PAIRS)
 def test_rates_and_surface_as_parameters(method, adjoint, span):
-    """Start, both rates and the level of the surface, forward and backward in time; a step over the jump has errors of its own,
-    a few times those of others (implicit methods miss their tolerance by more there: a thousand)."""
+    """Start, both rates and the level of the surface, forward and backward in time; a step over the
+    jump has errors of its own, a few times those of others (implicit methods miss their tolerance
+    by more there: a thousand)."""
     begin, end, start = SPANS[span]
     inputs = [leaf(start), leaf(0.8), leaf(1.7), leaf(1.0)]
     rtol = RTOL.get(method, 1e-8)
     found = adjsim.solve_ivp(
-        pushed, (begin, end), inputs[0], method, events=surface(inputs[3]), args=tuple(inputs[1:]), adjoint=adjoint, rtol=rtol,
+        pushed, (begin, end), inputs[0], method, events=surface(inputs[3]), args=tuple(inputs[1:]),
+        adjoint=adjoint, rtol=rtol,
         atol=rtol / 10,
     )  # fmt: skip
     (found.y[:, -1] @ torch.tensor([1.0, -0.6])).backward()
@@ -107,7 +127,14 @@ def test_a_parameter_that_sets_a_time(method):
     c = leaf(0.7)
     event = lambda t, y: t - c  # noqa: E731
     event.reset = lambda t, y: y
-    found = adjsim.solve_ivp(lambda t, y: torch.where(t < c, 3.0, 0.0) + 0 * y, (0, 2), [0.0], method, events=event, rtol=1e-6)
+    found = adjsim.solve_ivp(
+        lambda t, y: torch.where(t < c, 3.0, 0.0) + 0 * y,
+        (0, 2),
+        [0.0],
+        method,
+        events=event,
+        rtol=1e-6,
+    )
     found.y[0, -1].backward()
     assert float(found.y[0, -1].detach()) == pytest.approx(2.1, abs=1e-4)
     assert float(c.grad) == pytest.approx(3.0, abs=1e-9)
@@ -115,7 +142,9 @@ def test_a_parameter_that_sets_a_time(method):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_state_at_the_surface_has_the_rate_from_before(dtype):
-    """Its time derivative, through t_events and y_events, and at the end that a terminal event makes."""
+    """Its time derivative, through t_events and y_events, and at the end that a terminal event
+    makes.
+    """
     c = torch.tensor(1.0, dtype=dtype, requires_grad=True)
     fun = lambda t, y: torch.where(y[0] < 1.0, 1.0, 2.0) * torch.tensor([1.0, 3.0], dtype=dtype)  # noqa: E731
     for terminal in (True, False):
@@ -134,7 +163,9 @@ def test_the_state_at_the_surface_has_the_rate_from_before(dtype):
 
 
 def test_a_reset_with_a_jump_on_its_surface():
-    """A ball that bounces from a floor with y -> e v, in air that is thicker below: f^+ and f^- are those above."""
+    """A ball that bounces from a floor with y -> e v, in air that is thicker below: f^+ and f^- are
+    those above.
+    """
     e = leaf(0.8)
 
     def fun(t, y, e):
@@ -144,7 +175,9 @@ def test_a_reset_with_a_jump_on_its_surface():
         return y[0]
 
     floor.reset, floor.direction = lambda t, y, e: torch.stack([y[0], -e * y[1]]), -1
-    found = adjsim.solve_ivp(fun, (0, 0.8), [1.0, 0.0], events=floor, args=(e,), rtol=1e-9, atol=1e-11)
+    found = adjsim.solve_ivp(
+        fun, (0, 0.8), [1.0, 0.0], events=floor, args=(e,), rtol=1e-9, atol=1e-11
+    )
     found.y[0, -1].backward()
     te = (2 / 9.81) ** 0.5
     assert float(e.grad) == pytest.approx(9.81 * te * (0.8 - te), rel=1e-6)
@@ -157,7 +190,10 @@ def test_sliding_is_refused():
         adjsim.solve_ivp(fun, (0, 2), leaf([0.1]), events=surface(1.0), rtol=1e-6)
     event = surface(1.0)
     event.direction = 1
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"slides along event 0 from t = 0\.(9|89)"):
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"slides along event 0 from t = 0\.(9|89)"),
+    ):
         adjsim.solve_ivp(fun, (0, 2), [0.1], events=event, rtol=1e-6)
 
 
@@ -167,7 +203,10 @@ def test_a_jump_that_no_event_marks_is_refused(method, rtol):
     if method == "RK23" and rtol < 1e-6:
         return
     p = leaf(1.0)
-    fun = lambda t, y, p: p * torch.where(y[0] < 1.0, 1.0, 2.0) * torch.stack([1 + 0 * y[1], torch.cos(t)])  # noqa: E731
+
+    def fun(t, y, p):
+        return p * torch.where(y[0] < 1.0, 1.0, 2.0) * torch.stack([1 + 0 * y[1], torch.cos(t)])
+
     options = {"method": method, "args": (p,), "rtol": rtol, "atol": rtol / 10}
     with pytest.raises(ValueError, match=r"fun jumps at t = 0\.(9|89).*event\.reset = lambda"):
         adjsim.solve_ivp(fun, (0, 2), [0.1, 0.0], **options)
@@ -184,13 +223,15 @@ def test_sliding_without_an_event_is_refused(method):
     """Steps pile up without end where nobody stops them."""
     p = leaf(1.0)
     with pytest.raises(ValueError, match=r"fun jumps at t = 0\.(9|89)"):
-        adjsim.solve_ivp(lambda t, y, p: -p * torch.sign(y - 1.0), (0, 2), [0.1], method, args=(p,), rtol=1e-6)
+        adjsim.solve_ivp(
+            lambda t, y, p: -p * torch.sign(y - 1.0), (0, 2), [0.1], method, args=(p,), rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_jump_at_a_fixed_time_needs_no_event(method):
-    """A control that is constant in each of four intervals has the right gradient; a declared tensor that may set the time of
-    a jump, and that fun has no derivative by, has not."""
+    """A control that is constant in each of four intervals has the right gradient; a declared
+    tensor that may set the time of a jump, and that fun has no derivative by, has not."""
     u = leaf([1.0, -2.0, 0.5, 1.5])
     fun = lambda t, y, u: u[min(int(2 * t), 3)] - y  # noqa: E731
     found = adjsim.solve_ivp(fun, (0, 2), [0.0], method, args=(u,), rtol=1e-6, atol=1e-8)
@@ -199,7 +240,14 @@ def test_a_jump_at_a_fixed_time_needs_no_event(method):
     np.testing.assert_allclose(u.grad.numpy(), np.diff(ends), rtol=1e-3)
     switch = leaf(0.7)
     with pytest.raises(ValueError, match=r"fun jumps at t = 0\.7"):
-        adjsim.solve_ivp(lambda t, y, c: torch.where(t < c, 3.0, 0.0) - y, (0, 2), [0.0], method, args=(switch,), rtol=1e-6)
+        adjsim.solve_ivp(
+            lambda t, y, c: torch.where(t < c, 3.0, 0.0) - y,
+            (0, 2),
+            [0.0],
+            method,
+            args=(switch,),
+            rtol=1e-6,
+        )
 
 
 KINKS = {
@@ -214,14 +262,23 @@ KINKS = {
 
 @pytest.mark.parametrize("name", list(KINKS))
 @pytest.mark.parametrize(
-    "method", ["RK45", "BDF", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m not in ("RK45", "BDF"))]
+    "method",
+    [
+        "RK45",
+        "BDF",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m not in ("RK45", "BDF")),
+    ],
 )
 def test_no_false_alarm(method, name):
-    """Continuous functions, however rapid: a kink has no jump, a narrow transition is wider than the steps that resolve it."""
+    """Continuous functions, however rapid: a kink has no jump, a narrow transition is wider than
+    the steps that resolve it.
+    """
     if name == "stiff" and method in ("RK23", "RK45", "DOP853"):
         return
     p = leaf(1.0)
     y0 = [1e-2] if name == "front" else [1.0 if name in ("kink", "relu", "still") else 0.0]
     end = 200 if name == "front" else 2
     for rtol in (1e-4, 1e-7):
-        assert adjsim.solve_ivp(KINKS[name], (0, end), y0, method, args=(p,), rtol=rtol, atol=rtol / 10).y.requires_grad
+        assert adjsim.solve_ivp(
+            KINKS[name], (0, end), y0, method, args=(p,), rtol=rtol, atol=rtol / 10
+        ).y.requires_grad

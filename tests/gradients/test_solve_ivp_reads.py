@@ -1,4 +1,6 @@
-"""What a run reads: as it was at the start, by detached stand-ins, and refused where it has changed or was not declared."""
+"""What a run reads: as it was at the start, by detached stand-ins, and refused where it has changed
+or was not declared.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,15 @@ def test_a_changed_attribute_is_refused(adjoint, method):
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 def test_a_random_module_is_refused(adjoint):
     net = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1))
-    found = adjsim.solve_ivp(lambda t, y: net(y), (0, 0.1), [1.0], params=net, rtol=1e-2, adjoint=adjoint, max_step=0.05)
+    found = adjsim.solve_ivp(
+        lambda t, y: net(y), (0, 0.1), [1.0], params=net, rtol=1e-2, adjoint=adjoint, max_step=0.05
+    )
     with pytest.raises(RuntimeError, match="random numbers"):
         found.y[0, -1].backward()
     net.eval()
-    adjsim.solve_ivp(lambda t, y: net(y), (0, 1), [1.0], params=net, rtol=1e-6, adjoint=adjoint).y[0, -1].backward()
+    adjsim.solve_ivp(lambda t, y: net(y), (0, 1), [1.0], params=net, rtol=1e-6, adjoint=adjoint).y[
+        0, -1
+    ].backward()
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS)
@@ -92,7 +98,16 @@ def test_a_replay_that_differs_is_refused(later):
 
     k = leaf(0.7)
     found = adjsim.solve_ivp(
-        Counted(), (0, 20), [1.0], "RK23", [20.0], args=(k,), adjoint="checkpoint", rtol=1e-9, atol=1e-9, adjoint_rtol=1e-2
+        Counted(),
+        (0, 20),
+        [1.0],
+        "RK23",
+        [20.0],
+        args=(k,),
+        adjoint="checkpoint",
+        rtol=1e-9,
+        atol=1e-9,
+        adjoint_rtol=1e-2,
     )
     Counted.limit = Counted.calls + later
     with pytest.raises(RuntimeError, match="fun is not what it was"):
@@ -113,9 +128,13 @@ def test_a_hook_runs_once(kind, adjoint):
         if kind == "parameter":
             found = adjsim.solve_ivp(module, (0, 1), [1.0], adjoint=adjoint, rtol=1e-6)
         elif kind == "argument":
-            found = adjsim.solve_ivp(lambda t, y, k: -k * y, (0, 1), [1.0], args=(k,), adjoint=adjoint, rtol=1e-6)
+            found = adjsim.solve_ivp(
+                lambda t, y, k: -k * y, (0, 1), [1.0], args=(k,), adjoint=adjoint, rtol=1e-6
+            )
         else:
-            found = adjsim.solve_ivp(lambda t, y, k=k: [-k * y[0]], (0, 1), [1.0], params=[k], adjoint=adjoint, rtol=1e-6)
+            found = adjsim.solve_ivp(
+                lambda t, y, k=k: [-k * y[0]], (0, 1), [1.0], params=[k], adjoint=adjoint, rtol=1e-6
+            )
         grads.append(torch.autograd.grad(found.y[0, -1], k)[0])
         assert len(calls) == hooked
     assert float(grads[1]) == 2 * float(grads[0]) != 0
@@ -123,7 +142,9 @@ def test_a_hook_runs_once(kind, adjoint):
 
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 def test_functional_call_may_have_ended(adjoint):
-    """A hypernetwork: the gradient reaches the tensors of the call, though the module has its own again by then."""
+    """A hypernetwork: the gradient reaches the tensors of the call, though the module has its own
+    again by then.
+    """
 
     class Wrapped(nn.Module):
         def __init__(self):
@@ -132,7 +153,9 @@ def test_functional_call_may_have_ended(adjoint):
 
         def forward(self, y0):
             rate = lambda t, y: self.net(y)  # noqa: E731
-            return adjsim.solve_ivp(rate, (0, 1), y0, params=self.net, adjoint=adjoint, rtol=1e-8, atol=1e-10).y[:, -1]
+            return adjsim.solve_ivp(
+                rate, (0, 1), y0, params=self.net, adjoint=adjoint, rtol=1e-8, atol=1e-10
+            ).y[:, -1]
 
     module = Wrapped()
     own = {name: x.detach().clone() for name, x in module.named_parameters()}
@@ -144,17 +167,27 @@ def test_functional_call_may_have_ended(adjoint):
     def value(s):
         with torch.no_grad():
             again = {name: x * s for name, x in own.items()}
-            return float(torch.func.functional_call(module, again, (torch.tensor([1.0, -0.5]),)).sum())
+            return float(
+                torch.func.functional_call(module, again, (torch.tensor([1.0, -0.5]),)).sum()
+            )
 
-    assert float(source.grad) == pytest.approx((value(0.3 + 1e-4) - value(0.3 - 1e-4)) / 2e-4, rel=1e-5)
+    assert float(source.grad) == pytest.approx(
+        (value(0.3 + 1e-4) - value(0.3 - 1e-4)) / 2e-4, rel=1e-5
+    )
 
 
 def test_a_module_that_reads_its_parameters_by_a_list():
     """An LSTM: every parameter that the result depends on has a gradient."""
     cell = nn.LSTM(2, 2)
-    found = adjsim.solve_ivp(lambda t, y: cell(y[None])[0][0], (0, 1), [1.0, -0.5], params=cell, rtol=1e-6)
+    found = adjsim.solve_ivp(
+        lambda t, y: cell(y[None])[0][0], (0, 1), [1.0, -0.5], params=cell, rtol=1e-6
+    )
     found.y[:, -1].sum().backward()
-    assert all(float(x.grad.abs().sum()) > 0 for name, x in cell.named_parameters() if not name.startswith("weight_hh"))
+    assert all(
+        float(x.grad.abs().sum()) > 0
+        for name, x in cell.named_parameters()
+        if not name.startswith("weight_hh")
+    )
 
 
 def test_two_threads_and_one_module():
@@ -169,7 +202,9 @@ def test_two_threads_and_one_module():
     def work(k):
         tensor, last = runs[k]
         ready.wait()
-        grads[k] = [float(torch.autograd.grad(last, tensor, retain_graph=True)[0]) for _ in range(5)]
+        grads[k] = [
+            float(torch.autograd.grad(last, tensor, retain_graph=True)[0]) for _ in range(5)
+        ]
 
     threads = [threading.Thread(target=work, args=(k,)) for k in runs]
     for thread in threads:
@@ -194,7 +229,9 @@ def test_a_tensor_that_is_read_late_is_named(where, method, adjoint):
             inside = 0.6 < t < 0.7 if where == "time" else y[0] < 0.5
             return -y * (late if inside else 1.0) * (declared[0] if declared else 1.0)
 
-        found = adjsim.solve_ivp(fun, (0, 1), y0, method, params=declared, adjoint=adjoint, rtol=1e-6)
+        found = adjsim.solve_ivp(
+            fun, (0, 1), y0, method, params=declared, adjoint=adjoint, rtol=1e-6
+        )
         with pytest.raises(ValueError, match="fun reads 'late'"):
             found.y[0, -1].backward()
 
@@ -217,9 +254,16 @@ def test_numpy_without_a_gradient():
     def jac(t, y, k):
         return np.array([[0.0, 1.0], [-k * np.cos(y[0]), 0.0]])
 
-    found = adjsim.solve_ivp(of_numpy, (0, 2), [1.0, 0.0], "Radau", events=event, args=(2.0,), jac=jac, dense_output=True)
+    found = adjsim.solve_ivp(
+        of_numpy, (0, 2), [1.0, 0.0], "Radau", events=event, args=(2.0,), jac=jac, dense_output=True
+    )
     known = adjsim.solve_ivp(
-        lambda t, y, k: torch.stack([y[1], -k * torch.sin(y[0])]), (0, 2), [1.0, 0.0], "Radau", args=(2.0,), jac="autodiff"
+        lambda t, y, k: torch.stack([y[1], -k * torch.sin(y[0])]),
+        (0, 2),
+        [1.0, 0.0],
+        "Radau",
+        args=(2.0,),
+        jac="autodiff",
     )
     torch.testing.assert_close(found.y, known.y, rtol=1e-12, atol=1e-12)
     assert len(found.t_events[0]) == 1
@@ -233,8 +277,14 @@ def test_numpy_where_a_gradient_is_asked_for():
     rows = [
         ({"fun": of_numpy, "args": (2.0,)}, "fun computes with NumPy"),
         ({"fun": lambda t, y: [y[1], -np.sin(y[0])]}, "fun computes with NumPy"),
-        ({"fun": lambda t, y: -y, "events": lambda t, y: np.min(y) - 0.3}, "event 0, which .* computes with NumPy"),
-        ({"fun": lambda t, y: -y, "events": lambda t, y: np.sin(y[0]) - 0.3}, "event 0 computes with NumPy"),
+        (
+            {"fun": lambda t, y: -y, "events": lambda t, y: np.min(y) - 0.3},
+            "event 0, which .* computes with NumPy",
+        ),
+        (
+            {"fun": lambda t, y: -y, "events": lambda t, y: np.sin(y[0]) - 0.3},
+            "event 0 computes with NumPy",
+        ),
     ]
     for arguments, message in rows:
         with pytest.raises(TypeError, match=message + ".*no gradient flows through NumPy"):
@@ -256,7 +306,12 @@ def test_inference_mode():
     floor = lambda t, y, g: y[0]  # noqa: E731
     floor.direction, floor.reset = -1, lambda t, y, g: torch.stack([y[0], -0.9 * y[1]])
     run = lambda g: adjsim.solve_ivp(  # noqa: E731
-        lambda t, y, g: torch.stack([y[1], -g]), (0, 1), torch.ones(2), events=floor, args=(g,), rtol=1e-6
+        lambda t, y, g: torch.stack([y[1], -g]),
+        (0, 1),
+        torch.ones(2),
+        events=floor,
+        args=(g,),
+        rtol=1e-6,
     )
     with torch.inference_mode():
         inside = run(leaf(9.81)), run(torch.tensor(9.81))

@@ -17,7 +17,8 @@ from tests.problems import Case, potentials, schemes, square
 STEPS = [0, 1, 4, 9, 10, 25]  # saves at uneven distances
 WEIGHTS = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 LOSSES = ["final", "saves", "record", "average"]
-# One scheme of each dynamics with every loss, and all others with saves: what a loss reads does not depend on the scheme.
+# One scheme of each dynamics with every loss, and all others with saves: what a loss reads does not
+# depend on the scheme.
 FIRST = {case.dynamics: case for case in reversed(schemes())}
 ROWS = [(case, kind) for case in FIRST.values() for kind in LOSSES]
 ROWS += [(case, "saves") for case in [*schemes(), *potentials()] if case not in FIRST.values()]
@@ -34,11 +35,22 @@ def loss_of(case: Case, dynamics, position, momentum, kind: str, adjoint) -> tor
     record = {"record": moment, "average": TimeAverage(moment, burn_in=5 * case.dt)}.get(kind)
     start = case.start(dynamics, position, momentum)
     generator = torch.Generator().manual_seed(11)
-    run = adjsim.simulate(dynamics, start, times, solver=case.solver, adjoint=adjoint, record=record, generator=generator)
+    run = adjsim.simulate(
+        dynamics,
+        start,
+        times,
+        solver=case.solver,
+        adjoint=adjoint,
+        record=record,
+        generator=generator,
+    )
     if kind == "final":
         return moment(run.final)
     if kind == "saves":
-        frames = [type(run.final)(*(getattr(run, f)[i] for f in run.final._fields)) for i in range(len(STEPS))]
+        frames = [
+            type(run.final)(*(getattr(run, f)[i] for f in run.final._fields))
+            for i in range(len(STEPS))
+        ]
         return sum(w * moment(frame) for w, frame in zip(WEIGHTS, frames, strict=True))
     if kind == "record":
         return (WEIGHTS * run.record).sum() + moment(run.final)
@@ -52,7 +64,10 @@ def gradients(case: Case, kind: str, adjoint) -> dict[str, torch.Tensor]:
     inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
     value = loss_of(case, dynamics, position, momentum, kind, adjoint)
     found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True)
-    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(inputs.items(), found, strict=True)}
+    return {
+        name: torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(inputs.items(), found, strict=True)
+    }
 
 
 @functools.cache
@@ -62,7 +77,8 @@ def direct_gradients(case: Case, kind: str) -> dict[str, torch.Tensor]:
 
 def differences(case: Case, kind: str, along: dict[str, torch.Tensor]) -> dict[str, float]:
     """Central differences of the loss along a direction in each input."""
-    # With h = 1e-4 and Richardson's step at 2e-4, truncation is h^4 and rounding 1e-16 / h: 1e-12 of the loss.
+    # With h = 1e-4 and Richardson's step at 2e-4, truncation is h^4 and rounding 1e-16 / h: 1e-12
+    # of the loss.
     h, slopes = 1e-4, {}
     for name, direction in along.items():
         values = {}
@@ -70,16 +86,23 @@ def differences(case: Case, kind: str, along: dict[str, torch.Tensor]) -> dict[s
             dynamics = case.build()
             position, momentum = square()
             with torch.no_grad():
-                inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+                inputs = {
+                    **dict(dynamics.named_parameters()),
+                    "position": position,
+                    "momentum": momentum,
+                }
                 inputs[name] += shift * h * direction
-                values[shift] = float(loss_of(case, dynamics, position, momentum, kind, DirectAdjoint()))
+                values[shift] = float(
+                    loss_of(case, dynamics, position, momentum, kind, DirectAdjoint())
+                )
         near, far = (values[1] - values[-1]) / (2 * h), (values[2] - values[-2]) / (4 * h)
         slopes[name] = (4 * near - far) / 3
     return slopes
 
 
 def agree(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
-    # A gradient that is small because its terms cancel keeps their rounding: it is held to 1e-3 of the largest.
+    # A gradient that is small because its terms cancel keeps their rounding: it is held to 1e-3 of
+    # the largest.
     largest = max(float(value.norm()) for value in theirs.values())
     for name, value in theirs.items():
         scale = max(float(value.norm()), 1e-3 * largest)
@@ -110,17 +133,28 @@ def test_constant_memory_adjoints_equal_direct(case, kind):
         agree(gradients(case, kind, ReversibleAdjoint(checkpoint_every=every)), direct, 1e-10)
 
 
-@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()], ids=repr
+)
 def test_longer_runs_agree_to_their_reach(adjoint):
     """600 steps of four atoms bound in a chain's bath."""
     case = Case("chain-3", "NBABN", "lennard-jones")
     dynamics, (position, momentum) = case.build(), square()
     run = adjsim.simulate(
-        dynamics, dynamics.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01), adjoint=adjoint
+        dynamics,
+        dynamics.init(position, momentum),
+        [0, 6.0],
+        solver=adjsim.Splitting("NBABN", 0.01),
+        adjoint=adjoint,
     )
     found = torch.autograd.grad(moment(run.final), list(dynamics.parameters()))
     reference = case.build()
-    run = adjsim.simulate(reference, reference.init(position, momentum), [0, 6.0], solver=adjsim.Splitting("NBABN", 0.01))
+    run = adjsim.simulate(
+        reference,
+        reference.init(position, momentum),
+        [0, 6.0],
+        solver=adjsim.Splitting("NBABN", 0.01),
+    )
     expected = torch.autograd.grad(moment(run.final), list(reference.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)

@@ -2,5 +2,8 @@
 
 
 def pytest_configure(config):
-    for line in ("thread_unsafe(reason): no test for parallel threads", "fail_slow(seconds): a test that takes long"):
+    for line in (
+        "thread_unsafe(reason): no test for parallel threads",
+        "fail_slow(seconds): a test that takes long",
+    ):
         config.addinivalue_line("markers", line)

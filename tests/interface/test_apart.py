@@ -1,4 +1,6 @@
-"""Methods of the command line in processes of their own: the same numbers, memory of their own, and every way to fail."""
+"""Methods of the command line in processes of their own: the same numbers, memory of their own, and
+every way to fail.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def raise_stubborn():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_parallel_loops_run_in_forks():
-    """After parallel loops of the caller, in one process after the other: the server has no threads to lose."""
+    """After parallel loops of the caller, in one process after the other: the server has no threads
+    to lose.
+    """
     torch.set_num_threads(2)
     here = sines()
     for _ in range(2):
@@ -87,7 +91,9 @@ def test_processes_that_import_the_library_themselves(monkeypatch):
     assert apart.apart(max, 1, 2) == 2
 
 
-@pytest.mark.parametrize("error", [ValueError("of this kind"), FloatingPointError("lost at step 3")])
+@pytest.mark.parametrize(
+    "error", [ValueError("of this kind"), FloatingPointError("lost at step 3")]
+)
 def test_errors_come_back(error):
     with pytest.raises(type(error), match=str(error)) as caught:
         apart.apart(fail, error)
@@ -102,7 +108,10 @@ def test_errors_that_do_not_pickle_are_described():
 @pytest.mark.parametrize(
     ("work", "says"),
     [
-        (partial(end_by, signal.SIGKILL), "ended by SIGKILL, as the system does when memory runs out"),
+        (
+            partial(end_by, signal.SIGKILL),
+            "ended by SIGKILL, as the system does when memory runs out",
+        ),
         (partial(end_by, signal.SIGSEGV), "ended by SIGSEGV"),
         (partial(os._exit, 3), "ended with exit status 3"),
     ],
@@ -113,7 +122,9 @@ def test_a_process_that_dies_says_how(work, says):
 
 
 def test_a_method_that_dies_is_listed_with_its_reason():
-    direct, checkpoint = job().adjoints({name: ADJOINTS[name] for name in ("direct", "checkpoint")}, "energy", False)
+    direct, checkpoint = job().adjoints(
+        {name: ADJOINTS[name] for name in ("direct", "checkpoint")}, "energy", False
+    )
     killed = Method("killed", partial(end_by, signal.SIGKILL), direct.question, 0.005, 0, False)
     (result,) = run_sweep([direct, killed, checkpoint], Sweep([0.05], [1]), "direct").values()
     assert list(result.estimates) == ["direct", "checkpoint"]
@@ -128,10 +139,27 @@ def estimators(names, preset, look):
 @pytest.mark.parametrize(
     ("make", "horizon", "replicas"),
     [
-        pytest.param(lambda: job("nose-hoover", "NBABN").adjoints(ADJOINTS, "energy", False), 0.05, 2, marks=pytest.mark.slow),
-        (lambda: job("langevin", "BAOAB").adjoints({**ADJOINTS, PLAIN: ReversibleAdjoint()}, "gyration", False), 0.05, 2),
+        pytest.param(
+            lambda: job("nose-hoover", "NBABN").adjoints(ADJOINTS, "energy", False),
+            0.05,
+            2,
+            marks=pytest.mark.slow,
+        ),
+        (
+            lambda: job("langevin", "BAOAB").adjoints(
+                {**ADJOINTS, PLAIN: ReversibleAdjoint()}, "gyration", False
+            ),
+            0.05,
+            2,
+        ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
-        (lambda: estimators(["pathwise", "girsanov", "score-function", "reweighting"], "harmonic", "square"), 0.2, 32),
+        (
+            lambda: estimators(
+                ["pathwise", "girsanov", "score-function", "reweighting"], "harmonic", "square"
+            ),
+            0.2,
+            32,
+        ),
         (lambda: estimators(["score-function"], "first-passage", "time"), 0.2, 32),
     ],
     ids=["nose-hoover", "langevin", "lost", "estimators", "unfit"],
@@ -152,11 +180,14 @@ def test_numbers_are_those_of_this_process(make, horizon, replicas):
 
 
 def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
-    """Whatever ran before it: other methods, shorter horizons, or nothing. A resident set is good to a megabyte, and
-    backpropagation through 800 steps takes forty."""
+    """Whatever ran before it: other methods, shorter horizons, or nothing. A resident set is good
+    to a megabyte, and backpropagation through 800 steps takes forty."""
     monkeypatch.chdir(tmp_path)
     peaks = []
-    for order, horizons in (("direct,reversible,checkpoint", "4"), ("checkpoint,reversible,direct", "2,4")):
+    for order, horizons in (
+        ("direct,reversible,checkpoint", "4"),
+        ("checkpoint,reversible,direct", "2,4"),
+    ):
         done = CliRunner().invoke(app, ["compare", "--adjoint", order, "--horizon", horizons])
         assert done.exit_code == 0, done.output
         *_, run = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
@@ -185,7 +216,11 @@ def test_nothing_is_left_of_a_command_that_is_stopped(tmp_path, number):
     while time.monotonic() < deadline and not started:
         time.sleep(0.05)
         # The fork server's child, once it has worked for half a second.
-        started = [p for p in caller.children(recursive=True) if p.ppid() != caller.pid and p.cpu_times().user > 0.5]
+        started = [
+            p
+            for p in caller.children(recursive=True)
+            if p.ppid() != caller.pid and p.cpu_times().user > 0.5
+        ]
     assert started, caller.communicate()
     everything = caller.children(recursive=True)
     if number == signal.SIGINT:

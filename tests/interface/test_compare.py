@@ -19,7 +19,16 @@ import torch
 from typer.testing import CliRunner
 
 import adjsim
-from adjsim import CheckpointAdjoint, DirectAdjoint, Final, Pathwise, ReversibleAdjoint, Simulation, TimeAverage, compare
+from adjsim import (
+    CheckpointAdjoint,
+    DirectAdjoint,
+    Final,
+    Pathwise,
+    ReversibleAdjoint,
+    Simulation,
+    TimeAverage,
+    compare,
+)
 from adjsim.cli import app
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
 from adjsim.estimators.memory import release
@@ -29,7 +38,9 @@ from tests.problems import parameter, square
 
 
 def simulation():
-    dynamics = adjsim.NoseHooverChain(adjsim.LennardJones(parameter(1.1), parameter(0.95)), kT=parameter(0.3))
+    dynamics = adjsim.NoseHooverChain(
+        adjsim.LennardJones(parameter(1.1), parameter(0.95)), kT=parameter(0.3)
+    )
 
     def initial(replicas, generator):
         position = square()[0].expand(replicas, 4, 2)
@@ -54,8 +65,16 @@ def test_pathwise_is_the_mean_of_the_replicas(observable):
     )
     starts = problem.starts(7, torch.Generator().manual_seed(2))
     record = observable if isinstance(observable, TimeAverage) else None
-    run = adjsim.simulate(problem.dynamics, starts, problem.ts, solver=problem.solver, record=record)
-    values = run.record if record else observable.function(run.final) if isinstance(observable, Final) else observable(run)
+    run = adjsim.simulate(
+        problem.dynamics, starts, problem.ts, solver=problem.solver, record=record
+    )
+    values = (
+        run.record
+        if record
+        else observable.function(run.final)
+        if isinstance(observable, Final)
+        else observable(run)
+    )
     parameters = dict(problem.dynamics.named_parameters())
     expected = torch.autograd.grad(values.mean(), list(parameters.values()), retain_graph=True)
     torch.testing.assert_close(estimate.value, values.mean().detach(), rtol=1e-12, atol=0)
@@ -70,7 +89,10 @@ def test_pathwise_is_the_mean_of_the_replicas(observable):
 def test_chunks_only_group_the_replicas():
     problem = simulation()
     found = [
-        Pathwise()(problem, Final(energy), replicas=6, chunks=c, generator=torch.Generator().manual_seed(2)) for c in (1, 4, 6)
+        Pathwise()(
+            problem, Final(energy), replicas=6, chunks=c, generator=torch.Generator().manual_seed(2)
+        )
+        for c in (1, 4, 6)
     ]
     for other in found[1:]:
         torch.testing.assert_close(other.value, found[0].value, rtol=1e-12, atol=0)
@@ -115,7 +137,9 @@ def test_observables_with_several_entries():
 
 def test_accumulate_does_what_backward_does():
     problem = simulation()
-    estimate = Pathwise()(problem, Final(energy), replicas=2, generator=torch.Generator().manual_seed(2))
+    estimate = Pathwise()(
+        problem, Final(energy), replicas=2, generator=torch.Generator().manual_seed(2)
+    )
     estimate.accumulate(problem.dynamics)
     estimate.accumulate(problem.dynamics)
     for name, p in problem.dynamics.named_parameters():
@@ -128,7 +152,10 @@ def test_starts_are_held_fixed():
     """kT enters the drawn momenta, and the starts are called without gradients."""
     assert not simulation().starts(2, None).momentum.requires_grad
     wrong = Simulation(
-        simulation().dynamics, lambda n, g: simulation().starts(n + 1, g), [0.0, 0.1], solver=simulation().solver
+        simulation().dynamics,
+        lambda n, g: simulation().starts(n + 1, g),
+        [0.0, 0.1],
+        solver=simulation().solver,
     )
     with pytest.raises(ValueError, match="the leading axis must be the 2 replicas"):
         Pathwise()(wrong, Final(energy), replicas=2)
@@ -140,7 +167,9 @@ def test_comparison_table_and_json(tmp_path):
         "checkpoint": Pathwise(CheckpointAdjoint()),
         "reversible": Pathwise(ReversibleAdjoint()),
     }
-    result = compare(simulation(), Final(energy), methods, replicas=4, generator=torch.Generator().manual_seed(1))
+    result = compare(
+        simulation(), Final(energy), methods, replicas=4, generator=torch.Generator().manual_seed(1)
+    )
     text = str(result)
     for word in (*methods, "d/d epsilon", "d/d sigma", "d/d kT", "reference", "energy", "seconds"):
         assert word in text
@@ -156,21 +185,35 @@ def test_comparison_table_and_json(tmp_path):
 
 def test_a_lost_method_is_listed_with_its_reason():
     methods = {"direct": Pathwise(), "reversible": Pathwise(ReversibleAdjoint(tol=1e-30))}
-    result = compare(simulation(), Final(energy), methods, replicas=2, generator=torch.Generator().manual_seed(1))
+    result = compare(
+        simulation(), Final(energy), methods, replicas=2, generator=torch.Generator().manual_seed(1)
+    )
     assert list(result.estimates) == ["direct"]
     assert "checkpoint_every" in result.failures["reversible"]
     assert "reversible: reversing the steps lost" in str(result)
-    assert json.loads(result.to_json())[1] == {"method": "reversible", "failure": result.failures["reversible"]}
+    assert json.loads(result.to_json())[1] == {
+        "method": "reversible",
+        "failure": result.failures["reversible"],
+    }
 
 
 def as_a_user(*arguments, cwd):
-    """``adjsim compare`` in a process of its own, where nothing is checked against annotations in every step."""
-    return subprocess.run([sys.executable, "-m", "adjsim", "compare", *arguments], cwd=cwd, capture_output=True, text=True)
+    """``adjsim compare`` in a process of its own, where nothing is checked against annotations in
+    every step.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "adjsim", "compare", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """``adjsim compare`` in a folder of its own, without the seconds that a fresh process takes to import."""
+    """``adjsim compare`` in a folder of its own, without the seconds that a fresh process takes to
+    import.
+    """
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(app, ["compare", *arguments])
 
@@ -193,7 +236,10 @@ def test_command_line_on_the_default(tmp_path):
 
 def test_command_line_on_a_structure(command, tmp_path):
     atoms = ase.Atoms(
-        "Ar4Kr", positions=[[0, 0, 0], [3.8, 0, 0], [0, 3.8, 0], [0, 0, 3.8], [3.8, 3.8, 3.8]], cell=[14, 14, 14], pbc=True
+        "Ar4Kr",
+        positions=[[0, 0, 0], [3.8, 0, 0], [0, 3.8, 0], [0, 0, 3.8], [3.8, 3.8, 3.8]],
+        cell=[14, 14, 14],
+        pbc=True,
     )
     for name in ("a.xyz", "a.cif", "a.pdb"):
         ase.io.write(tmp_path / name, atoms)
@@ -201,15 +247,31 @@ def test_command_line_on_a_structure(command, tmp_path):
     assert system.potential.box.tolist() == [14, 14, 14]
     assert system.potential.cutoff == 7.0
     for name in ("a.xyz", "a.cif", "a.pdb"):
-        done = command("--structure", name, "--horizon", "40", "--adjoint", "direct,reversible", "--dynamics", "nose-hoover")
+        done = command(
+            "--structure",
+            name,
+            "--horizon",
+            "40",
+            "--adjoint",
+            "direct,reversible",
+            "--dynamics",
+            "nose-hoover",
+        )
         assert done.exit_code == 0, done.output
         assert "Ar4Kr" in done.stdout
 
 
 def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
-    ase.io.write(tmp_path / "w.xyz", ase.Atoms("W2", positions=[[0, 0, 0], [3, 0, 0]]), format="xyz")
+    ase.io.write(
+        tmp_path / "w.xyz", ase.Atoms("W2", positions=[[0, 0, 0], [3, 0, 0]]), format="xyz"
+    )
     assert structure(tmp_path / "w.xyz", epsilon=0.1, sigma=2.5).potential.box is None
-    tilted = ase.Atoms("Xe2", positions=[[0, 0, 0], [4.4, 0, 0]], cell=[[20, 0, 0], [6, 19, 0], [0, 0, 22]], pbc=True)
+    tilted = ase.Atoms(
+        "Xe2",
+        positions=[[0, 0, 0], [4.4, 0, 0]],
+        cell=[[20, 0, 0], [6, 19, 0], [0, 0, 22]],
+        pbc=True,
+    )
     ase.io.write(tmp_path / "x.extxyz", tilted)
     assert structure(tmp_path / "x.extxyz").potential.box.shape == (3, 3)
 
@@ -222,12 +284,19 @@ def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
         (["--structure", "garbage.xyz"], "ASE cannot read a structure from 'garbage.xyz'"),
         (
             ["--structure", "iron.xyz"],
-            "no Lennard-Jones parameters for Fe in 'iron.xyz' (shipped: Ne, Ar, Kr, Xe); give --epsilon",
+            "no Lennard-Jones parameters for Fe in 'iron.xyz' (shipped: Ne, Ar, Kr, Xe); give "
+            "--epsilon",
         ),
         (["--structure", "iron.xyz", "--epsilon", "1"], "--epsilon was given without --sigma"),
         (["--structure", "slab.extxyz"], "periodic along some axes only"),
-        (["--adjoint", "magic"], "unknown adjoint 'magic'; choose from direct, checkpoint, reversible, backsolve"),
-        (["--horizon", "0.0125"], "horizon 0.0125 is not a multiple of dt = 0.005; the nearest are 0.01 and 0.015"),
+        (
+            ["--adjoint", "magic"],
+            "unknown adjoint 'magic'; choose from direct, checkpoint, reversible, backsolve",
+        ),
+        (
+            ["--horizon", "0.0125"],
+            "horizon 0.0125 is not a multiple of dt = 0.005; the nearest are 0.01 and 0.015",
+        ),
         (["--horizon", "soon"], "horizon 'soon' is not a number"),
         (["--horizon", "-1"], "horizon -1 is not a positive time"),
         (["--dynamics", "brownian"], "unknown dynamics 'brownian'"),
@@ -244,7 +313,10 @@ def test_command_line_refuses_in_one_line(command, tmp_path, arguments, says):
     (tmp_path / "empty.xyz").write_text("0\n\n")
     (tmp_path / "garbage.xyz").write_text("not a structure\nat all\n")
     ase.io.write(tmp_path / "iron.xyz", ase.Atoms("Fe2", positions=[[0, 0, 0], [2.5, 0, 0]]))
-    ase.io.write(tmp_path / "slab.extxyz", ase.Atoms("Ar2", positions=[[0, 0, 0], [3.8, 0, 0]], cell=[9, 9, 9], pbc=[1, 1, 0]))
+    ase.io.write(
+        tmp_path / "slab.extxyz",
+        ase.Atoms("Ar2", positions=[[0, 0, 0], [3.8, 0, 0]], cell=[9, 9, 9], pbc=[1, 1, 0]),
+    )
     before = sorted(path.name for path in tmp_path.iterdir())
     done = command(*arguments)
     assert done.exit_code == 2
@@ -256,7 +328,9 @@ def test_command_line_refuses_in_one_line(command, tmp_path, arguments, says):
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_path, monkeypatch):
-    """A parent that is a file, and a disk that says no, which no permission tells of; nothing is left behind."""
+    """A parent that is a file, and a disk that says no, which no permission tells of; nothing is
+    left behind.
+    """
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     monkeypatch.setattr("adjsim.cli.run_sweep", lambda *_: pytest.fail("it ran"))
@@ -280,7 +354,9 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_pa
 
 
 def test_what_is_freed_is_given_back():
-    """A list of small tensors in a cycle, which only a full collection finds: 80 MB less are resident afterwards."""
+    """A list of small tensors in a cycle, which only a full collection finds: 80 MB less are
+    resident afterwards.
+    """
     held: list = [torch.zeros(100) for _ in range(100_000)]
     held.append(held)
     process = psutil.Process()
@@ -293,7 +369,9 @@ def test_what_is_freed_is_given_back():
 
 
 def test_version_of_the_readme_data():
-    """The liquid argon that ships with the examples is what its file says: 108 atoms at the density of the measurement."""
+    """The liquid argon that ships with the examples is what its file says: 108 atoms at the density
+    of the measurement.
+    """
     atoms = ase.io.read(Path(__file__).parents[2] / "examples" / "data" / "argon.xyz")
     assert len(atoms) == 108
     assert 108 / atoms.get_volume() == pytest.approx(0.02125, rel=1e-6)
@@ -302,7 +380,11 @@ def test_version_of_the_readme_data():
 @pytest.mark.parametrize(
     ("options", "parameters", "refused"),
     [
-        (["--dynamics", "langevin", "--friction", "0.5"], {"kT", "friction", "potential.epsilon", "potential.sigma"}, None),
+        (
+            ["--dynamics", "langevin", "--friction", "0.5"],
+            {"kT", "friction", "potential.epsilon", "potential.sigma"},
+            None,
+        ),
         (
             ["--dynamics", "langevin", "--friction", "30"],
             {"kT", "friction", "potential.epsilon", "potential.sigma"},
@@ -341,11 +423,23 @@ def test_command_line_on_stochastic_dynamics(command, tmp_path, options, paramet
     ("options", "says"),
     [
         (["--dynamics", "langevin", "--friction", "-1"], "friction must be positive; got -1"),
-        (["--dynamics", "overdamped", "--adjoint", "reversible"], "choose from direct, checkpoint, backsolve"),
-        (["--dynamics", "overdamped", "--scheme", "BAOAB"], "choose from EulerMaruyama, LeimkuhlerMatthews"),
-        (["--dynamics", "generalised", "--strengths", "3"], "--strengths was given without --rates"),
+        (
+            ["--dynamics", "overdamped", "--adjoint", "reversible"],
+            "choose from direct, checkpoint, backsolve",
+        ),
+        (
+            ["--dynamics", "overdamped", "--scheme", "BAOAB"],
+            "choose from EulerMaruyama, LeimkuhlerMatthews",
+        ),
+        (
+            ["--dynamics", "generalised", "--strengths", "3"],
+            "--strengths was given without --rates",
+        ),
         (["--dynamics", "generalised", "--rates", "1,x"], "--rates '1,x' is not a list of numbers"),
-        (["--dynamics", "generalised", "--rates", "1", "--strengths", "1,2"], "give as many of each"),
+        (
+            ["--dynamics", "generalised", "--rates", "1", "--strengths", "1,2"],
+            "give as many of each",
+        ),
     ],
 )
 def test_command_line_refuses_stochastic_nonsense(command, tmp_path, options, says):
@@ -358,7 +452,16 @@ def test_command_line_refuses_stochastic_nonsense(command, tmp_path, options, sa
 
 def test_command_line_exact(tmp_path):
     """Reversal on the lattice beside the plain one, which is shown with what it loses."""
-    done = as_a_user("--exact", "--horizon", "1,20", "--adjoint", "checkpoint,reversible", "--output", "out", cwd=tmp_path)
+    done = as_a_user(
+        "--exact",
+        "--horizon",
+        "1,20",
+        "--adjoint",
+        "checkpoint,reversible",
+        "--output",
+        "out",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "BAB exact at dt" in done.stdout
     document = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -379,7 +482,9 @@ def test_command_line_refuses_exact_steps_that_cannot_be_undone(command, tmp_pat
 
 
 def test_command_line_on_a_preset(tmp_path):
-    """Path and stationary estimates apart, each within its errors of the quadrature; what does not apply says why."""
+    """Path and stationary estimates apart, each within its errors of the quadrature; what does not
+    apply says why.
+    """
     done = as_a_user(
         "harmonic",
         "--estimators",
@@ -402,11 +507,21 @@ def test_command_line_on_a_preset(tmp_path):
         "score-function": "stationary",
     }
     score = methods["score-function"]
-    assert abs(score["grad"]["potential.k"] + 1) < 4 * score["grad_stderr"]["potential.k"] + 0.01  # dt/2 of Euler-Maruyama
+    assert (
+        abs(score["grad"]["potential.k"] + 1) < 4 * score["grad_stderr"]["potential.k"] + 0.01
+    )  # dt/2 of Euler-Maruyama
 
 
 def test_command_line_first_passage_refuses_stationary_estimators(command, tmp_path):
-    done = command("first-passage", "--estimators", "girsanov,score-function", "--replicas", "64", "--horizon", "0.5,1")
+    done = command(
+        "first-passage",
+        "--estimators",
+        "girsanov,score-function",
+        "--replicas",
+        "64",
+        "--horizon",
+        "0.5,1",
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.count("score-function: does not apply.") == 2
     document = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())
@@ -414,9 +529,19 @@ def test_command_line_first_passage_refuses_stationary_estimators(command, tmp_p
 
 
 def test_command_line_sweeps_over_replicas(command, tmp_path):
-    """The mean first-passage time, whose exact answer is within four errors; which fall with the replicas."""
+    """The mean first-passage time, whose exact answer is within four errors; which fall with the
+    replicas.
+    """
     done = command(
-        "first-passage", "--observable", "time", "--estimators", "girsanov", "--replicas", "64,1024", "--horizon", "1"
+        "first-passage",
+        "--observable",
+        "time",
+        "--estimators",
+        "girsanov",
+        "--replicas",
+        "64,1024",
+        "--horizon",
+        "1",
     )
     assert done.exit_code == 0, done.output
     runs = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
@@ -426,14 +551,26 @@ def test_command_line_sweeps_over_replicas(command, tmp_path):
         (method,) = run["methods"]
         errors.append(method["grad_stderr"]["potential.barrier"])
         assert abs(method["value"] - run["answer"]["value"]) < 4 * method["value_stderr"]
-        assert abs(method["grad"]["potential.barrier"] - run["answer"]["grad"]["potential.barrier"]) < 4 * errors[-1]
+        assert (
+            abs(method["grad"]["potential.barrier"] - run["answer"]["grad"]["potential.barrier"])
+            < 4 * errors[-1]
+        )
     assert errors[1] < 0.5 * errors[0]
 
 
 def test_command_line_estimators_on_the_cluster(command, tmp_path):
-    """By epsilon and sigma, the bath being held; path and stationary estimates of the same mean apart."""
+    """By epsilon and sigma, the bath being held; path and stationary estimates of the same mean
+    apart.
+    """
     done = command(
-        "--estimators", "pathwise,girsanov,score-function", "--observable", "gyration", "--horizon", "0.5", "--replicas", "8"
+        "--estimators",
+        "pathwise,girsanov,score-function",
+        "--observable",
+        "gyration",
+        "--horizon",
+        "0.5",
+        "--replicas",
+        "8",
     )
     assert done.exit_code == 0, done.output
     assert "radius of gyration, mean over the second half of the run" in done.stdout
@@ -445,7 +582,16 @@ def test_command_line_estimators_on_the_cluster(command, tmp_path):
 
 
 def test_command_line_adjoints_of_another_observable(command, tmp_path):
-    done = command("--observable", "gyration", "--adjoint", "direct,reversible", "--horizon", "0.1", "--replicas", "1,3")
+    done = command(
+        "--observable",
+        "gyration",
+        "--adjoint",
+        "direct,reversible",
+        "--horizon",
+        "0.1",
+        "--replicas",
+        "1,3",
+    )
     assert done.exit_code == 0, done.output
     assert "Value: radius of gyration at the horizon" in done.stdout
     runs = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
@@ -470,7 +616,9 @@ def test_presets_have_the_answers_of_the_references():
 
 
 def test_densities_of_the_steps_forget_their_start():
-    """By symmetry half of them end up beyond the barrier; and who is absorbed lives for a time that stops growing."""
+    """By symmetry half of them end up beyond the barrier; and who is absorbed lives for a time that
+    stops growing.
+    """
     questions = presets()["first-passage"].questions
     crossed, slopes = questions["crossed"].exact.answer(150.0)
     assert crossed == pytest.approx(0.5, abs=1e-6)
@@ -483,14 +631,32 @@ def test_densities_of_the_steps_forget_their_start():
     ("options", "says"),
     [
         (["quartic"], "unknown preset 'quartic'; choose one of lj13, harmonic"),
-        (["harmonic", "--estimators", "reinforce"], "unknown estimator 'reinforce'; choose from pathwise"),
-        (["harmonic", "--structure", "x.xyz"], "--structure goes with the preset lj13, not with harmonic"),
+        (
+            ["harmonic", "--estimators", "reinforce"],
+            "unknown estimator 'reinforce'; choose from pathwise",
+        ),
+        (
+            ["harmonic", "--structure", "x.xyz"],
+            "--structure goes with the preset lj13, not with harmonic",
+        ),
         (["harmonic", "--replicas", "1"], "replicas must be at least 2"),
         (["harmonic", "--horizon", "0.005"], "not a multiple of dt"),
-        (["--estimators", "girsanov", "--adjoint", "direct"], "--adjoint compares adjoints, and --estimators estimators"),
-        (["harmonic", "--observable", "crossed"], "unknown observable 'crossed' of harmonic; choose from square, energy"),
-        (["--observable", "square"], "unknown observable 'square' of lj13; choose from energy, gyration"),
-        (["harmonic", "--horizon", "1,2", "--replicas", "64,128"], "several horizons or several numbers of replicas, not both"),
+        (
+            ["--estimators", "girsanov", "--adjoint", "direct"],
+            "--adjoint compares adjoints, and --estimators estimators",
+        ),
+        (
+            ["harmonic", "--observable", "crossed"],
+            "unknown observable 'crossed' of harmonic; choose from square, energy",
+        ),
+        (
+            ["--observable", "square"],
+            "unknown observable 'square' of lj13; choose from energy, gyration",
+        ),
+        (
+            ["harmonic", "--horizon", "1,2", "--replicas", "64,128"],
+            "several horizons or several numbers of replicas, not both",
+        ),
         (["harmonic", "--replicas", "many"], "replicas 'many' is not a whole number"),
     ],
 )

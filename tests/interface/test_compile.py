@@ -43,10 +43,15 @@ def test_a_step_compiles_whole(name, scheme, potential, exact):
     state = case.start(dynamics, *square())
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
     if exact:
-        state, coefficients = program.lattice.to_lattice(state), program.lattice.rationals(coefficients)
+        state, coefficients = (
+            program.lattice.to_lattice(state),
+            program.lattice.rationals(coefficients),
+        )
 
     def step(time, state, noise):
-        return program.step(lambda share: time, state, coefficients, noise, program.forces(dynamics.potential))
+        return program.step(
+            lambda share: time, state, coefficients, noise, program.forces(dynamics.potential)
+        )
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():

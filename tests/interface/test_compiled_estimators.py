@@ -29,9 +29,14 @@ from tests.problems import parameter
 
 def double_well():
     """One particle; the observable depends on a parameter too."""
-    dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)), parameter(1.2), parameter(0.7), 1.3)
+    dynamics = adjsim.Langevin(
+        adjsim.DoubleWell(parameter(1.0)), parameter(1.2), parameter(0.7), 1.3
+    )
     simulation = Simulation(
-        dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1), generator=g), [0.0, 1.0], adjsim.BAOAB(0.05)
+        dynamics,
+        lambda n, g: dynamics.init(torch.ones(n, 1, 1), generator=g),
+        [0.0, 1.0],
+        adjsim.BAOAB(0.05),
     )
     return simulation, lambda s: dynamics.kT * s.position[:, 0, 0] ** 2
 
@@ -55,7 +60,9 @@ def same_numbers(make, burn_in=0.0):
         # Differences divide rounding by the step.
         rounding = 1e-10 if make is not FiniteDifference else 1e-9
         torch.testing.assert_close(compiled.grad[name], grad, rtol=1e-10, atol=rounding)
-        torch.testing.assert_close(compiled.grad_stderr[name], plain.grad_stderr[name], rtol=1e-8, atol=rounding)
+        torch.testing.assert_close(
+            compiled.grad_stderr[name], plain.grad_stderr[name], rtol=1e-8, atol=rounding
+        )
 
 
 def test_the_score_function_in_a_compiled_loop():
@@ -65,7 +72,12 @@ def test_the_score_function_in_a_compiled_loop():
 @pytest.mark.marathon
 @pytest.mark.parametrize(
     "make",
-    [ScoreFunction, FiniteDifference, lambda: Reweighting(every=0.25), lambda: Pathwise(ReversibleAdjoint())],
+    [
+        ScoreFunction,
+        FiniteDifference,
+        lambda: Reweighting(every=0.25),
+        lambda: Pathwise(ReversibleAdjoint()),
+    ],
     ids=["score", "differences", "reweighting", "pathwise"],
 )
 def test_estimators_in_compiled_loops(make):
@@ -81,14 +93,17 @@ def test_chunks_of_one_size_compile_once():
     def seconds():
         return estimator(simulation, TimeAverage(look), replicas=8, chunks=4).diagnostics["seconds"]
 
-    # Thousands of steps, and a second call, do not compile again; 5 s is what the fastest machine takes for it.
+    # Thousands of steps, and a second call, do not compile again; 5 s is what the fastest machine
+    # takes for it.
     assert seconds() > 10 * seconds()
 
 
 def test_what_does_not_go_in_a_compiled_loop():
     simulation, look = double_well()
     compiled = dataclasses.replace(simulation, compile=True)
-    with pytest.raises(TypeError, match=r"compile=True goes with Pathwise\(ReversibleAdjoint\(\)\)"):
+    with pytest.raises(
+        TypeError, match=r"compile=True goes with Pathwise\(ReversibleAdjoint\(\)\)"
+    ):
         Pathwise()(compiled, Final(look), replicas=2)
     with pytest.raises(TypeError, match="compile=True is for solvers of fixed steps"):
         dataclasses.replace(compiled, solver=adjsim.SDESolver(dt=0.1))
@@ -99,7 +114,9 @@ def test_what_does_not_go_in_a_compiled_loop():
     assert list(compare(compiled, Final(look), methods, replicas=4).failures) == ["pathwise"]
     bare = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)))
     scored = dataclasses.replace(compiled, dynamics=bare)
-    assert not Girsanov()(scored, Final(lambda s: s.position[:, 0, 0]), replicas=4).diagnostics["compiled"]
+    assert not Girsanov()(scored, Final(lambda s: s.position[:, 0, 0]), replicas=4).diagnostics[
+        "compiled"
+    ]
 
 
 def test_command_line_refuses_to_compile_what_does_not(tmp_path, monkeypatch):
@@ -113,7 +130,9 @@ def test_command_line_refuses_to_compile_what_does_not(tmp_path, monkeypatch):
 @pytest.mark.marathon
 def test_command_line_in_compiled_loops(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["compare", "--adjoint", "direct,reversible", "--horizon", "1", "--compile"])
+    done = CliRunner().invoke(
+        app, ["compare", "--adjoint", "direct,reversible", "--horizon", "1", "--compile"]
+    )
     assert done.exit_code == 0, done.output
     (run,) = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
     direct, reversible = run["methods"]

@@ -1,4 +1,6 @@
-"""Every estimator on observables of a parameter alone, and of nothing; on a parameter under two names, and on none."""
+"""Every estimator on observables of a parameter alone, and of nothing; on a parameter under two
+names, and on none.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,40 @@ from adjsim import (
 )
 from tests.problems import parameter
 
-PATH = [Pathwise(), Pathwise(CheckpointAdjoint()), Pathwise(truncate=0.2), FiniteDifference(), ForwardSensitivity(), Girsanov()]
+PATH = [
+    Pathwise(),
+    Pathwise(CheckpointAdjoint()),
+    Pathwise(truncate=0.2),
+    FiniteDifference(),
+    ForwardSensitivity(),
+    Girsanov(),
+]
 STATIONARY = [ScoreFunction(), Reweighting(every=0.1)]
 EVERY = [(estimator, kind) for estimator in PATH for kind in (Final, TimeAverage)]
 EVERY += [(estimator, TimeAverage) for estimator in STATIONARY]
-every = pytest.mark.parametrize(("estimator", "kind"), EVERY, ids=lambda x: x.__name__ if isinstance(x, type) else repr(x))
+every = pytest.mark.parametrize(
+    ("estimator", "kind"), EVERY, ids=lambda x: x.__name__ if isinstance(x, type) else repr(x)
+)
 
 
 def problem(potential, friction=1.0):
     dynamics = adjsim.OverdampedLangevin(potential, 1.0, friction)
-    return Simulation(dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1)), [0.0, 0.4], adjsim.EulerMaruyama(0.1))
+    return Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.ones(n, 1, 1)),
+        [0.0, 0.4],
+        adjsim.EulerMaruyama(0.1),
+    )
 
 
 def estimated(estimator, simulation, observable, replicas=6):
-    estimate = estimator(simulation, observable, replicas=replicas, chunks=2, generator=torch.Generator().manual_seed(0))
+    estimate = estimator(
+        simulation,
+        observable,
+        replicas=replicas,
+        chunks=2,
+        generator=torch.Generator().manual_seed(0),
+    )
     assert str(estimate)
     return estimate
 
@@ -81,24 +103,33 @@ class Twice(nn.Module):
 
 @every
 def test_a_parameter_under_two_names(estimator, kind):
-    """By its first name, the sum over both uses; in the potential, and the same as of two uses of one name."""
+    """By its first name, the sum over both uses; in the potential, and the same as of two uses of
+    one name.
+    """
     estimate = estimated(estimator, problem(Twice()), kind(squared))
     assert list(estimate.grad) == ["potential.a", "potential.idle", "potential.none"]
     once = Twice()
     once.b = None
     once.forward = lambda q: (0.5 * once.a * q**2 + 0.1 * once.a * q**4).sum((-1, -2))
     same = estimated(estimator, problem(once), kind(squared))
-    torch.testing.assert_close(estimate.grad["potential.a"], same.grad["potential.a"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        estimate.grad["potential.a"], same.grad["potential.a"], rtol=1e-12, atol=0
+    )
     assert float(estimate.grad["potential.a"]) != 0
     assert float(estimate.grad["potential.idle"]) == 0
     assert estimate.grad["potential.none"].shape == (0,)
 
 
 def test_a_parameter_of_potential_and_friction():
-    """Pathwise, tangents and differences agree; the path score is refused, since it scales the noise as well."""
+    """Pathwise, tangents and differences agree; the path score is refused, since it scales the
+    noise as well.
+    """
     k = parameter(1.2)
     simulation = problem(adjsim.Harmonic(k), friction=k)
-    found = [estimated(e, simulation, Final(squared)).grad["friction"] for e in (Pathwise(), ForwardSensitivity())]
+    found = [
+        estimated(e, simulation, Final(squared)).grad["friction"]
+        for e in (Pathwise(), ForwardSensitivity())
+    ]
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
     difference = estimated(FiniteDifference(1e-5), simulation, Final(squared)).grad["friction"]
     torch.testing.assert_close(found[0], difference, rtol=1e-8, atol=0)
@@ -108,7 +139,9 @@ def test_a_parameter_of_potential_and_friction():
 
 @pytest.mark.parametrize("kind", [Final, TimeAverage])
 def test_an_observable_that_reads_a_parameter_as_a_tensor_of_its_own(kind):
-    """It is not reached through the module: differences see it all the same, and tangents, which do not, say so."""
+    """It is not reached through the module: differences see it all the same, and tangents, which do
+    not, say so.
+    """
     k = parameter(1.2)
     simulation, observable = problem(adjsim.Harmonic(k)), kind(lambda s: k * squared(s))
     exact = estimated(Pathwise(), simulation, observable).grad["potential.k"]
@@ -126,15 +159,28 @@ def test_a_step_times_a_parameter_is_said():
 
 
 def test_differences_leave_parameters_as_they_were():
-    """Whoever reads them sees the moved values meanwhile, and the former ones afterwards: buffers of a network alike."""
+    """Whoever reads them sees the moved values meanwhile, and the former ones afterwards: buffers
+    of a network alike.
+    """
     network = parameter(0.5)
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.5)), network * 2.0, 1.0)
-    simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1)), [0.0, 0.4], adjsim.EulerMaruyama(0.1))
+    simulation = Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.ones(n, 1, 1)),
+        [0.0, 0.4],
+        adjsim.EulerMaruyama(0.1),
+    )
     k, kT = dynamics.potential.k, dynamics.kT
-    seen, versions, before = set(), (k._version, kT._version), (float(k.detach()), float(kT.detach()))
+    seen, versions, before = (
+        set(),
+        (k._version, kT._version),
+        (float(k.detach()), float(kT.detach())),
+    )
 
     def watched(state):
-        seen.add((float(k.detach()), float(dynamics.potential.k.detach()), float(dynamics.kT.detach())))
+        seen.add(
+            (float(k.detach()), float(dynamics.potential.k.detach()), float(dynamics.kT.detach()))
+        )
         return squared(state)
 
     estimate = estimated(FiniteDifference(), simulation, Final(watched))

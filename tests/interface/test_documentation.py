@@ -21,7 +21,9 @@ def _default_dtype():
 
 
 def test_sessions_print_what_the_page_shows():
-    failed, tried = doctest.testfile(str(DOCS / "getting_started.rst"), module_relative=False, optionflags=doctest.ELLIPSIS)
+    failed, tried = doctest.testfile(
+        str(DOCS / "getting_started.rst"), module_relative=False, optionflags=doctest.ELLIPSIS
+    )
     assert tried > 20
     assert not failed
 
@@ -29,7 +31,10 @@ def test_sessions_print_what_the_page_shows():
 @pytest.mark.parametrize("page", ["index", "initial_value_problems", "extending"])
 def test_blocks_of_code_run(page, capsys):
     names: dict = {"__name__": page}
-    blocks = [re.sub(r"^   ", "", block, flags=re.MULTILINE) for block in BLOCK.findall((DOCS / f"{page}.rst").read_text())]
+    blocks = [
+        re.sub(r"^   ", "", block, flags=re.MULTILINE)
+        for block in BLOCK.findall((DOCS / f"{page}.rst").read_text())
+    ]
     assert blocks
     for block in blocks:
         # Rows of tables in the tests and classes of tests are shown as they would be written there.
@@ -37,6 +42,9 @@ def test_blocks_of_code_run(page, capsys):
             exec(block, names)
         shown = re.findall(r"print\(.*\)  # (-?[\d.]+)(?:, (-?[\d.]+))?", block)
         if shown:
-            printed = [float(x) for x in re.findall(r"(?<![\w.])-?\d+\.\d*(?:e-?\d+)?", capsys.readouterr().out)]
+            printed = [
+                float(x)
+                for x in re.findall(r"(?<![\w.])-?\d+\.\d*(?:e-?\d+)?", capsys.readouterr().out)
+            ]
             expected = [float(x) for x in shown[0] if x]
             assert printed[: len(expected)] == pytest.approx(expected, rel=1e-3, abs=1e-6)

@@ -1,4 +1,6 @@
-"""What the public functions take: numbers, arrays, lists, seeds; what they refuse, in words of their own; what can be saved."""
+"""What the public functions take: numbers, arrays, lists, seeds; what they refuse, in words of
+their own; what can be saved.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,18 @@ from adjsim._box import checked_box, perpendicular_widths
 from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, Cage, parameter, square
 
 EVERY = {**DYNAMICS, **STOCHASTIC}
-BOTH = {**dict.fromkeys(DYNAMICS, "BAB"), "chain-1": "NBABN", "chain-3": "NBABN", "esh": "EAE", "langevin": "BAOAB"}
+BOTH = {
+    **dict.fromkeys(DYNAMICS, "BAB"),
+    "chain-1": "NBABN",
+    "chain-3": "NBABN",
+    "esh": "EAE",
+    "langevin": "BAOAB",
+}
 
 
 @pytest.fixture
 def unchecked():
-    """As users have it: without the tests' checks of annotations, which would be first to refuse."""
+    """Call as users do, without the tests' checks of annotations, which would refuse first."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -48,7 +56,7 @@ def solver_for(name, dt=0.01):
     return Splitting("GBABG" if name.startswith("generalised") else BOTH.get(name, "BAOAB"), dt)
 
 
-# ---------------------------------------------------------------------------------------------------------------- boxes
+# Boxes.
 
 
 def shears(rng, dim, times):
@@ -62,7 +70,7 @@ def shears(rng, dim, times):
 
 @pytest.mark.parametrize("dim", [2, 3])
 def test_the_nearest_image_in_any_cell_is_that_of_brute_force(dim):
-    """Over cells that are known to be as little skewed, images two cells away are enough; the library is given skewed rows."""
+    """Images two cells away are enough for a reduced cell; the library is given skewed rows."""
     rng = np.random.default_rng(dim)
     images = np.array(list(itertools.product(range(-2, 3), repeat=dim)), dtype=float)
     for trial in range(40):
@@ -71,21 +79,29 @@ def test_the_nearest_image_in_any_cell_is_that_of_brute_force(dim):
         q = rng.uniform(-0.5, 0.5, (6, dim)) @ cell
         d = (q[:, None] - q)[:, :, None] + images @ cell
         nearest = np.linalg.norm(d, axis=-1).min(-1)[np.triu_indices(6, 1)]
-        np.testing.assert_allclose(adjsim.pair_distances(q, skewed).numpy(), nearest, rtol=1e-9, err_msg=f"{trial}")
+        np.testing.assert_allclose(
+            adjsim.pair_distances(q, skewed).numpy(), nearest, rtol=1e-9, err_msg=f"{trial}"
+        )
 
 
 def test_images_around_a_reduced_cell_are_enough():
-    """Rows without any structure: their reduced cell against three images to every side, at its corners above all."""
+    """Random rows: their reduced cell against three images to every side, and at its corners."""
     rng = np.random.default_rng(0)
     images = torch.tensor(list(itertools.product(range(-3, 4), repeat=3)), dtype=torch.float64)
     for _ in range(15):
         rows = torch.from_numpy(rng.normal(size=(3, 3)) * 10 ** rng.uniform(-0.5, 0.5, (3, 1)))
         cell = checked_box(rows, None)
-        assert float(perpendicular_widths(cell).min()) >= float(perpendicular_widths(rows).min()) * (1 - 1e-9)
+        assert float(perpendicular_widths(cell).min()) >= float(
+            perpendicular_widths(rows).min()
+        ) * (1 - 1e-9)
         whole = cell @ torch.linalg.inv(rows)
         torch.testing.assert_close(whole, whole.round(), rtol=0, atol=1e-9)
         assert float(torch.linalg.det(whole).abs()) == pytest.approx(1)
-        f = torch.from_numpy(np.concatenate([rng.uniform(-0.5, 0.5, (20, 3)), rng.choice([-0.4999, 0.4999], (20, 3))]))
+        f = torch.from_numpy(
+            np.concatenate(
+                [rng.uniform(-0.5, 0.5, (20, 3)), rng.choice([-0.4999, 0.4999], (20, 3))]
+            )
+        )
         d = f @ cell
         nearest = (d[:, None] + images @ cell).norm(dim=-1).amin(1)
         found = adjsim.pair_distances(torch.stack([d, torch.zeros_like(d)], -2), rows)[:, 0]
@@ -96,17 +112,25 @@ def test_a_cutoff_counts_every_pair_once_in_a_skewed_cell():
     rng = np.random.default_rng(1)
     cell = np.array([[4.0, 0.0, 0.0], [0.3, 4.2, 0.0], [-0.4, 0.2, 3.9]])
     skewed = shears(rng, 3, 8) @ cell
-    q = (np.array(list(itertools.product(range(3), repeat=3))) + rng.uniform(-0.1, 0.1, (27, 3))) / 3 @ cell
+    q = (
+        (np.array(list(itertools.product(range(3), repeat=3))) + rng.uniform(-0.1, 0.1, (27, 3)))
+        / 3
+        @ cell
+    )
     cutoff = 1.9
     images = np.array(list(itertools.product(range(-2, 3), repeat=3)), dtype=float) @ cell
-    r = np.linalg.norm((q[:, None] - q)[:, :, None] + images, axis=-1)[np.triu_indices(27, 1)].ravel()
+    r = np.linalg.norm((q[:, None] - q)[:, :, None] + images, axis=-1)[
+        np.triu_indices(27, 1)
+    ].ravel()
     energy = 4 * (r**-12 - r**-6) - 4 * (cutoff**-12 - cutoff**-6)
     potential = adjsim.LennardJones(cutoff=cutoff, box=skewed)
-    assert float(potential(torch.from_numpy(q))) == pytest.approx(energy[r < cutoff].sum(), rel=1e-10)
+    assert float(potential(torch.from_numpy(q))) == pytest.approx(
+        energy[r < cutoff].sum(), rel=1e-10
+    )
 
 
 def test_the_cutoff_of_a_skewed_cell_is_that_of_its_lattice():
-    """Rows of a square lattice of spacing 2: half the spacing is allowed whatever rows describe it."""
+    """Rows of a square lattice of spacing 2: half the spacing is allowed for any such rows."""
     rows = [[2.0, 0.0], [14.0, 2.0]]
     assert adjsim.LennardJones(cutoff=1.0, box=rows).cutoff == 1.0
     with pytest.raises(ValueError, match="half the smallest perpendicular width of the box, 1:"):
@@ -115,22 +139,29 @@ def test_the_cutoff_of_a_skewed_cell_is_that_of_its_lattice():
         adjsim.LennardJones(box=np.eye(4))
 
 
-# ----------------------------------------------------------------------------------------------- potentials' parameters
+# Potentials' parameters.
 
 
 @pytest.mark.parametrize("name", ["epsilon", "sigma"])
 def test_pair_matrices_that_are_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} must be symmetric.*\(0, 1\) and \(1, 0\) are 2 and 3"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be symmetric.*\(0, 1\) and \(1, 0\) are 2 and 3"
+    ):
         adjsim.LennardJones(**{name: [[1.0, 2.0], [3.0, 1.0]]})
     for shape in ((2, 3), (4,), (4, 4, 4)):
         with pytest.raises(
-            ValueError, match=rf"{name} has shape {re.escape(str(shape))}; it must be a number or \(atoms, atoms\)"
+            ValueError,
+            match=rf"{name} has shape {re.escape(str(shape))}; "
+            r"it must be a number or \(atoms, atoms\)",
         ):
             adjsim.LennardJones(**{name: np.ones(shape)})
     three = adjsim.LennardJones(**{name: np.ones((3, 3))})
     with pytest.raises(ValueError, match=f"{name} is for 3 atoms and position has 4"):
         adjsim.Hamiltonian(three).init(*square())
-    assert torch.equal(adjsim.LennardJones(**{name: np.ones((4, 4))})(square()[0]), adjsim.LennardJones()(square()[0]))
+    assert torch.equal(
+        adjsim.LennardJones(**{name: np.ones((4, 4))})(square()[0]),
+        adjsim.LennardJones()(square()[0]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +186,7 @@ def test_a_mixture_is_for_its_atoms():
         mixture(square()[0])
 
 
-# ---------------------------------------------------------------------------------------------------- what can be saved
+# What can be saved.
 
 
 @functools.cache
@@ -198,7 +229,11 @@ def test_a_trajectory_can_be_saved_and_copied(way):
         assert isinstance(again, adjsim.Trajectory)
         assert again.stats == run.stats
         pairs = [(again.times, run.times), *zip(again.final, run.final, strict=True)]
-        pairs += [(again.record, run.record)] if run.record is not None else [(again.momentum, run.momentum)]
+        pairs += (
+            [(again.record, run.record)]
+            if run.record is not None
+            else [(again.momentum, run.momentum)]
+        )
         for mine, theirs in pairs:
             assert torch.equal(mine, theirs)
             assert mine.requires_grad == (way == "copy" and theirs.requires_grad)
@@ -216,17 +251,21 @@ def test_every_state_loads_with_weights_only(name):
     assert all(torch.equal(a, b) for a, b in zip(again, start, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------- inference mode
+# Inference mode.
 
 
-@pytest.mark.parametrize("potential", [lambda: adjsim.Harmonic(parameter(1.3)), Cage], ids=["closed form", "module"])
+@pytest.mark.parametrize(
+    "potential", [lambda: adjsim.Harmonic(parameter(1.3)), Cage], ids=["closed form", "module"]
+)
 @pytest.mark.parametrize("name", EVERY)
 def test_inference_mode_gives_the_same_run(name, potential):
     dynamics, solver, (position, momentum) = EVERY[name](potential()), solver_for(name), square()
     options = {"ts": [0.0, 0.03], "solver": solver, "generator": 1}
 
     def run():
-        start = dynamics.init(position * 1.0, None if name == "overdamped" else momentum * 1.0, generator=0)
+        start = dynamics.init(
+            position * 1.0, None if name == "overdamped" else momentum * 1.0, generator=0
+        )
         return start, adjsim.simulate(dynamics, start, record=lambda s: s.position.sum(), **options)
 
     _, expected = run()
@@ -242,18 +281,22 @@ def test_inference_mode_gives_the_same_run(name, potential):
 
 def test_a_model_may_be_made_in_inference_mode():
     with torch.inference_mode():
-        dynamics = adjsim.Langevin(adjsim.LennardJonesMixture([0, 1], [1.0, 1.1], [1.0, 0.9], cutoff=2.0, box=[4.0, 4.0]))
+        dynamics = adjsim.Langevin(
+            adjsim.LennardJonesMixture([0, 1], [1.0, 1.1], [1.0, 0.9], cutoff=2.0, box=[4.0, 4.0])
+        )
         start = dynamics.init([[0.0, 0.0], [1.2, 0.0]], generator=0)
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=BAOAB(0.01), generator=0)
         with pytest.raises(ValueError, match=r"kT was made under torch\.inference_mode"):
             adjsim.Langevin(adjsim.Harmonic(), kT=nn.Parameter(torch.tensor(1.0)))
     start = start._replace(position=start.position.clone().requires_grad_())
-    adjsim.simulate(dynamics, start, [0.0, 0.1], solver=BAOAB(0.01), generator=0).final.position.sum().backward()
+    adjsim.simulate(
+        dynamics, start, [0.0, 0.1], solver=BAOAB(0.01), generator=0
+    ).final.position.sum().backward()
 
 
 @pytest.mark.parametrize("name", POTENTIALS)
 def test_forces_and_minima_are_found_in_inference_mode(name):
-    """Nothing requires grad there, and a force taken by automatic differentiation came out as zero."""
+    """Nothing requires grad there, so a force by automatic differentiation would be zero."""
     potential, position = POTENTIALS[name](), square()[0]
     expected, minimum = adjsim.force(potential, position), None
     if name in ("harmonic", "plain-module"):
@@ -278,19 +321,29 @@ def simulation(k):
     dynamics = adjsim.Langevin(adjsim.Harmonic(k))
     zero = torch.zeros(2, 1)
     return adjsim.Simulation(
-        dynamics, lambda n, g: dynamics.init(zero.expand(n, 2, 1), generator=g), [0.0, 1.0], solver=BAOAB(0.1)
+        dynamics,
+        lambda n, g: dynamics.init(zero.expand(n, 2, 1), generator=g),
+        [0.0, 1.0],
+        solver=BAOAB(0.1),
     )
 
 
-@pytest.mark.parametrize(("estimator", "observable"), ESTIMATORS, ids=lambda x: getattr(x, "__name__", "Reweighting"))
+@pytest.mark.parametrize(
+    ("estimator", "observable"), ESTIMATORS, ids=lambda x: getattr(x, "__name__", "Reweighting")
+)
 def test_estimators_take_seeds_and_inference_mode_and_want_a_parameter(estimator, observable):
     asked = simulation(parameter(1.0)), observable(lambda s: s.position.square().sum((-1, -2)))
     expected = estimator()(*asked, replicas=4, chunks=2, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(estimator()(*asked, replicas=4, chunks=2, generator=5).grad["potential.k"], expected.grad["potential.k"])
+    assert torch.equal(
+        estimator()(*asked, replicas=4, chunks=2, generator=5).grad["potential.k"],
+        expected.grad["potential.k"],
+    )
     with torch.inference_mode():
         found = estimator()(*asked, replicas=4, chunks=2, generator=5)
     assert torch.equal(found.grad["potential.k"], expected.grad["potential.k"])
-    with pytest.raises(ValueError, match=r"Langevin has no parameter that requires grad.*nn\.Parameter"):
+    with pytest.raises(
+        ValueError, match=r"Langevin has no parameter that requires grad.*nn\.Parameter"
+    ):
         estimator()(simulation(1.0), asked[1], replicas=4)
 
 
@@ -299,14 +352,22 @@ def test_compare_takes_a_seed_and_inference_mode():
     methods = {"path": adjsim.Pathwise(), "score": adjsim.Girsanov()}
     with torch.inference_mode():
         found = adjsim.compare(*asked, methods, replicas=4, generator=3)
-    expected = adjsim.compare(*asked, methods, replicas=4, generator=torch.Generator().manual_seed(3))
+    expected = adjsim.compare(
+        *asked, methods, replicas=4, generator=torch.Generator().manual_seed(3)
+    )
     for name, estimate in expected.estimates.items():
         assert torch.equal(estimate.grad["potential.k"], found.estimates[name].grad["potential.k"])
 
 
-# ----------------------------------------------------------------------------------------------- arrays, lists, numbers
+# Arrays, lists, numbers.
 
-NUMBERS = [1.5, np.float64(1.5), np.array(1.5), torch.tensor(1.5, dtype=torch.float64), np.array([1.5])]
+NUMBERS = [
+    1.5,
+    np.float64(1.5),
+    np.array(1.5),
+    torch.tensor(1.5, dtype=torch.float64),
+    np.array([1.5]),
+]
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda x: type(x).__name__)
@@ -327,7 +388,13 @@ def test_physical_numbers_of_any_kind(number):
 
 
 def test_lists_and_arrays_of_physical_numbers():
-    for masses in ([1, 2, 3, 4], (1.0, 2.0, 3.0, 4.0), np.arange(1, 5), np.arange(1.0, 5.0), range(1, 5)):
+    for masses in (
+        [1, 2, 3, 4],
+        (1.0, 2.0, 3.0, 4.0),
+        np.arange(1, 5),
+        np.arange(1.0, 5.0),
+        range(1, 5),
+    ):
         dynamics = adjsim.Langevin(adjsim.Harmonic(), mass=masses, friction=masses)
         assert torch.equal(dynamics.mass, torch.arange(1.0, 5.0))
         assert torch.equal(dynamics.friction, torch.arange(1.0, 5.0))
@@ -345,11 +412,22 @@ def test_lists_and_arrays_of_physical_numbers():
 def test_species_and_boxes_of_any_kind():
     q = square()[0]
     expected = adjsim.LennardJonesMixture(
-        torch.tensor([0, 1, 0, 1]), [1.1, 0.8], [0.95, 0.9], cutoff=1.7, box=torch.tensor([3.6, 3.7])
+        torch.tensor([0, 1, 0, 1]),
+        [1.1, 0.8],
+        [0.95, 0.9],
+        cutoff=1.7,
+        box=torch.tensor([3.6, 3.7]),
     )
-    for species in ([0, 1, 0, 1], (0, 1, 0, 1), np.array([0, 1, 0, 1], dtype=np.int32), np.array([0.0, 1.0, 0.0, 1.0])):
+    for species in (
+        [0, 1, 0, 1],
+        (0, 1, 0, 1),
+        np.array([0, 1, 0, 1], dtype=np.int32),
+        np.array([0.0, 1.0, 0.0, 1.0]),
+    ):
         for box in ([3.6, 3.7], np.array([3.6, 3.7]), (3.6, 3.7)):
-            made = adjsim.LennardJonesMixture(species, np.array([1.1, 0.8]), (0.95, 0.9), cutoff=np.float64(1.7), box=box)
+            made = adjsim.LennardJonesMixture(
+                species, np.array([1.1, 0.8]), (0.95, 0.9), cutoff=np.float64(1.7), box=box
+            )
             assert torch.equal(made(q), expected(q))
 
 
@@ -360,10 +438,20 @@ def test_starts_of_any_kind(name):
     if name == "overdamped":
         momentum = None
     expected = dynamics.init(
-        torch.tensor(position, dtype=torch.float64), None if momentum is None else torch.tensor(momentum), 0
+        torch.tensor(position, dtype=torch.float64),
+        None if momentum is None else torch.tensor(momentum),
+        0,
     )
-    for make in (list, np.array, torch.tensor, lambda x: np.array(x, dtype=">f8"), np.asfortranarray):
-        start = dynamics.init(make(position), None if momentum is None else make(momentum), generator=0)
+    for make in (
+        list,
+        np.array,
+        torch.tensor,
+        lambda x: np.array(x, dtype=">f8"),
+        np.asfortranarray,
+    ):
+        start = dynamics.init(
+            make(position), None if momentum is None else make(momentum), generator=0
+        )
         for a, b in zip(start, expected, strict=True):
             assert a.dtype == torch.float64
             assert torch.equal(a, b)
@@ -380,43 +468,80 @@ def test_a_start_is_a_copy_of_an_array():
 
 def test_states_and_times_of_any_kind():
     dynamics, solver = adjsim.Hamiltonian(adjsim.Harmonic()), VelocityVerlet(0.1)
-    expected = adjsim.simulate(dynamics, adjsim.PhaseState(*square()), torch.tensor([0.0, 1.0, 2.0]), solver=solver)
+    expected = adjsim.simulate(
+        dynamics, adjsim.PhaseState(*square()), torch.tensor([0.0, 1.0, 2.0]), solver=solver
+    )
     position, momentum = (x.numpy() for x in square())
-    for times in ([0, 1, 2], (0.0, 1.0, 2.0), np.arange(3), range(3), np.array([0, 1, 2], dtype=np.float32), torch.arange(3)):
-        for start in ((position, momentum), (position.tolist(), momentum), (position, momentum.tolist())):
+    for times in (
+        [0, 1, 2],
+        (0.0, 1.0, 2.0),
+        np.arange(3),
+        range(3),
+        np.array([0, 1, 2], dtype=np.float32),
+        torch.arange(3),
+    ):
+        for start in (
+            (position, momentum),
+            (position.tolist(), momentum),
+            (position, momentum.tolist()),
+        ):
             run = adjsim.simulate(dynamics, adjsim.PhaseState(*start), times, solver=solver)
             assert torch.equal(run.position, expected.position)
     mixed = adjsim.PhaseState(torch.zeros(1, 1, dtype=torch.float32), [[1]])
-    assert adjsim.simulate(dynamics, mixed, [0, 1], solver=solver).final.momentum.dtype == torch.float32
+    assert (
+        adjsim.simulate(dynamics, mixed, [0, 1], solver=solver).final.momentum.dtype
+        == torch.float32
+    )
 
 
 def test_observables_of_any_kind():
     q, p = square((5,))
     for make in (torch.Tensor.numpy, torch.Tensor.tolist):
         assert torch.equal(adjsim.radius_of_gyration(make(q)), adjsim.radius_of_gyration(q))
-        assert torch.equal(adjsim.pair_distances(make(q), [4.0, 4.0]), adjsim.pair_distances(q, torch.tensor([4.0, 4.0])))
-        assert torch.equal(adjsim.mean_squared_displacement(make(q)), adjsim.mean_squared_displacement(q))
-        assert torch.equal(adjsim.velocity_autocorrelation(make(p), 2), adjsim.velocity_autocorrelation(p, 2))
+        assert torch.equal(
+            adjsim.pair_distances(make(q), [4.0, 4.0]),
+            adjsim.pair_distances(q, torch.tensor([4.0, 4.0])),
+        )
+        assert torch.equal(
+            adjsim.mean_squared_displacement(make(q)), adjsim.mean_squared_displacement(q)
+        )
+        assert torch.equal(
+            adjsim.velocity_autocorrelation(make(p), 2), adjsim.velocity_autocorrelation(p, 2)
+        )
         masses = [1.0, 2.0, 3.0, 4.0]
-        assert torch.equal(adjsim.kinetic_temperature(make(p), masses), adjsim.kinetic_temperature(p, torch.tensor(masses)))
+        assert torch.equal(
+            adjsim.kinetic_temperature(make(p), masses),
+            adjsim.kinetic_temperature(p, torch.tensor(masses)),
+        )
         assert adjsim.mean_with_error(make(q[:, :, 0])) == adjsim.mean_with_error(q[:, :, 0])
-        assert torch.equal(adjsim.dynamics.canonical_weights(make(q)), adjsim.dynamics.canonical_weights(q))
+        assert torch.equal(
+            adjsim.dynamics.canonical_weights(make(q)), adjsim.dynamics.canonical_weights(q)
+        )
         rate, times = q[:, :, 0].abs(), torch.arange(5.0)
-        assert torch.equal(adjsim.first_passage_time(make(rate), make(times)), adjsim.first_passage_time(rate, times))
+        assert torch.equal(
+            adjsim.first_passage_time(make(rate), make(times)),
+            adjsim.first_passage_time(rate, times),
+        )
     cube = torch.rand(2, 8, 3)
     edges, box = torch.linspace(0, 0.5, 6), torch.ones(3)
     found = adjsim.radial_distribution(cube.numpy(), edges.tolist(), box.tolist())
     assert torch.equal(found, adjsim.radial_distribution(cube, edges, box))
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# What is refused.
 
 Q, P = square()
 
 
 def simulate(**changes):
     dynamics = adjsim.Langevin(adjsim.Harmonic())
-    options = {"dynamics": dynamics, "state": adjsim.PhaseState(Q, P), "ts": [0.0, 0.1], "solver": BAOAB(0.01), **changes}
+    options = {
+        "dynamics": dynamics,
+        "state": adjsim.PhaseState(Q, P),
+        "ts": [0.0, 0.1],
+        "solver": BAOAB(0.01),
+        **changes,
+    }
     return adjsim.simulate(**options)
 
 
@@ -426,16 +551,28 @@ REFUSED = [
         TypeError,
         r"solver must be an object.*write VelocityVerlet\(dt\)",
     ),
-    (lambda: simulate(solver=EulerMaruyama), TypeError, r"not the class EulerMaruyama: write EulerMaruyama\(dt\)"),
+    (
+        lambda: simulate(solver=EulerMaruyama),
+        TypeError,
+        r"not the class EulerMaruyama: write EulerMaruyama\(dt\)",
+    ),
     (lambda: simulate(solver=SDESolver), TypeError, r"write SDESolver\(dt=\.\.\.\)"),
     (lambda: simulate(solver=ODESolver), TypeError, r"write ODESolver\(\)"),
     (lambda: simulate(solver="BAOAB"), TypeError, "solver must be a solver such as"),
     (lambda: simulate(adjoint=ReversibleAdjoint), TypeError, r"write ReversibleAdjoint\(\)"),
     (lambda: simulate(dynamics=adjsim.Langevin), TypeError, r"write Langevin\(potential\)"),
-    (lambda: simulate(dynamics=adjsim.Harmonic()), TypeError, r"dynamics must be one such as Hamiltonian\(potential\)"),
+    (
+        lambda: simulate(dynamics=adjsim.Harmonic()),
+        TypeError,
+        r"dynamics must be one such as Hamiltonian\(potential\)",
+    ),
     (lambda: simulate(state=Q), TypeError, "steps a PhaseState, not a Tensor"),
     (lambda: simulate(state=(Q, P)), TypeError, "steps a PhaseState, not a tuple"),
-    (lambda: simulate(state=adjsim.PhaseState(Q, None)), TypeError, "momentum must be .*; got NoneType"),
+    (
+        lambda: simulate(state=adjsim.PhaseState(Q, None)),
+        TypeError,
+        "momentum must be .*; got NoneType",
+    ),
     (
         lambda: simulate(ts=torch.tensor([0.0, 0.1], requires_grad=True)),
         ValueError,
@@ -447,10 +584,22 @@ REFUSED = [
         "ts is a list that holds a tensor",
     ),
     (lambda: simulate(ts=["0", "1"]), TypeError, "ts must be real numbers"),
-    (lambda: simulate(ts=None), TypeError, "ts must be a number, an array, a list or a tensor; got NoneType"),
+    (
+        lambda: simulate(ts=None),
+        TypeError,
+        "ts must be a number, an array, a list or a tensor; got NoneType",
+    ),
     (lambda: simulate(ts=1.0), ValueError, "ts must list the initial time"),
-    (lambda: simulate(record=Final(lambda s: s.position)), TypeError, r"not a Final: compute fn\(trajectory.final\)"),
-    (lambda: simulate(record="position"), TypeError, "record= takes a function of the state.*got str 'position'"),
+    (
+        lambda: simulate(record=Final(lambda s: s.position)),
+        TypeError,
+        r"not a Final: compute fn\(trajectory.final\)",
+    ),
+    (
+        lambda: simulate(record="position"),
+        TypeError,
+        "record= takes a function of the state.*got str 'position'",
+    ),
     (lambda: simulate(record=TimeAverage), TypeError, r"write TimeAverage\(function\)"),
     (
         lambda: simulate(generator=0.5),
@@ -459,38 +608,82 @@ REFUSED = [
     ),
     (lambda: simulate(generator="0"), TypeError, "generator must be a torch.Generator"),
     (lambda: simulate(generator=True), TypeError, "generator must be a torch.Generator"),
-    (lambda: simulate(dynamics=adjsim.Hamiltonian(adjsim.Harmonic()), generator="0"), TypeError, "generator must be"),
+    (
+        lambda: simulate(dynamics=adjsim.Hamiltonian(adjsim.Harmonic()), generator="0"),
+        TypeError,
+        "generator must be",
+    ),
     (lambda: simulate(generator=2**64), ValueError, "at most 64 bits"),
     (lambda: simulate(compile="no"), TypeError, "compile must be True or False; got str 'no'"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic()).init(Q, generator=1.0), TypeError, "generator must be"),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic()).init(Q, generator=1.0),
+        TypeError,
+        "generator must be",
+    ),
     (lambda: VelocityVerlet("0.01"), TypeError, "dt must be a number; got str '0.01'"),
     (lambda: VelocityVerlet(None), TypeError, "dt must be a number; got NoneType"),
     (lambda: VelocityVerlet(True), TypeError, "dt must be a number; got bool True"),
     (lambda: VelocityVerlet(parameter(0.01)), ValueError, r"dt requires grad.*dt\.item\(\)"),
     (lambda: EulerMaruyama([0.1, 0.2]), TypeError, "dt must be a number"),
-    (lambda: EulerMaruyama(np.array([0.1, 0.2])), ValueError, r"dt must be one number; got shape \(2,\)"),
+    (
+        lambda: EulerMaruyama(np.array([0.1, 0.2])),
+        ValueError,
+        r"dt must be one number; got shape \(2,\)",
+    ),
     (lambda: SDESolver(dt="0.1"), TypeError, "dt must be a number"),
     (lambda: ODESolver(rtol="1e-6"), TypeError, "rtol must be a number"),
     (lambda: ODESolver(atol=None), TypeError, "atol must be a number"),
     (lambda: Splitting(None, 0.1), TypeError, "scheme must be a word"),
     (lambda: Splitting("BAB", 0.1, exact="no"), TypeError, "exact must be True or False"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic(), kT="1"), TypeError, "kT must be real numbers; got str '1'"),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic(), kT="1"),
+        TypeError,
+        "kT must be real numbers; got str '1'",
+    ),
     (lambda: adjsim.Langevin(adjsim.Harmonic(), kT=None), TypeError, "kT must be .*; got NoneType"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=True), TypeError, "mass must be real numbers; got bool True"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=[1.0, True]), TypeError, "mass must be real numbers"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=torch.tensor(True)), TypeError, "mass must be real numbers"),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic(), mass=True),
+        TypeError,
+        "mass must be real numbers; got bool True",
+    ),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic(), mass=[1.0, True]),
+        TypeError,
+        "mass must be real numbers",
+    ),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic(), mass=torch.tensor(True)),
+        TypeError,
+        "mass must be real numbers",
+    ),
     (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=1j), TypeError, "mass must be .*complex"),
     (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=[]), ValueError, "mass has no entries"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic(), mass=[parameter(1.0)]), ValueError, "make one nn.Parameter of all entries"),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic(), mass=[parameter(1.0)]),
+        ValueError,
+        "make one nn.Parameter of all entries",
+    ),
     (lambda: adjsim.Harmonic(k=[[1.0], [1.0, 2.0]]), ValueError, "k must be rows of one length"),
     (lambda: adjsim.Harmonic(k=[1.0, None]), TypeError, "k must be real numbers"),
-    (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length="3"), TypeError, "length must be a number"),
-    (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length=2.5), ValueError, "length must be a whole number"),
+    (
+        lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length="3"),
+        TypeError,
+        "length must be a number",
+    ),
+    (
+        lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length=2.5),
+        ValueError,
+        "length must be a whole number",
+    ),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof="6"), TypeError, "dof must be a number"),
     (lambda: adjsim.LennardJones(cutoff="3"), TypeError, "cutoff must be a number; got str '3'"),
     (lambda: adjsim.LennardJones(cutoff=parameter(3.0)), ValueError, "cutoff requires grad"),
     (lambda: adjsim.LennardJones(box="cubic"), TypeError, "box must be real numbers"),
-    (lambda: adjsim.Hamiltonian(adjsim.LennardJones), TypeError, r"potential .*the class LennardJones: write LennardJones\(\)"),
+    (
+        lambda: adjsim.Hamiltonian(adjsim.LennardJones),
+        TypeError,
+        r"potential .*the class LennardJones: write LennardJones\(\)",
+    ),
     (lambda: adjsim.Hamiltonian(lambda q: q.sum()), TypeError, "potential must be"),
     (lambda: adjsim.Hamiltonian(None), TypeError, "potential must be an nn.Module"),
     (
@@ -498,17 +691,49 @@ REFUSED = [
         ValueError,
         r"momentum has shape \(2, 2\) and position",
     ),
-    (lambda: adjsim.ESH(adjsim.Harmonic()).init(Q, P[0]), ValueError, r"momentum has shape \(2,\) and position \(4, 2\)"),
-    (lambda: adjsim.NoseHooverChain(adjsim.Harmonic()).init(Q[0]), ValueError, r"position has shape \(2,\); it must be"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic()).init("here"), TypeError, "position must be real numbers"),
-    (lambda: adjsim.Langevin(adjsim.Harmonic()).init(Q * 1j), TypeError, "position must be real numbers"),
-    (lambda: TimeAverage("position"), TypeError, "TimeAverage takes a function of the state.*got str 'position'"),
-    (lambda: TimeAverage(lambda s: s.position, burn_in="1"), TypeError, "burn_in must be a number; got str '1'"),
-    (lambda: TimeAverage(lambda s: s.position, burn_in=None), TypeError, "burn_in must be a number"),
+    (
+        lambda: adjsim.ESH(adjsim.Harmonic()).init(Q, P[0]),
+        ValueError,
+        r"momentum has shape \(2,\) and position \(4, 2\)",
+    ),
+    (
+        lambda: adjsim.NoseHooverChain(adjsim.Harmonic()).init(Q[0]),
+        ValueError,
+        r"position has shape \(2,\); it must be",
+    ),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic()).init("here"),
+        TypeError,
+        "position must be real numbers",
+    ),
+    (
+        lambda: adjsim.Langevin(adjsim.Harmonic()).init(Q * 1j),
+        TypeError,
+        "position must be real numbers",
+    ),
+    (
+        lambda: TimeAverage("position"),
+        TypeError,
+        "TimeAverage takes a function of the state.*got str 'position'",
+    ),
+    (
+        lambda: TimeAverage(lambda s: s.position, burn_in="1"),
+        TypeError,
+        "burn_in must be a number; got str '1'",
+    ),
+    (
+        lambda: TimeAverage(lambda s: s.position, burn_in=None),
+        TypeError,
+        "burn_in must be a number",
+    ),
     (lambda: Final(None), TypeError, "Final takes a function of the state.*got NoneType"),
     (lambda: Final(3.0), TypeError, "Final takes a function"),
     (lambda: adjsim.velocity_autocorrelation(Q, 1.5), ValueError, "lags must be a whole number"),
-    (lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]), ValueError, "edges must be at least two increasing"),
+    (
+        lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]),
+        ValueError,
+        "edges must be at least two increasing",
+    ),
 ]
 
 
@@ -522,7 +747,9 @@ def test_it_is_refused_in_our_own_words(call, kind, says):
 
 def test_a_trajectory_without_a_graph_says_so():
     assert "no gradient" in repr(simulate(generator=0))
-    assert "no gradient" not in repr(simulate(dynamics=adjsim.Langevin(adjsim.Harmonic(parameter(1.0))), generator=0))
+    assert "no gradient" not in repr(
+        simulate(dynamics=adjsim.Langevin(adjsim.Harmonic(parameter(1.0))), generator=0)
+    )
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -549,4 +776,7 @@ def test_starts_of_a_simulation_may_be_arrays():
 
     simulation = adjsim.Simulation(dynamics, initial, [0.0, 0.1], adjsim.EulerMaruyama(0.05))
     observable = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
-    assert adjsim.Pathwise()(simulation, observable, replicas=4, generator=0).value.dtype == torch.float64
+    assert (
+        adjsim.Pathwise()(simulation, observable, replicas=4, generator=0).value.dtype
+        == torch.float64
+    )

@@ -21,28 +21,40 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def constraints() -> dict[str, Version]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     return {name: Version(number) for name, number in (line.split("==") for line in lines)}
 
 
 def test_one_version():
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"adjsim {adjsim.__version__}\n")
-    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == adjsim.__version__
-    assert re.search(r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == (
-        adjsim.__version__
+    assert (
+        re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
+        == adjsim.__version__
     )
+    assert re.search(
+        r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )[1] == (adjsim.__version__)
 
 
 def requirements() -> list[Requirement]:
     project = PROJECT["project"]
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
-    return [Requirement(text) for text in (*PROJECT["build-system"]["requires"], *project["dependencies"], *extras)]
+    return [
+        Requirement(text)
+        for text in (*PROJECT["build-system"]["requires"], *project["dependencies"], *extras)
+    ]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda r: r.name)
 def test_lower_bounds_are_what_is_tested(requirement):
-    """The bound is the tested version, to as many parts as the bound has; and the tested version is within all bounds."""
+    """The bound is the tested version, to as many parts as the bound has; and the tested version is
+    within all bounds.
+    """
     version = constraints()[requirement.name]
     (lower,) = (Version(s.version) for s in requirement.specifier if s.operator == ">=")
     assert version.release[: len(lower.release)] == lower.release
@@ -62,4 +74,7 @@ def test_compiling_names_the_torch_that_is_tested(monkeypatch):
         assert versions.untested_torch() is None
     for version in ("2.12.1", "3.0.0+cu130"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert f"tested with torch {versions.TESTED} and not with {version}" in versions.untested_torch()
+        assert (
+            f"tested with torch {versions.TESTED} and not with {version}"
+            in versions.untested_torch()
+        )

@@ -64,17 +64,32 @@ def rows(name: str, test: Any) -> list[Any]:
     sets = [{}]
     for mark in (mark for mark in marks if mark.name == "parametrize"):
         sets = [{**one, mark.args[0]: value} for one in sets for value in mark.args[1]]
-    return [pytest.param(test, values, id="-".join([name, *map(str, values.values())]), marks=slow) for values in sets]
+    return [
+        pytest.param(test, values, id="-".join([name, *map(str, values.values())]), marks=slow)
+        for values in sets
+    ]
 
 
 SUITE = load()
-TESTS = [row for name, test in vars(SUITE).items() if name.startswith("test_") for row in rows(name, test)]
+TESTS = [
+    row
+    for name, test in vars(SUITE).items()
+    if name.startswith("test_")
+    for row in rows(name, test)
+]
 
 
 @pytest.mark.parametrize(("test", "values"), TESTS)
 @pytest.mark.filterwarnings("ignore")
 def test_of_scipy(test, values):
-    test(**values, **({"num_parallel_threads": 1} if "num_parallel_threads" in inspect.signature(test).parameters else {}))
+    test(
+        **values,
+        **(
+            {"num_parallel_threads": 1}
+            if "num_parallel_threads" in inspect.signature(test).parameters
+            else {}
+        ),
+    )
 
 
 def test_all_of_them_are_here():

@@ -1,4 +1,6 @@
-"""simulate(): what it promises about paths, batches and dtypes, and what it refuses before any work."""
+"""simulate(): what it promises about paths, batches and dtypes, and what it refuses before any
+work.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from tests.problems import DYNAMICS, POTENTIALS, parameter, square
 SOLVERS = [
     *[
         ("hamiltonian", s)
-        for s in (VelocityVerlet(0.01), ODESolver(), ODESolver("rk4", dt=0.01), ODESolver("fixed_adams", dt=0.01))
+        for s in (
+            VelocityVerlet(0.01),
+            ODESolver(),
+            ODESolver("rk4", dt=0.01),
+            ODESolver("fixed_adams", dt=0.01),
+        )
     ],
     ("chain-3", Splitting("NBABN", 0.01)),
     ("esh", Splitting("EAE", 0.01)),
@@ -45,13 +52,21 @@ def test_the_path_does_not_depend_on_save_times_or_record(name, solver):
     for field in start._fields:
         assert torch.equal(getattr(few, field), getattr(every, field)[[0, 3, 31, 50]])
         assert torch.equal(getattr(every.final, field), getattr(every, field)[-1])
-    recorded = adjsim.simulate(dynamics, start, [0.0, 0.31, 0.5], solver=solver, record=lambda s: s.position)
+    recorded = adjsim.simulate(
+        dynamics, start, [0.0, 0.31, 0.5], solver=solver, record=lambda s: s.position
+    )
     assert torch.equal(recorded.record, every.position[[0, 31, 50]])
-    averaged = adjsim.simulate(dynamics, start, [0.0, 0.5], solver=solver, record=TimeAverage(lambda s: s.position))
+    averaged = adjsim.simulate(
+        dynamics, start, [0.0, 0.5], solver=solver, record=TimeAverage(lambda s: s.position)
+    )
     assert all(torch.equal(a, b) for a, b in zip(averaged.final, every.final, strict=True))
 
 
-@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(3), ReversibleAdjoint(checkpoint_every=7)], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint",
+    [DirectAdjoint(), CheckpointAdjoint(3), ReversibleAdjoint(checkpoint_every=7)],
+    ids=repr,
+)
 def test_the_path_does_not_depend_on_the_adjoint(adjoint):
     dynamics = build("chain-3")
     start = dynamics.init(*square())
@@ -67,7 +82,9 @@ def test_a_batch_gives_the_numbers_of_its_replicas(name, potential):
     dynamics = build(name, potential)
     position, momentum = square((2, 3))
     solver = Splitting({"chain-3": "NBABN", "esh": "EAE"}.get(name, "BAB"), 0.0005)
-    together = adjsim.simulate(dynamics, dynamics.init(position, momentum), [0.0, 0.02], solver=solver).final
+    together = adjsim.simulate(
+        dynamics, dynamics.init(position, momentum), [0.0, 0.02], solver=solver
+    ).final
     for i in range(2):
         for j in range(3):
             start = dynamics.init(position[i, j], momentum[i, j])
@@ -82,7 +99,11 @@ def test_time_average_is_the_mean_over_steps():
     frames = adjsim.simulate(dynamics, start, torch.arange(101) * 0.01, solver=VelocityVerlet(0.01))
     for burn_in, first in ((0.0, 1), (0.3, 31), (0.305, 31), (0.99, 100)):
         mean = adjsim.simulate(
-            dynamics, start, [0.0, 1.0], solver=VelocityVerlet(0.01), record=TimeAverage(lambda s: s.position, burn_in)
+            dynamics,
+            start,
+            [0.0, 1.0],
+            solver=VelocityVerlet(0.01),
+            record=TimeAverage(lambda s: s.position, burn_in),
         ).record
         torch.testing.assert_close(mean, frames.position[first:].mean(0), rtol=1e-13, atol=1e-13)
 
@@ -93,7 +114,9 @@ def test_dtype_follows_the_state(name, dtype):
     dynamics = build(name)
     start = dynamics.init(*(x.to(dtype) for x in square()))
     solver = Splitting({"chain-3": "NBABN", "esh": "EAE"}.get(name, "BAB"), 0.01)
-    run = adjsim.simulate(dynamics, start, [0.0, 0.3], solver=solver, adjoint=ReversibleAdjoint(tol=1e-3))
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 0.3], solver=solver, adjoint=ReversibleAdjoint(tol=1e-3)
+    )
     assert all(x.dtype == dtype for x in (*run.final, run.position))
     run.final.position.square().sum().backward()
     assert dynamics.potential.epsilon.grad.dtype == torch.float64  # parameters keep their own
@@ -101,11 +124,17 @@ def test_dtype_follows_the_state(name, dtype):
 
 
 def test_float32_says_its_range():
-    """Where single precision cannot retrace a run to the tolerance, the error says what reaches further."""
+    """Where single precision cannot retrace a run to the tolerance, the error says what reaches
+    further.
+    """
     dynamics = build()
     start = dynamics.init(*(x.float() for x in square()))
-    run = adjsim.simulate(dynamics, start, [0.0, 20.0], solver=VelocityVerlet(0.01), adjoint=ReversibleAdjoint())
-    with pytest.raises(adjsim.ReconstructionError, match="float64 reaches much further than float32"):
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 20.0], solver=VelocityVerlet(0.01), adjoint=ReversibleAdjoint()
+    )
+    with pytest.raises(
+        adjsim.ReconstructionError, match="float64 reaches much further than float32"
+    ):
         run.final.position.sum().backward()
 
 
@@ -117,10 +146,14 @@ def test_pinned_atoms_stay():
     start = dynamics.init(square()[0], generator=torch.Generator().manual_seed(1))
     assert torch.equal(start.momentum[1], torch.zeros(2))
     for adjoint in (DirectAdjoint(), ReversibleAdjoint()):
-        run = adjsim.simulate(dynamics, start, [0.0, 0.3], solver=Splitting("NBABN", 0.01), adjoint=adjoint)
+        run = adjsim.simulate(
+            dynamics, start, [0.0, 0.3], solver=Splitting("NBABN", 0.01), adjoint=adjoint
+        )
         assert torch.equal(run.final.position[1], start.position[1])
         assert not torch.equal(run.final.position[0], start.position[0])
-        grads = torch.autograd.grad(run.final.position.square().sum(), list(dynamics.parameters()), retain_graph=True)
+        grads = torch.autograd.grad(
+            run.final.position.square().sum(), list(dynamics.parameters()), retain_graph=True
+        )
         assert all(torch.isfinite(g).all() for g in grads)
         assert grads[-1] is not None
 
@@ -131,7 +164,8 @@ def test_drawn_momenta_are_thermal_reproducible_and_differentiable():
     a = dynamics.init(position, generator=torch.Generator().manual_seed(3))
     b = dynamics.init(position[:100], generator=torch.Generator().manual_seed(3))
     assert torch.equal(a.momentum[:100], b.momentum)
-    # 16,000 independent squares: the relative standard error of their mean is sqrt(2 / 16000) = 1.1 %.
+    # 16,000 independent squares: the relative standard error of their mean is sqrt(2 / 16000) = 1.1
+    # %.
     assert float((a.momentum**2).mean() / 2.0) == pytest.approx(0.7, rel=0.045)
     (by_mass, by_kT) = torch.autograd.grad(a.momentum.square().sum(), (dynamics.mass, dynamics.kT))
     torch.testing.assert_close(by_mass * 2.0, by_kT * 0.7)
@@ -140,7 +174,10 @@ def test_drawn_momenta_are_thermal_reproducible_and_differentiable():
 @pytest.mark.parametrize(
     ("times", "says"),
     [
-        ([0.0, 0.015], r"ts\[1\] = 0.015 is not a whole number of steps of dt = 0.01.*0.01 and 0.02"),
+        (
+            [0.0, 0.015],
+            r"ts\[1\] = 0.015 is not a whole number of steps of dt = 0.01.*0.01 and 0.02",
+        ),
         ([0.0, 0.2, 0.1], "increase"),
         ([0.0], "at least one save time"),
         ([0.0, float("nan")], "finite"),
@@ -175,8 +212,14 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"position": torch.full((4, 2), float("nan"), dtype=torch.float64)}, "position has NaN or infinite entries"),
-        ({"momentum": torch.full((4, 2), float("inf"), dtype=torch.float64)}, "momentum has NaN or infinite entries"),
+        (
+            {"position": torch.full((4, 2), float("nan"), dtype=torch.float64)},
+            "position has NaN or infinite entries",
+        ),
+        (
+            {"momentum": torch.full((4, 2), float("inf"), dtype=torch.float64)},
+            "momentum has NaN or infinite entries",
+        ),
         ({"momentum": torch.zeros(4, 3, dtype=torch.float64)}, r"momentum has shape \(4, 3\)"),
         ({"position": torch.zeros(4)}, r"position has shape \(4,\)"),
         ({"momentum": torch.zeros(4, 2, dtype=torch.float32)}, "give all fields one dtype"),
@@ -198,7 +241,13 @@ def test_other_things_that_are_refused():
     start = dynamics.init(*square())
 
     def run(**changes):
-        options = {"dynamics": dynamics, "state": start, "ts": [0.0, 0.1], "solver": VelocityVerlet(0.01), **changes}
+        options = {
+            "dynamics": dynamics,
+            "state": start,
+            "ts": [0.0, 0.1],
+            "solver": VelocityVerlet(0.01),
+            **changes,
+        }
         return adjsim.simulate(**options)
 
     with pytest.raises(ValueError, match="init needs the momentum"):
@@ -222,7 +271,9 @@ def test_other_things_that_are_refused():
         def forward(self, position):
             return position**2
 
-    with pytest.raises(ValueError, match=r"the potential maps position \(4, 2\) to energy \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"the potential maps position \(4, 2\) to energy \(4, 2\)"
+    ):
         run(dynamics=adjsim.Hamiltonian(Wrong()))
     with pytest.raises(ValueError, match=r"burn_in = 0\.2 leaves nothing"):
         run(record=TimeAverage(lambda s: s.position, burn_in=0.2))
@@ -232,15 +283,26 @@ def test_other_things_that_are_refused():
         run(record=lambda s: 1.0)
     with pytest.raises(ValueError, match="dt must be a positive time"):
         VelocityVerlet(0.0)
-    for bad in ({"method": "rk5"}, {"method": "rk4"}, {"method": "dopri5", "dt": 0.1}, {"rtol": 0.0}):
-        with pytest.raises(ValueError, match=r"unknown ODE method|give dt|leave dt out|must be positive"):
+    for bad in (
+        {"method": "rk5"},
+        {"method": "rk4"},
+        {"method": "dopri5", "dt": 0.1},
+        {"rtol": 0.0},
+    ):
+        with pytest.raises(
+            ValueError, match=r"unknown ODE method|give dt|leave dt out|must be positive"
+        ):
             ODESolver(**bad)
 
 
 @pytest.mark.parametrize(
     ("solver", "adjoint", "fitting"),
     [
-        (VelocityVerlet(0.01), BacksolveAdjoint(), "CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint"),
+        (
+            VelocityVerlet(0.01),
+            BacksolveAdjoint(),
+            "CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint",
+        ),
         (ODESolver(), ReversibleAdjoint(), "BacksolveAdjoint, DirectAdjoint"),
         (ODESolver(), CheckpointAdjoint(), "BacksolveAdjoint, DirectAdjoint"),
     ],
@@ -248,10 +310,14 @@ def test_other_things_that_are_refused():
 def test_pairs_that_do_not_go_together_name_those_that_do(solver, adjoint, fitting):
     dynamics = build()
     with pytest.raises(TypeError, match=f"does not go with .*; these do: {fitting}"):
-        adjsim.simulate(dynamics, dynamics.init(*square()), [0.0, 0.1], solver=solver, adjoint=adjoint)
+        adjsim.simulate(
+            dynamics, dynamics.init(*square()), [0.0, 0.1], solver=solver, adjoint=adjoint
+        )
 
 
-@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()], ids=repr
+)
 def test_a_run_that_explodes_names_the_step(adjoint):
     """In -q^4 a particle escapes in finite time; the step at which it did is found by hand here."""
 
@@ -287,12 +353,16 @@ def test_a_flow_without_an_inverse_is_for_checkpoints():
     dynamics.terms["V"] = Forget()
     start = dynamics.init(*square())
     options = {"ts": [0.0, 0.2], "solver": Splitting("VBABV", 0.01)}
-    with pytest.raises(TypeError, match=r"term 'V' of Hamiltonian has no inverse.*CheckpointAdjoint\(\)"):
+    with pytest.raises(
+        TypeError, match=r"term 'V' of Hamiltonian has no inverse.*CheckpointAdjoint\(\)"
+    ):
         adjsim.simulate(dynamics, start, adjoint=ReversibleAdjoint(), **options)
     found = []
     for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
         run = adjsim.simulate(dynamics, start, adjoint=adjoint, **options)
-        found.append(torch.autograd.grad(run.final.position.square().sum(), list(dynamics.parameters())))
+        found.append(
+            torch.autograd.grad(run.final.position.square().sum(), list(dynamics.parameters()))
+        )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
 
@@ -300,7 +370,9 @@ def test_a_flow_without_an_inverse_is_for_checkpoints():
 def test_trajectory_says_what_it_has():
     dynamics = build()
     start = dynamics.init(*square())
-    run = adjsim.simulate(dynamics, start, [0.0, 0.1], solver=VelocityVerlet(0.01), record=lambda s: s.position)
+    run = adjsim.simulate(
+        dynamics, start, [0.0, 0.1], solver=VelocityVerlet(0.01), record=lambda s: s.position
+    )
     with pytest.raises(AttributeError, match="was not saved, since record= was given"):
         run.position  # noqa: B018
     with pytest.raises(AttributeError, match="has no 'direction'"):
@@ -317,11 +389,20 @@ def test_work_is_counted_through_the_backward():
     expected = {"DirectAdjoint": 22, "ReversibleAdjoint": 11 + 22}
     for adjoint in (DirectAdjoint(), ReversibleAdjoint()):
         run = adjsim.simulate(
-            dynamics, start, [0.0, 0.1], solver=VelocityVerlet(0.01), adjoint=adjoint, record=lambda s: s.position
+            dynamics,
+            start,
+            [0.0, 0.1],
+            solver=VelocityVerlet(0.01),
+            adjoint=adjoint,
+            record=lambda s: s.position,
         )
         run.record[-1].square().sum().backward()
         # The last force moves no position that the loss sees, and needs no product.
-        assert expected[type(adjoint).__name__] - 2 <= run.stats["energy_evaluations"] <= expected[type(adjoint).__name__]
+        assert (
+            expected[type(adjoint).__name__] - 2
+            <= run.stats["energy_evaluations"]
+            <= expected[type(adjoint).__name__]
+        )
 
 
 def test_the_example_of_the_readme_runs():

@@ -1,4 +1,6 @@
-"""solve_ivp is SciPy's: its values to the last bit, its meaning, its errors; and what it refuses of its own."""
+"""solve_ivp is SciPy's: its values to the last bit, its meaning, its errors; and what it refuses of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def as_numpy(function, *args):
 
 
 @pytest.mark.parametrize("span", [(0.0, 4.0), (4.0, 0.0)], ids=["forward", "backward"])
-@pytest.mark.parametrize("kind", ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "counted"])
+@pytest.mark.parametrize(
+    "kind", ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "counted"]
+)
 @pytest.mark.parametrize("adjoint", [None, "interpolate", "checkpoint", "backsolve"])
 @pytest.mark.parametrize("method", METHODS)
 def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
@@ -60,13 +64,26 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
     if "t_eval" in kind:
         ours["t_eval"] = np.linspace(*span, 7)[1:]
     found = adjsim.solve_ivp(
-        spiral, span, [1.0, 0.0], method, events=events, args=(k,), adjoint=adjoint or "interpolate", **ours
+        spiral,
+        span,
+        [1.0, 0.0],
+        method,
+        events=events,
+        args=(k,),
+        adjoint=adjoint or "interpolate",
+        **ours,
     )
     theirs = None if events is None else [as_numpy(e, k) for e in events]
-    known = scipy.integrate.solve_ivp(as_numpy(spiral, k), span, [1.0, 0.0], method, events=theirs, **ours)
+    known = scipy.integrate.solve_ivp(
+        as_numpy(spiral, k), span, [1.0, 0.0], method, events=theirs, **ours
+    )
     assert np.array_equal(found.t.detach().numpy(), known.t)
     assert np.array_equal(found.y.detach().numpy(), known.y)
-    assert (found.status, found.message, found.success) == (known.status, known.message, known.success)
+    assert (found.status, found.message, found.success) == (
+        known.status,
+        known.message,
+        known.success,
+    )
     if kind.startswith("dense"):
         times = np.linspace(*span, 33)
         assert np.array_equal(found.sol(times).detach().numpy(), known.sol(times))
@@ -77,7 +94,9 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
     if events is None:
         assert found.t_events is found.y_events is None
         return
-    for mine, other in zip((*found.t_events, *found.y_events), (*known.t_events, *known.y_events), strict=True):
+    for mine, other in zip(
+        (*found.t_events, *found.y_events), (*known.t_events, *known.y_events), strict=True
+    ):
         assert np.array_equal(mine.detach().numpy().ravel(), other.ravel())
     if not grad:
         assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
@@ -86,12 +105,18 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
 @pytest.mark.parametrize("jac", [None, "autodiff"])
 @pytest.mark.parametrize("method", METHODS)
 def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
-    """Every interpolant of a way that is solved again, over several levels of checkpoints, is that of the way forward."""
+    """Every interpolant of a way that is solved again, over several levels of checkpoints, is that
+    of the way forward.
+    """
     monkeypatch.setattr(paths, "HELD", 4)
     solver_of = METHODS_OF_SCIPY[method]
     dense, kept = paths.StoredInterpolants(solver_of), paths.Checkpointed(solver_of)
     fun = as_numpy(lambda t, y: spiral(t, y, torch.tensor(20.0)))
-    options = {"jac": lambda t, y: np.array([[0.0, 1.0], [-20 - 0.4 * y[1] * y[0], -0.2 * y[0] ** 2]])} if jac else {}
+    options = (
+        {"jac": lambda t, y: np.array([[0.0, 1.0], [-20 - 0.4 * y[1] * y[0], -0.2 * y[0] ** 2]])}
+        if jac
+        else {}
+    )
     if method not in ("Radau", "BDF", "LSODA"):
         options = {}
     options |= {"rtol": 1e-5 if method == "RK23" else 1e-8, "atol": 1e-10}
@@ -120,9 +145,13 @@ def test_jacobians(method, jac):
     given = {"autodiff": "autodiff", "function": lambda t, y, a: a, "matrix": matrix}[jac]
     if (method, jac) == ("LSODA", "matrix"):
         return
-    found = adjsim.solve_ivp(lambda t, y, a: a @ y, (0, 2), [1.0, 2.0], method, args=(matrix,), jac=given, rtol=1e-8)
+    found = adjsim.solve_ivp(
+        lambda t, y, a: a @ y, (0, 2), [1.0, 2.0], method, args=(matrix,), jac=given, rtol=1e-8
+    )
     their = matrix.numpy() if jac == "matrix" else lambda t, y: matrix.numpy()
-    known = scipy.integrate.solve_ivp(as_numpy(lambda t, y: matrix @ y), (0, 2), [1.0, 2.0], method, jac=their, rtol=1e-8)
+    known = scipy.integrate.solve_ivp(
+        as_numpy(lambda t, y: matrix @ y), (0, 2), [1.0, 2.0], method, jac=their, rtol=1e-8
+    )
     assert np.array_equal(found.y.numpy(), known.y)
     assert found.njev == known.njev
 
@@ -137,7 +166,9 @@ def test_a_vectorized_function():
 
     grads = []
     for vectorized in (True, False):
-        found = adjsim.solve_ivp(fun, (0, 2), [1.0, 0.0], "Radau", vectorized=vectorized, args=(k,), rtol=1e-6, atol=1e-9)
+        found = adjsim.solve_ivp(
+            fun, (0, 2), [1.0, 0.0], "Radau", vectorized=vectorized, args=(k,), rtol=1e-6, atol=1e-9
+        )
         grads.append(torch.autograd.grad(found.y[0, -1], k)[0])
         if vectorized:
             assert set(seen) == {2}
@@ -145,7 +176,9 @@ def test_a_vectorized_function():
 
 
 def test_what_fun_may_be():
-    """A list of numbers and tensors, a module, a method of one, a partial: each with the gradient of its parameters."""
+    """A list of numbers and tensors, a module, a method of one, a partial: each with the gradient
+    of its parameters.
+    """
 
     class Decay(nn.Module):
         def __init__(self):
@@ -177,7 +210,13 @@ def test_params_may_be_modules_or_what_has_a_history():
     found.y[0, -1].backward()
     assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in net.parameters())
     assert source.grad is not None
-    again = adjsim.solve_ivp(lambda t, y: net(y) - k * y, (0, 1), [1.0], params=(x for x in [*net.parameters(), k]), rtol=1e-6)
+    again = adjsim.solve_ivp(
+        lambda t, y: net(y) - k * y,
+        (0, 1),
+        [1.0],
+        params=(x for x in [*net.parameters(), k]),
+        rtol=1e-6,
+    )
     assert again.y.requires_grad
 
 
@@ -238,7 +277,9 @@ def test_what_comes_from_a_declared_tensor_is_refused_or_an_argument():
     grown = k.exp()
     with pytest.raises(ValueError, match="computed from a declared one before"):
         adjsim.solve_ivp(lambda t, y: -grown * y, (0, 1), [1.0], params=[k], rtol=1e-6)
-    both = adjsim.solve_ivp(lambda t, y: -grown * k * y, (0, 1), [1.0], params=[k, grown], rtol=1e-9, atol=1e-12)
+    both = adjsim.solve_ivp(
+        lambda t, y: -grown * k * y, (0, 1), [1.0], params=[k, grown], rtol=1e-9, atol=1e-12
+    )
     (counted_once,) = torch.autograd.grad(both.y[0, -1], k, retain_graph=True)
     for fun, args in (
         (lambda t, y, a, b: -a * b * y, (k, grown)),
@@ -253,14 +294,18 @@ def test_what_comes_from_a_declared_tensor_is_refused_or_an_argument():
 
 def test_an_undeclared_tensor_that_is_read_late_is_named_too():
     late, k = torch.tensor(1.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
-    found = adjsim.solve_ivp(lambda t, y: -k * y * (late if t > 0.5 else 1.0), (0, 1), [1.0], params=[k], rtol=1e-6)
+    found = adjsim.solve_ivp(
+        lambda t, y: -k * y * (late if t > 0.5 else 1.0), (0, 1), [1.0], params=[k], rtol=1e-6
+    )
     with pytest.raises(ValueError, match="fun reads 'late'"):
         found.y[0, -1].backward()
 
 
 def test_leaves_are_touched_by_backward_alone():
     k, y0 = torch.tensor(2.0, requires_grad=True), torch.tensor([1.0], requires_grad=True)
-    found = adjsim.solve_ivp(lambda t, y: -k * y, (0, 1), y0, params=[k], rtol=1e-6, dense_output=True)
+    found = adjsim.solve_ivp(
+        lambda t, y: -k * y, (0, 1), y0, params=[k], rtol=1e-6, dense_output=True
+    )
     grads = torch.autograd.grad(found.y[0, -1], [k, y0], retain_graph=True)
     assert k.grad is None
     assert y0.grad is None
@@ -291,7 +336,9 @@ def test_no_second_derivative_in_silence():
     when = torch.tensor([0.5], requires_grad=True)
     level = torch.tensor(0.5, requires_grad=True)
     saved = adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], t_eval=when, rtol=1e-6)
-    crossed = adjsim.solve_ivp(lambda t, y: -y, (0, 1), [1.0], events=lambda t, y: y[0] - level, rtol=1e-6)
+    crossed = adjsim.solve_ivp(
+        lambda t, y: -y, (0, 1), [1.0], events=lambda t, y: y[0] - level, rtol=1e-6
+    )
     for out, x in ((saved.y.sum(), when), (crossed.t_events[0].sum(), level)):
         with pytest.raises(RuntimeError, match="first derivatives only"):
             torch.autograd.grad(out, x, create_graph=True)
@@ -314,7 +361,9 @@ def test_a_loose_gradient_warns_once():
 
 
 def test_a_failure_has_scipys_words():
-    with pytest.raises(RuntimeError, match="RK45 failed: Required step size is less than spacing between numbers"):
+    with pytest.raises(
+        RuntimeError, match="RK45 failed: Required step size is less than spacing between numbers"
+    ):
         adjsim.solve_ivp(lambda t, y: y**2, (0, 2), [1.0])
 
 
@@ -325,13 +374,25 @@ def test_a_failure_has_scipys_words():
         ({"adjoint": "reverse"}, ValueError, "adjoint must be one of interpolate"),
         ({"args": 2.0}, TypeError, "args must be a tuple"),
         ({"y0": [[1.0]]}, ValueError, r"y0 must be of shape \(n,\)"),
-        ({"fun": lambda t, y: torch.ones(3)}, ValueError, r"fun returned shape \(3,\) for a state of shape \(2,\)"),
+        (
+            {"fun": lambda t, y: torch.ones(3)},
+            ValueError,
+            r"fun returned shape \(3,\) for a state of shape \(2,\)",
+        ),
         ({"t_eval": [2.0]}, ValueError, "not within `t_span`"),
         ({"t_eval": [0.5, 0.2]}, ValueError, "not properly sorted"),
         ({"t_span": (0, float("nan"))}, ValueError, "two finite times"),
-        ({"events": lambda t, y: torch.sign(y[0] - 0.5), "requires_grad": True}, ValueError, "does not depend on t or y"),
+        (
+            {"events": lambda t, y: torch.sign(y[0] - 0.5), "requires_grad": True},
+            ValueError,
+            "does not depend on t or y",
+        ),
         ({"jac": "finite"}, ValueError, 'jac must be "autodiff"'),
-        ({"events": lambda t, y: float(y[0]) - 0.9, "requires_grad": True}, TypeError, "event 0 returns float"),
+        (
+            {"events": lambda t, y: float(y[0]) - 0.9, "requires_grad": True},
+            TypeError,
+            "event 0 returns float",
+        ),
     ],
 )
 def test_what_is_refused(arguments, error, message):
@@ -361,7 +422,9 @@ def test_a_reset_to_rest_on_the_event_is_refused():
     floor = lambda t, y: y[0]  # noqa: E731
     floor.direction, floor.reset = -1, lambda t, y: 0 * y
     with pytest.raises(RuntimeError, match="at rest on the event"):
-        adjsim.solve_ivp(lambda t, y: torch.stack([y[1], -1.0 * (y[0] > 0)]), (0, 3), [1.0, 0.0], events=floor)
+        adjsim.solve_ivp(
+            lambda t, y: torch.stack([y[1], -1.0 * (y[0] > 0)]), (0, 3), [1.0, 0.0], events=floor
+        )
 
 
 def test_a_reset_that_writes_in_place():
@@ -373,12 +436,16 @@ def test_a_reset_that_writes_in_place():
 
     floor.reset = bounce
     found = adjsim.solve_ivp(lambda t, y: [y[1], -1.0], (0, 2), [1.0, 0.0], events=floor, rtol=1e-9)
-    torch.testing.assert_close(found.y_events[0][0], torch.tensor([0.0, -(2**0.5)]), rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        found.y_events[0][0], torch.tensor([0.0, -(2**0.5)]), rtol=0, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_wall_that_rounding_does_not_put_on_both_sides(dtype):
-    """Straight flights inside of a circle: each wall is hit once, whatever rounding leaves of the distance from it."""
+    """Straight flights inside of a circle: each wall is hit once, whatever rounding leaves of the
+    distance from it.
+    """
 
     def rim(t, y):
         return y[0] ** 2 + y[1] ** 2 - 2.3
@@ -390,7 +457,14 @@ def test_a_wall_that_rounding_does_not_put_on_both_sides(dtype):
     rim.reset = reflect
     for angle in np.linspace(0.1, 6.1, 13):
         start = torch.tensor([0.3, -0.2, np.cos(angle), np.sin(angle)], dtype=dtype)
-        found = adjsim.solve_ivp(lambda t, y: torch.cat([y[2:], 0 * y[2:]]), (0, 6), start, events=rim, rtol=1e-6, atol=1e-6)
+        found = adjsim.solve_ivp(
+            lambda t, y: torch.cat([y[2:], 0 * y[2:]]),
+            (0, 6),
+            start,
+            events=rim,
+            rtol=1e-6,
+            atol=1e-6,
+        )
         # A chord of a circle is as long each time.
         chords = found.t_events[0].diff()
         assert len(chords) >= 1
@@ -414,8 +488,12 @@ def test_resets_at_one_time_are_taken_from_what_came_before():
 def test_a_reset_at_the_very_start_of_a_solution_back_in_time():
     event = lambda t, y: t - 2.0  # noqa: E731
     event.reset, event.direction = lambda t, y: 2 * y, -1
-    found = adjsim.solve_ivp(lambda t, y: -y, (2, 1), [1.0], events=event, dense_output=True, rtol=1e-9)
-    torch.testing.assert_close(found.sol(1.5), 2 * torch.exp(torch.tensor([0.5])), rtol=1e-6, atol=0)
+    found = adjsim.solve_ivp(
+        lambda t, y: -y, (2, 1), [1.0], events=event, dense_output=True, rtol=1e-9
+    )
+    torch.testing.assert_close(
+        found.sol(1.5), 2 * torch.exp(torch.tensor([0.5])), rtol=1e-6, atol=0
+    )
 
 
 def test_events_at_the_ends():
@@ -479,7 +557,9 @@ def test_nothing_is_kept_without_a_gradient():
 
 
 def test_resets_in_every_output():
-    """A sawtooth: both sides of a reset without t_eval, the state before it with t_eval and in the dense solution."""
+    """A sawtooth: both sides of a reset without t_eval, the state before it with t_eval and in the
+    dense solution.
+    """
     event = lambda t, y: y[0] - 1.0  # noqa: E731
     event.reset = lambda t, y: 0 * y
     grow = lambda t, y: torch.ones(1)  # noqa: E731

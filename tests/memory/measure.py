@@ -1,7 +1,9 @@
-"""Run in a fresh process: print the growth of the resident set over one forward and backward, or one estimate, in bytes.
+"""Run in a fresh process: print the growth of the resident set over one forward and backward, or
+one estimate, in bytes.
 
-Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or "generalised"); "score" or
-"pathwise", a number of steps and one of replicas; or an adjoint of solve_ivp, a number of periods and "ivp".
+Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or
+"generalised"); "score" or "pathwise", a number of steps and one of replicas; or an adjoint of
+solve_ivp, a number of periods and "ivp".
 """
 
 from __future__ import annotations
@@ -37,18 +39,27 @@ def growth(work: Callable[[int], object], steps: int) -> int:
 
 
 def estimate(name: str, replicas: int) -> Callable[[int], object]:
-    """The score function on a time average at equilibrium, or the pathwise estimator by reversal."""
+    """Estimate a time average by the score function, or pathwise by reversal."""
     dynamics = adjsim.Langevin(adjsim.DoubleWell(torch.nn.Parameter(torch.tensor(1.0))), kT=0.5)
 
     def initial(count, generator):
         return dynamics.init(torch.ones(count, 1, 3, dtype=torch.float64), generator=generator)
 
     observable = adjsim.TimeAverage(lambda state: (state.position**2).sum((-1, -2)))
-    estimator = {"score": adjsim.ScoreFunction(), "pathwise": adjsim.Pathwise(adjsim.ReversibleAdjoint())}[name]
+    estimator = {
+        "score": adjsim.ScoreFunction(),
+        "pathwise": adjsim.Pathwise(adjsim.ReversibleAdjoint()),
+    }[name]
 
     def work(count: int) -> object:
         simulation = adjsim.Simulation(dynamics, initial, [0.0, count * 0.01], adjsim.BAOAB(0.01))
-        return estimator(simulation, observable, replicas=replicas, chunks=4, generator=torch.Generator().manual_seed(0))
+        return estimator(
+            simulation,
+            observable,
+            replicas=replicas,
+            chunks=4,
+            generator=torch.Generator().manual_seed(0),
+        )
 
     return work
 
@@ -63,7 +74,9 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
     if problem == "cluster":
         system = cluster()
         dynamics = adjsim.Hamiltonian(system.potential)
-        momentum = dynamics.thermal_momentum(system.position, torch.tensor(0.05), torch.Generator().manual_seed(0))
+        momentum = dynamics.thermal_momentum(
+            system.position, torch.tensor(0.05), torch.Generator().manual_seed(0)
+        )
         start, dt = dynamics.init(system.position, momentum), 0.002
     elif problem == "exact":
         system = cluster()
@@ -77,7 +90,9 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
     elif problem == "generalised":
         number = torch.nn.Parameter(torch.tensor(1.0))
-        dynamics = adjsim.GeneralizedLangevin(adjsim.DoubleWell(number), rates=(1.0,), strengths=(1.0,))
+        dynamics = adjsim.GeneralizedLangevin(
+            adjsim.DoubleWell(number), rates=(1.0,), strengths=(1.0,)
+        )
         zeros = torch.zeros(512, 1, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
     else:
@@ -96,7 +111,9 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
 
 
 def oscillator(adjoint: str) -> Callable[[int], object]:
-    """Some 700 steps of RK23 a period; the backward pass is made loose, since memory is all that is looked at."""
+    """Some 700 steps of RK23 a period; the backward pass is made loose, since memory is all that is
+    looked at.
+    """
 
     def work(periods: int) -> None:
         k = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)

@@ -27,11 +27,19 @@ def test_order_against_a_tight_solution_of_the_same_equations(name, scheme):
     dynamics = DYNAMICS[name](POTENTIALS["lennard-jones"]())
     with torch.no_grad():
         exact = adjsim.simulate(
-            dynamics, dynamics.init(*square()), [0.0, 0.8], solver=ODESolver("dopri8", rtol=1e-13, atol=1e-13)
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.8],
+            solver=ODESolver("dopri8", rtol=1e-13, atol=1e-13),
         ).final
     steps = [0.01, 0.005, 0.0025, 0.00125]
     errors = [
-        math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(end(dynamics, scheme, dt), exact, strict=True)))
+        math.sqrt(
+            sum(
+                float(((a - b) ** 2).sum())
+                for a, b in zip(end(dynamics, scheme, dt), exact, strict=True)
+            )
+        )
         for dt in steps
     ]
     slopes = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
@@ -70,7 +78,9 @@ def test_velocity_verlet_is_symplectic():
 
     def flow(z):
         state = dynamics.init(z[:8].reshape(4, 2), z[8:].reshape(4, 2))
-        final = adjsim.simulate(dynamics, state, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01)).final
+        final = adjsim.simulate(
+            dynamics, state, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.01)
+        ).final
         return torch.cat([final.position.flatten(), final.momentum.flatten()])
 
     jacobian = torch.autograd.functional.jacobian(flow, torch.cat([q.flatten(), p.flatten()]))
@@ -82,7 +92,9 @@ def test_velocity_verlet_on_a_harmonic_oscillator():
     """It conserves p^2/2 + (1 - h^2/4) q^2/2; from q = 1, p = 0 at h = 1/2, q_1000 is known."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic())
     start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
-    run = adjsim.simulate(dynamics, start, torch.arange(1001) * 0.5, solver=adjsim.VelocityVerlet(0.5))
+    run = adjsim.simulate(
+        dynamics, start, torch.arange(1001) * 0.5, solver=adjsim.VelocityVerlet(0.5)
+    )
     # Rounding grows in proportion to the steps: 1e3 x 1e-16, amplified by the phase it accumulates.
     assert float(run.final.position) == pytest.approx(-0.906487473830, abs=5e-11)
     shadow = 0.5 * run.momentum**2 + (1 - 0.25 / 4) * 0.5 * run.position**2
@@ -90,15 +102,22 @@ def test_velocity_verlet_on_a_harmonic_oscillator():
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "dt"), [("hamiltonian", "BAB", 0.01), ("chain-3", "NBABN", 0.01), ("esh", "EAE", 0.02)]
+    ("name", "scheme", "dt"),
+    [("hamiltonian", "BAB", 0.01), ("chain-3", "NBABN", 0.01), ("esh", "EAE", 0.02)],
 )
 def test_invariant_drift_is_bounded(name, scheme, dt):
-    """The invariant's error over 4,000 steps is no larger in the last quarter than three times that in the first, and small."""
+    """The invariant's error over 4,000 steps is no larger in the last quarter than three times that
+    in the first, and small.
+    """
     dynamics = DYNAMICS[name](POTENTIALS["lennard-jones"]())
     times = torch.arange(0, 4001, 10) * dt
     with torch.no_grad():
         run = adjsim.simulate(
-            dynamics, dynamics.init(*square()), times, solver=Splitting(scheme, dt), record=dynamics.invariant
+            dynamics,
+            dynamics.init(*square()),
+            times,
+            solver=Splitting(scheme, dt),
+            record=dynamics.invariant,
         )
     error = (run.record - run.record[0]).abs()
     assert float(error[-100:].max()) < 3 * float(error[:100].max())
@@ -106,12 +125,17 @@ def test_invariant_drift_is_bounded(name, scheme, dt):
 
 
 def test_a_ball_with_linear_drag():
-    """y'' = -(b/m) y' - g as an ODE with a force on a drag-scaled clock: dopri8 against the closed form."""
+    """y'' = -(b/m) y' - g as an ODE with a force on a drag-scaled clock: dopri8 against the closed
+    form.
+    """
 
     class Thrown(adjsim.Hamiltonian):
         def __init__(self, b, g):
             super().__init__(adjsim.Harmonic(0.0))
-            self.b, self.g = torch.nn.Parameter(torch.tensor(b)), torch.nn.Parameter(torch.tensor(g))
+            self.b, self.g = (
+                torch.nn.Parameter(torch.tensor(b)),
+                torch.nn.Parameter(torch.tensor(g)),
+            )
 
         def drift(self, t, state):
             v = state.momentum
@@ -121,7 +145,13 @@ def test_a_ball_with_linear_drag():
     v0 = torch.full((1, 1), 10.0, requires_grad=True)
     start = thrown.init(torch.zeros(1, 1), v0)
     for adjoint in (adjsim.DirectAdjoint(), adjsim.BacksolveAdjoint()):
-        run = adjsim.simulate(thrown, start, [0.0, 1.0], solver=ODESolver("dopri5", rtol=1e-10, atol=1e-10), adjoint=adjoint)
+        run = adjsim.simulate(
+            thrown,
+            start,
+            [0.0, 1.0],
+            solver=ODESolver("dopri5", rtol=1e-10, atol=1e-10),
+            adjoint=adjoint,
+        )
         y = run.final.position.squeeze()
         found = torch.autograd.grad(y, (thrown.b, thrown.g, v0), retain_graph=True)
         assert float(y.detach()) == pytest.approx(4.77075110, abs=5e-8)

@@ -24,7 +24,15 @@ EVERY = (64, 32, 16, 8)
 def final(dynamics, solver, noise, time=1.0):
     position, momentum = square((64,))
     with torch.no_grad():
-        return run(dynamics, start_of(dynamics, position, momentum), [0.0, time], solver, DirectAdjoint(), None, noise).final
+        return run(
+            dynamics,
+            start_of(dynamics, position, momentum),
+            [0.0, time],
+            solver,
+            DirectAdjoint(),
+            None,
+            noise,
+        ).final
 
 
 def slope(errors):
@@ -55,24 +63,39 @@ def solver_of(scheme, dt):
     ],
 )
 def test_strong_order_on_the_same_path(name, scheme, order):
-    """Root mean square distance at the end from a solution on a path eight times finer than the finest, against dt."""
+    """Root mean square distance at the end from a solution on a path eight times finer than the
+    finest, against dt.
+    """
     dynamics = STOCHASTIC[name](Cage())
     reference = "EulerMaruyama" if name == "overdamped" else "sde heun"
     exact = final(dynamics, solver_of(reference, FINE), Coarse(7, 1))
     errors = []
     for every in EVERY:
         found = final(dynamics, solver_of(scheme, FINE * every), Coarse(7, every))
-        errors.append(math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(found, exact, strict=True))))
-    # Noise is additive, so order one throughout; the reference itself is off by an eighth of the smallest error at most.
+        errors.append(
+            math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(found, exact, strict=True)))
+        )
+    # Noise is additive, so order one throughout; the reference itself is off by an eighth of the
+    # smallest error at most.
     assert slope(errors) == pytest.approx(order, abs=0.15), errors
 
 
 @pytest.mark.parametrize(
     ("scheme", "order"),
-    [("BAOAB", 2), ("OBABO", 2), ("ABOBA", 2), ("BAO", 1), ("sde euler", 1), ("sde midpoint", 2), ("sde heun", 2)],
+    [
+        ("BAOAB", 2),
+        ("OBABO", 2),
+        ("ABOBA", 2),
+        ("BAO", 1),
+        ("sde euler", 1),
+        ("sde midpoint", 2),
+        ("sde heun", 2),
+    ],
 )
 def test_weak_order_on_moments(scheme, order):
-    """Mean and covariance of a harmonic oscillator after t = 1 from one start, exactly: the step is affine."""
+    """Mean and covariance of a harmonic oscillator after t = 1 from one start, exactly: the step is
+    affine.
+    """
     mass, kT, k, friction = 1.7, 0.6, 1.3, 0.8
     dynamics = adjsim.Langevin(adjsim.Harmonic(k), mass, kT, friction)
     M = np.array([[0, 1 / mass], [-k, -friction]])
@@ -98,11 +121,17 @@ class Unit(Noise):
         self.draw = draw
 
     def __call__(self, step, shape, like):
-        return torch.eye(shape[1], dtype=like.dtype)[self.draw : self.draw + 1] if self.draw is not None else torch.zeros(shape)
+        return (
+            torch.eye(shape[1], dtype=like.dtype)[self.draw : self.draw + 1]
+            if self.draw is not None
+            else torch.zeros(shape)
+        )
 
 
 def _affine(dynamics, solver, dt):
-    """A and B of one step, by running it from unit vectors without noise, and from zero on each draw."""
+    """A and B of one step, by running it from unit vectors without noise, and from zero on each
+    draw.
+    """
 
     def step(q, p, draw):
         start = dynamics.init(torch.tensor([[q]]), torch.tensor([[p]]))
@@ -110,6 +139,10 @@ def _affine(dynamics, solver, dt):
             end = run(dynamics, start, [0.0, dt], solver, DirectAdjoint(), None, Unit(draw)).final
         return np.array([float(end.position), float(end.momentum)])
 
-    draws = solver.program(dynamics, dynamics.init(torch.zeros(1, 1))).draws if isinstance(solver, Splitting) else 1
+    draws = (
+        solver.program(dynamics, dynamics.init(torch.zeros(1, 1))).draws
+        if isinstance(solver, Splitting)
+        else 1
+    )
     A = np.stack([step(1.0, 0.0, None), step(0.0, 1.0, None)], 1)
     return A, np.stack([step(0.0, 0.0, i) for i in range(draws)], 1)

@@ -1,23 +1,27 @@
 """Questions that have no equilibrium answer: transition probability, first passage, and control.
 
-The first two have answers to many digits, dt and all. A step of Euler-Maruyama is a Gaussian kernel,
+The first two have answers to many digits, dt and all. A step of Euler-Maruyama is a Gaussian
+kernel,
 
-    K(x, y) = exp(-(y - m(x))^2 / 2 s^2) / (s sqrt(2 pi)),    m(x) = x + F(x) dt/friction,    s^2 = 2 kT dt/friction,
+    K(x, y) = exp(-(y - m(x))^2 / 2 s^2) / (s sqrt(2 pi)),
+    m(x) = x + F(x) dt/friction,    s^2 = 2 kT dt/friction,
 
 so the density of the walkers after n + 1 steps is an integral over that after n,
 
     p_1(y) = g(start) K(start, y) g(y),    p_{n+1}(y) = g(y) int p_n(x) K(x, y) dx,
 
-where g = exp(-rate dt) is the share that a visit leaves alive: 1 everywhere for a transition probability. On nodes with weights
-the integral is a product with a matrix. Everything that is integrated is analytic where it is integrated: over the whole line,
-the trapezoid rule with a spacing of s/4 or less then has an error of about exp(-2 pi^2 16); up to a sharp absorbing boundary,
+where g = exp(-rate dt) is the share that a visit leaves alive: 1 everywhere for a transition
+probability. On nodes with weights the integral is a product with a matrix. Everything that is
+integrated is analytic where it is integrated: over the whole line, the trapezoid rule with a
+spacing of s/4 or less then has an error of about exp(-2 pi^2 16); up to a sharp absorbing boundary,
 Gauss-Legendre nodes on the side that is left alive converge as fast. From the densities,
 
-    P(x_n > 0) = int p_{n-1}(x) Phi(m(x)/s) dx,    <f(x_n)> = int p_n f dx,    <T> = dt (g(start) + sum_{n=1}^{N-1} int p_n dx),
+    P(x_n > 0) = int p_{n-1}(x) Phi(m(x)/s) dx,    <f(x_n)> = int p_n f dx,
+    <T> = dt (g(start) + sum_{n=1}^{N-1} int p_n dx),
 
-the first with the last step done in closed form, since a step function is not smooth; the last is the mean of
-:func:`adjsim.first_passage_time` over N steps. Forward-mode differentiation through the products gives the derivative by the
-barrier at all horizons at once.
+the first with the last step done in closed form, since a step function is not smooth; the last is
+the mean of :func:`adjsim.first_passage_time` over N steps. Forward-mode differentiation through the
+products gives the derivative by the barrier at all horizons at once.
 
 A linear control of a free walker has moments in closed form instead, and an optimum.
 """
@@ -58,14 +62,22 @@ def seeded(seed=0):
 def within(estimate, value, grads):
     """Value and gradients, four of their own standard errors."""
     pairs = [(estimate.value, estimate.value_stderr, value)]
-    pairs += [(estimate.grad[name], estimate.grad_stderr[name], truth) for name, truth in grads.items()]
+    pairs += [
+        (estimate.grad[name], estimate.grad_stderr[name], truth) for name, truth in grads.items()
+    ]
     for found, stderr, truth in pairs:
         assert bool((stderr > 0).all())
-        assert bool(((found - torch.as_tensor(truth)).abs() < 4 * stderr).all()), (found, stderr, truth)
+        assert bool(((found - torch.as_tensor(truth)).abs() < 4 * stderr).all()), (
+            found,
+            stderr,
+            truth,
+        )
 
 
 def together(one, two):
-    """Two estimates on different noise, entry by entry, within four of their combined standard errors."""
+    """Two estimates on different noise, entry by entry, within four of their combined standard
+    errors.
+    """
     for name in one.grad:
         stderr = torch.hypot(one.grad_stderr[name], two.grad_stderr[name])
         assert bool(((one.grad[name] - two.grad[name]).abs() < 4 * stderr).all()), name
@@ -73,7 +85,10 @@ def together(one, two):
 
 def norms(estimate):
     """Of the whole gradient, and of its standard error."""
-    return tuple(torch.cat([x.flatten() for x in d.values()]).norm().item() for d in (estimate.grad, estimate.grad_stderr))
+    return tuple(
+        torch.cat([x.flatten() for x in d.values()]).norm().item()
+        for d in (estimate.grad, estimate.grad_stderr)
+    )
 
 
 # The exact answers.
@@ -105,13 +120,20 @@ def beyond(theta, x, drift):
 def kernel(theta, a, nodes, drift=double_well):
     """Weights times K(a, y) at the nodes y, a row for each a."""
     y, w = nodes
-    return w * torch.exp(-((y - landing(theta, a, drift)[:, None]) ** 2) / (2 * S * S)) / (S * math.sqrt(2 * math.pi))
+    return (
+        w
+        * torch.exp(-((y - landing(theta, a, drift)[:, None]) ** 2) / (2 * S * S))
+        / (S * math.sqrt(2 * math.pi))
+    )
 
 
 def densities(theta, steps, nodes, alive=torch.ones_like, drift=double_well):
     """Weights times p_n at the nodes, n = 1 to steps."""
     y, begin = nodes[0], torch.tensor([START])
-    step, p = kernel(theta, y, nodes, drift), [alive(begin) * kernel(theta, begin, nodes, drift)[0] * alive(y)]
+    step, p = (
+        kernel(theta, y, nodes, drift),
+        [alive(begin) * kernel(theta, begin, nodes, drift)[0] * alive(y)],
+    )
     for _ in range(steps - 1):
         p.append((p[-1] @ step) * alive(y))
     return torch.stack(p)
@@ -120,7 +142,9 @@ def densities(theta, steps, nodes, alive=torch.ones_like, drift=double_well):
 def shares_beyond(theta, steps, nodes, drift=double_well):
     """P(x_n > 0), n = 1 to steps."""
     p = densities(theta, steps, nodes, drift=drift)
-    return torch.cat([beyond(theta, torch.tensor([START]), drift), p[:-1] @ beyond(theta, nodes[0], drift)])
+    return torch.cat(
+        [beyond(theta, torch.tensor([START]), drift), p[:-1] @ beyond(theta, nodes[0], drift)]
+    )
 
 
 def smooth_shares(theta, steps, nodes):
@@ -137,7 +161,9 @@ def sharp_rate(x):
 
 
 def passage_times(theta, steps, nodes, rate):
-    """<first_passage_time> of 1 to ``steps`` steps. With the sharp rate the nodes are the side that is left alive."""
+    """<first_passage_time> of 1 to ``steps`` steps. With the sharp rate the nodes are the side that
+    is left alive.
+    """
 
     def alive(x):
         return torch.exp(-DT * rate(x))
@@ -149,7 +175,9 @@ def passage_times(theta, steps, nodes, rate):
 def answer(function, *args, at=1.0):
     """The last of its values, and its derivative by the barrier."""
     theta = torch.tensor(at)
-    values, slopes = torch.func.jvp(lambda b: function(b, *args), (theta,), (torch.ones_like(theta),))
+    values, slopes = torch.func.jvp(
+        lambda b: function(b, *args), (theta,), (torch.ones_like(theta),)
+    )
     return float(values[-1]), float(slopes[-1])
 
 
@@ -171,7 +199,9 @@ def test_the_exact_answers_do_not_depend_on_the_nodes():
 
 
 def test_the_exact_answers_are_those_of_a_linear_drift():
-    """There every density is Gaussian: x_n has mean a^n start and variance s^2 (1 - a^2n)/(1 - a^2)."""
+    """There every density is Gaussian: x_n has mean a^n start and variance s^2 (1 - a^2n)/(1 -
+    a^2).
+    """
     k, steps = 4.0, 10
     a = 1 - k * DT
     deviation = S * math.sqrt((1 - a ** (2 * steps)) / (1 - a * a))
@@ -186,7 +216,12 @@ def test_the_exact_answers_are_those_of_a_linear_drift():
 def from_the_left(duration, every_step=False):
     dynamics = adjsim.OverdampedLangevin(adjsim.DoubleWell(parameter(1.0)), kT=KT, friction=1.0)
     ts = DT * torch.arange(round(duration / DT) + 1) if every_step else [0.0, duration]
-    return Simulation(dynamics, lambda n, g: dynamics.init(torch.full((n, 1, 1), START)), ts, adjsim.EulerMaruyama(DT))
+    return Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.full((n, 1, 1), START)),
+        ts,
+        adjsim.EulerMaruyama(DT),
+    )
 
 
 def x(state):
@@ -209,39 +244,52 @@ def test_smooth_transition_probability(estimator):
 
 
 def test_sharp_transition_probability():
-    """Girsanov of the step function itself. A difference quotient has it too, at a step that is large enough to be seen; it is
-    held against the exact difference quotient."""
+    """Girsanov of the step function itself. A difference quotient has it too, at a step that is
+    large enough to be seen; it is held against the exact difference quotient."""
     nodes, h = whole_line(), 0.1
     value, slope = answer(shares_beyond, 50, nodes)
-    estimate = Girsanov()(from_the_left(1.0), CROSSED, replicas=40_000, chunks=10, generator=seeded(1))
+    estimate = Girsanov()(
+        from_the_left(1.0), CROSSED, replicas=40_000, chunks=10, generator=seeded(1)
+    )
     within(estimate, value, {BARRIER: slope})
     assert float(estimate.grad_stderr[BARRIER]) < 0.05 * abs(slope)
     up, down = (float(shares_beyond(torch.tensor(1 + d), 50, nodes)[-1]) for d in (h, -h))
-    estimate = FiniteDifference(h)(from_the_left(1.0), CROSSED, replicas=40_000, chunks=10, generator=seeded(2))
+    estimate = FiniteDifference(h)(
+        from_the_left(1.0), CROSSED, replicas=40_000, chunks=10, generator=seeded(2)
+    )
     within(estimate, value, {BARRIER: (up - down) / (2 * h)})
     # The smooth question has another answer.
     assert abs(answer(smooth_shares, 50, nodes)[1] - slope) > 0.01 * abs(slope)
 
 
 def test_the_pathwise_zero_of_a_step_function_is_said():
-    for simulation, observable in ((from_the_left(1.0), CROSSED), (from_the_left(1.0, True), passage(sharp_rate))):
-        estimate = Pathwise(CheckpointAdjoint())(simulation, observable, replicas=512, generator=seeded())
+    for simulation, observable in (
+        (from_the_left(1.0), CROSSED),
+        (from_the_left(1.0, True), passage(sharp_rate)),
+    ):
+        estimate = Pathwise(CheckpointAdjoint())(
+            simulation, observable, replicas=512, generator=seeded()
+        )
         assert float(estimate.grad[BARRIER]) == 0.0
-        assert any("no derivative along a path (is it a step?)" in reason for reason in estimate.warnings)
+        assert any(
+            "no derivative along a path (is it a step?)" in reason for reason in estimate.warnings
+        )
         assert "not to be trusted" in str(estimate)
 
 
 @pytest.mark.parametrize("case", ["transition", "passage"])
 def test_pathwise_is_the_limit_of_difference_quotients(case):
-    """On one noise a central difference is off by h^2/6 of the third derivative, a share of 1e-5 at most, since paths that part
-    at the barrier make that large: four times less for half the step. Extrapolated to none, by a term in h^4."""
+    """On one noise a central difference is off by h^2/6 of the third derivative, a share of 1e-5 at
+    most, since paths that part at the barrier make that large: four times less for half the step.
+    Extrapolated to none, by a term in h^4."""
     simulation, observable = {
         "transition": (from_the_left(1.0), NEARLY),
         "passage": (from_the_left(2.0, every_step=True), passage(smooth_rate)),
     }[case]
     estimators = (Pathwise(CheckpointAdjoint()), FiniteDifference(4e-4), FiniteDifference(2e-4))
     exact, coarse, fine = (
-        float(e(simulation, observable, replicas=2000, chunks=1, generator=seeded(3)).grad[BARRIER]) for e in estimators
+        float(e(simulation, observable, replicas=2000, chunks=1, generator=seeded(3)).grad[BARRIER])
+        for e in estimators
     )
     assert fine == pytest.approx(exact, rel=1e-5)
     assert (coarse - exact) / (fine - exact) == pytest.approx(4.0, rel=1e-2)
@@ -256,21 +304,33 @@ def passage(rate):
 
 
 def test_first_passage_of_known_paths():
-    """Absorbed at the frame that first finds it beyond, on frames of any spacing; otherwise at the last. At a constant rate, a
-    geometric series."""
+    """Absorbed at the frame that first finds it beyond, on frames of any spacing; otherwise at the
+    last. At a constant rate, a geometric series."""
     times = torch.tensor([1.0, 1.1, 1.3, 1.6, 2.0])
-    paths = torch.tensor([[-1, -1, -1, -1, -1], [-1, -1, 1, -1, 1], [-1, -1, -1, -1, 1], [1, -1, -1, -1, -1]]).double().T
+    paths = (
+        torch.tensor(
+            [[-1, -1, -1, -1, -1], [-1, -1, 1, -1, 1], [-1, -1, -1, -1, 1], [1, -1, -1, -1, -1]]
+        )
+        .double()
+        .T
+    )
     found = adjsim.first_passage_time(sharp_rate(paths), times)
     torch.testing.assert_close(found, torch.tensor([1.0, 0.3, 1.0, 0.0]))
     even, rate = torch.arange(6) * 0.2, 0.7
     q = math.exp(-0.2 * rate)
-    assert float(adjsim.first_passage_time(torch.full((6,), rate), even)) == pytest.approx(0.2 * q * (1 - q**5) / (1 - q))
+    assert float(adjsim.first_passage_time(torch.full((6,), rate), even)) == pytest.approx(
+        0.2 * q * (1 - q**5) / (1 - q)
+    )
 
 
 @pytest.mark.parametrize("estimator", SMOOTH, ids=repr)
 def test_smooth_first_passage(estimator):
     estimate = estimator(
-        from_the_left(2.0, every_step=True), passage(smooth_rate), replicas=8000, chunks=8, generator=seeded(4)
+        from_the_left(2.0, every_step=True),
+        passage(smooth_rate),
+        replicas=8000,
+        chunks=8,
+        generator=seeded(4),
     )
     value, slope = answer(passage_times, 100, whole_line(), smooth_rate)
     within(estimate, value, {BARRIER: slope})
@@ -282,27 +342,45 @@ def test_sharp_first_passage():
     nodes, h = left_side(), 0.1
     value, slope = answer(passage_times, 100, nodes, sharp_rate)
     estimate = Girsanov()(
-        from_the_left(2.0, every_step=True), passage(sharp_rate), replicas=8000, chunks=8, generator=seeded(5)
+        from_the_left(2.0, every_step=True),
+        passage(sharp_rate),
+        replicas=8000,
+        chunks=8,
+        generator=seeded(5),
     )
     within(estimate, value, {BARRIER: slope})
     assert float(estimate.grad_stderr[BARRIER]) < 0.08 * slope
-    up, down = (float(passage_times(torch.tensor(1 + d), 100, nodes, sharp_rate)[-1]) for d in (h, -h))
+    up, down = (
+        float(passage_times(torch.tensor(1 + d), 100, nodes, sharp_rate)[-1]) for d in (h, -h)
+    )
     estimate = FiniteDifference(h)(
-        from_the_left(2.0, every_step=True), passage(sharp_rate), replicas=8000, chunks=8, generator=seeded(6)
+        from_the_left(2.0, every_step=True),
+        passage(sharp_rate),
+        replicas=8000,
+        chunks=8,
+        generator=seeded(6),
     )
     within(estimate, value, {BARRIER: (up - down) / (2 * h)})
 
 
 @pytest.mark.slow
 def test_a_long_run_has_the_mean_first_passage_time():
-    """Without a horizon <T> = dt int (1 - K)^-1 (start, y) dy. After 24 time units a share of exp(-24/5) is still to come."""
+    """Without a horizon <T> = dt int (1 - K)^-1 (start, y) dy. After 24 time units a share of
+    exp(-24/5) is still to come.
+    """
     nodes, steps = left_side(), 1200
     (first,), step = densities(1.0, 1, nodes), kernel(1.0, nodes[0], nodes)
-    forever = DT * (1 + float(first @ torch.linalg.solve(torch.eye(len(step)) - step, torch.ones(len(step)))))
+    forever = DT * (
+        1 + float(first @ torch.linalg.solve(torch.eye(len(step)) - step, torch.ones(len(step))))
+    )
     value, slope = answer(passage_times, steps, nodes, sharp_rate)
     assert value == pytest.approx(forever, rel=0.02)
     estimate = Girsanov()(
-        from_the_left(24.0, every_step=True), passage(sharp_rate), replicas=8192, chunks=8, generator=seeded(7)
+        from_the_left(24.0, every_step=True),
+        passage(sharp_rate),
+        replicas=8192,
+        chunks=8,
+        generator=seeded(7),
     )
     within(estimate, value, {BARRIER: slope})
     assert float(estimate.grad_stderr[BARRIER]) < 0.15 * slope
@@ -313,7 +391,9 @@ def test_a_long_run_has_the_mean_first_passage_time():
 
 
 class Steered(adjsim.ForceField):
-    """Two wells along x and one along y, and a network's force on top: of the time and no gradient of anything."""
+    """Two wells along x and one along y, and a network's force on top: of the time and no gradient
+    of anything.
+    """
 
     def __init__(self, hidden=4):
         super().__init__()
@@ -335,40 +415,58 @@ def steered(solver, duration, kind=adjsim.OverdampedLangevin):
 
     def initial(replicas, generator):
         position = torch.tensor([-1.0, 0.0]).repeat(replicas, 1, 1)
-        return dynamics.init(position, None if kind is adjsim.OverdampedLangevin else torch.zeros_like(position))
+        return dynamics.init(
+            position, None if kind is adjsim.OverdampedLangevin else torch.zeros_like(position)
+        )
 
-    return Simulation(dynamics, initial, solver.dt * torch.arange(round(duration / solver.dt) + 1), solver)
+    return Simulation(
+        dynamics, initial, solver.dt * torch.arange(round(duration / solver.dt) + 1), solver
+    )
 
 
 def cost(simulation, weight=0.1):
     """|q_T - target|^2 + weight int |u|^2 dt: of the path and, by itself, of the parameters."""
-    target, control, dt = torch.tensor([1.0, 0.0]), simulation.dynamics.potential.control, simulation.solver.dt
+    target, control, dt = (
+        torch.tensor([1.0, 0.0]),
+        simulation.dynamics.potential.control,
+        simulation.solver.dt,
+    )
 
     def observable(run):
         push = control(run.times[:-1].reshape(-1, 1, 1, 1), run.position[:-1])
-        return ((run.position[-1] - target) ** 2).sum((-1, -2)) + weight * dt * (push**2).sum((0, -1, -2))
+        return ((run.position[-1] - target) ** 2).sum((-1, -2)) + weight * dt * (push**2).sum(
+            (0, -1, -2)
+        )
 
     return observable
 
 
 CONTROLLED = {
     "overdamped": lambda: steered(adjsim.EulerMaruyama(0.05), 1.0),
-    "BAOAB": lambda: steered(adjsim.BAOAB(0.1), 1.0, lambda *args, **kw: adjsim.Langevin(*args, mass=1.4, **kw)),
-    "OBABO": lambda: steered(adjsim.Splitting("OBABO", 0.1), 1.0, lambda *args, **kw: adjsim.Langevin(*args, mass=1.4, **kw)),
+    "BAOAB": lambda: steered(
+        adjsim.BAOAB(0.1), 1.0, lambda *args, **kw: adjsim.Langevin(*args, mass=1.4, **kw)
+    ),
+    "OBABO": lambda: steered(
+        adjsim.Splitting("OBABO", 0.1),
+        1.0,
+        lambda *args, **kw: adjsim.Langevin(*args, mass=1.4, **kw),
+    ),
 }
 
 
 def test_the_control_depends_on_time_and_has_a_curl():
     field = CONTROLLED["overdamped"]().dynamics.potential
     place = torch.tensor([[0.3, -0.2]])
-    jacobian = torch.autograd.functional.jacobian(lambda q: field.control(0.5, q), place).reshape(2, 2)
+    jacobian = torch.autograd.functional.jacobian(lambda q: field.control(0.5, q), place).reshape(
+        2, 2
+    )
     assert abs(float(jacobian[0, 1] - jacobian[1, 0])) > 0.05
     assert float((field.control(0.0, place) - field.control(1.0, place)).detach().norm()) > 0.05
 
 
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_control_pathwise_is_the_difference_quotient(case):
-    """On one noise. A step of h = 1e-4 leaves an error of order h^2, 1e-8, and rounding of 1e-16/h."""
+    """On one noise. A step of h = 1e-4 leaves an error of h^2 = 1e-8, and rounding of 1e-16/h."""
     simulation = CONTROLLED[case]()
     adjoint = CheckpointAdjoint() if case == "overdamped" else adjsim.ReversibleAdjoint()
     one, two = (
@@ -383,17 +481,22 @@ def test_control_pathwise_is_the_difference_quotient(case):
 
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_control_girsanov_agrees_with_pathwise(case):
-    """Steps that are long against the clock of the control, so that a force taken a step early or late would be seen."""
+    """Steps that are long against the clock of the control, so that a force taken a step early or
+    late would be seen.
+    """
     simulation = CONTROLLED[case]()
     one = Pathwise()(simulation, cost(simulation), replicas=3000, generator=seeded(9))
     two = Girsanov()(simulation, cost(simulation), replicas=12_000, generator=seeded(10))
     together(one, two)
-    assert abs(float(one.value - two.value)) < 4 * math.hypot(float(one.value_stderr), float(two.value_stderr))
+    assert abs(float(one.value - two.value)) < 4 * math.hypot(
+        float(one.value_stderr), float(two.value_stderr)
+    )
     size, stderr = norms(two)
     assert stderr < 0.05 * size
 
 
-# Linear control of a free walker, q' = (1 - k_n dt/friction) q + s xi, at the cost <q_N^2> + weight dt sum <(k_n q_n)^2>.
+# Linear control of a free walker, q' = (1 - k_n dt/friction) q + s xi, at the cost <q_N^2> + weight
+# dt sum <(k_n q_n)^2>.
 
 FRICTION, WEIGHT, BEGIN, STRIDE, STEPS = 1.3, 0.2, 0.5, 0.1, 12
 
@@ -429,7 +532,12 @@ class Scheduled(adjsim.ForceField):
 def regulated(field):
     dynamics = adjsim.OverdampedLangevin(field, kT=KT, friction=FRICTION)
     ts = BEGIN + STRIDE * torch.arange(STEPS + 1)
-    return Simulation(dynamics, lambda n, g: dynamics.init(torch.full((n, 1, 1), 1.5)), ts, adjsim.EulerMaruyama(STRIDE))
+    return Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.full((n, 1, 1), 1.5)),
+        ts,
+        adjsim.EulerMaruyama(STRIDE),
+    )
 
 
 def quadratic(simulation):
@@ -450,8 +558,8 @@ def expected(field):
 
 
 def best_gains():
-    """The cost to go is P_n q^2 and a constant. Its least over k_n of weight dt k_n^2 + P_{n+1} (1 - k_n dt/friction)^2 is at
-    k_n = P_{n+1}/(weight friction + P_{n+1} dt/friction)."""
+    """The cost to go is P_n q^2 and a constant. Its least over k_n of weight dt k_n^2 + P_{n+1} (1
+    - k_n dt/friction)^2 is at k_n = P_{n+1}/(weight friction + P_{n+1} dt/friction)."""
     P, gains = 1.0, []
     for _ in range(STEPS):
         k = P / (WEIGHT * FRICTION + P * STRIDE / FRICTION)
@@ -469,7 +577,9 @@ def test_linear_control(estimator):
     """Time begins at ts[0], and the cost depends on the parameters itself."""
     simulation = regulated(Linear())
     field = simulation.dynamics.potential
-    estimate = estimator(simulation, quadratic(simulation), replicas=40_000, chunks=10, generator=seeded(11))
+    estimate = estimator(
+        simulation, quadratic(simulation), replicas=40_000, chunks=10, generator=seeded(11)
+    )
     within(estimate, expected(field).detach(), {"potential.k": slopes(field)})
     size, stderr = norms(estimate)
     assert stderr < 0.05 * size
@@ -483,7 +593,9 @@ def test_the_gradient_vanishes_at_the_optimal_control(estimator):
     for scale in (1.0, 0.5):
         simulation = regulated(Scheduled(scale * best))
         field = simulation.dynamics.potential
-        estimate = estimator(simulation, quadratic(simulation), replicas=20_000, generator=seeded(12))
+        estimate = estimator(
+            simulation, quadratic(simulation), replicas=20_000, generator=seeded(12)
+        )
         within(estimate, expected(field).detach(), {"potential.k": slopes(field)})
         found.append(norms(estimate))
     assert found[0][0] < 3 * found[0][1]
@@ -493,14 +605,18 @@ def test_the_gradient_vanishes_at_the_optimal_control(estimator):
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", [Pathwise(), Girsanov()], ids=repr)
 def test_training_finds_the_optimal_control(estimator):
-    """From no control, by the estimates' own gradients; what is left of the excess is the noise of the last of them."""
+    """From no control, by the estimates' own gradients; what is left of the excess is the noise of
+    the last of them.
+    """
     simulation = regulated(Scheduled(torch.zeros(STEPS)))
     dynamics, generator = simulation.dynamics, seeded(13)
     least, most = expected(Scheduled(best_gains())).detach(), expected(dynamics.potential).detach()
     optimizer = torch.optim.Adam(dynamics.parameters(), lr=0.15)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     for _ in range(60):
-        estimate = estimator(simulation, quadratic(simulation), replicas=2000, chunks=1, generator=generator)
+        estimate = estimator(
+            simulation, quadratic(simulation), replicas=2000, chunks=1, generator=generator
+        )
         optimizer.zero_grad()
         estimate.accumulate(dynamics)
         optimizer.step()
@@ -540,7 +656,9 @@ def test_stationary_estimators_are_refused_with_the_reason(case):
     for estimator in stationary.values():
         with pytest.raises(TypeError, match=reason):
             estimator(simulation, observable, replicas=8)
-    table = adjsim.compare(simulation, observable, {"path": Pathwise(), **stationary}, replicas=4, generator=seeded())
+    table = adjsim.compare(
+        simulation, observable, {"path": Pathwise(), **stationary}, replicas=4, generator=seeded()
+    )
     assert set(table.estimates) == {"path"}
     assert set(table.failures) == set(stationary)
     for name in stationary:

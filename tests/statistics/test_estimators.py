@@ -37,7 +37,12 @@ def within(estimate, exact, bias=0.0):
     for name, truth in exact.items():
         grad, stderr = estimate.grad[name], estimate.grad_stderr[name]
         assert bool((stderr >= 0).all()), name
-        assert bool(((grad - torch.as_tensor(truth)).abs() <= 4 * stderr + bias).all()), (name, grad, stderr, truth)
+        assert bool(((grad - torch.as_tensor(truth)).abs() <= 4 * stderr + bias).all()), (
+            name,
+            grad,
+            stderr,
+            truth,
+        )
 
 
 # The path from x = 1 in a harmonic well, by the moments of the Euler-Maruyama chain:
@@ -54,12 +59,21 @@ def path_gradient(k=1.0, kT=1.0, friction=1.0, dt=0.01, steps=100):
         return m2
 
     h = 1e-5
-    return mean(k, kT), (mean(k + h, kT) - mean(k - h, kT)) / (2 * h), (mean(k, kT + h) - mean(k, kT - h)) / (2 * h)
+    return (
+        mean(k, kT),
+        (mean(k + h, kT) - mean(k - h, kT)) / (2 * h),
+        (mean(k, kT + h) - mean(k, kT - h)) / (2 * h),
+    )
 
 
 def path_problem(kT=1.0, dt=0.01):
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), kT=kT, friction=1.0)
-    return Simulation(dynamics, lambda n, generator: dynamics.init(torch.ones(n, 1, 1)), [0.0, 1.0], adjsim.EulerMaruyama(dt))
+    return Simulation(
+        dynamics,
+        lambda n, generator: dynamics.init(torch.ones(n, 1, 1)),
+        [0.0, 1.0],
+        adjsim.EulerMaruyama(dt),
+    )
 
 
 def squared(state):
@@ -89,16 +103,22 @@ def test_path_gradient(estimator):
     assert float(estimate.grad_stderr["potential.k"]) < 0.05
 
 
-@pytest.mark.parametrize("estimator", [Pathwise(), FiniteDifference(), ForwardSensitivity()], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [Pathwise(), FiniteDifference(), ForwardSensitivity()], ids=repr
+)
 def test_path_gradient_by_temperature(estimator):
-    estimate = estimator(path_problem(parameter(1.0)), Final(squared), replicas=20_000, generator=seeded())
+    estimate = estimator(
+        path_problem(parameter(1.0)), Final(squared), replicas=20_000, generator=seeded()
+    )
     _, dk, dkT = path_gradient()
     within(estimate, {"potential.k": dk, "kT": dkT})
 
 
 @pytest.mark.parametrize("scheme", ["BAOAB", "OBABO"])
 def test_girsanov_on_langevin_equals_pathwise(scheme):
-    """Another mass, kT and friction than one; several steps, so that all weights of the score count."""
+    """Another mass, kT and friction than one; several steps, so that all weights of the score
+    count.
+    """
     dynamics = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)), 1.4, 0.7, 1.3)
 
     def initial(n, generator):
@@ -109,7 +129,9 @@ def test_girsanov_on_langevin_equals_pathwise(scheme):
     one = Pathwise()(simulation, observable, replicas=100_000, generator=seeded(1))
     two = Girsanov()(simulation, observable, replicas=100_000, generator=seeded(2))
     difference = float(one.grad["potential.barrier"] - two.grad["potential.barrier"])
-    stderr = math.hypot(float(one.grad_stderr["potential.barrier"]), float(two.grad_stderr["potential.barrier"]))
+    stderr = math.hypot(
+        float(one.grad_stderr["potential.barrier"]), float(two.grad_stderr["potential.barrier"])
+    )
     assert abs(difference) < 4 * stderr
     assert stderr < 0.05 * abs(float(one.grad["potential.barrier"]))
 
@@ -124,11 +146,15 @@ def test_girsanov_of_momenta_under_obabo():
     observable = Final(lambda state: state.momentum[:, 0, 0] * state.position[:, 0, 0])
     one = Pathwise()(simulation, observable, replicas=40_000, generator=seeded(1))
     two = Girsanov()(simulation, observable, replicas=40_000, generator=seeded(2))
-    within(two, {"potential.k": one.grad["potential.k"]}, bias=4 * float(one.grad_stderr["potential.k"]))
+    within(
+        two,
+        {"potential.k": one.grad["potential.k"]},
+        bias=4 * float(one.grad_stderr["potential.k"]),
+    )
 
 
 class Tilted(nn.Module):
-    """An observable with a parameter of its own: alpha x^2, alpha being the potential's k as well."""
+    """An observable with a parameter: alpha x^2, where alpha is the potential's k too."""
 
     def __init__(self, dynamics):
         super().__init__()
@@ -142,7 +168,10 @@ class Tilted(nn.Module):
 def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
     simulation = path_problem()
     value, dk, _ = path_gradient()
-    for observable in (Final(Tilted(simulation.dynamics)), lambda run: Tilted(simulation.dynamics)(run.final)):
+    for observable in (
+        Final(Tilted(simulation.dynamics)),
+        lambda run: Tilted(simulation.dynamics)(run.final),
+    ):
         estimate = estimator(simulation, observable, replicas=20_000, generator=seeded())
         within(estimate, {"potential.k": dk + value})  # k = 1
 
@@ -177,8 +206,12 @@ STATIONARY = [ScoreFunction, lambda burn_in: Reweighting(burn_in=burn_in)]
 def test_harmonic(make, k):
     """d<x^2>/dk = -kT/k^2 and d<x^2>/dkT = 1/k; LeimkuhlerMatthews has no bias here."""
     kT = 0.8
-    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), parameter(kT), 0.0, 40.0, 0.05, 10.0)
-    estimate = make(burn_in)(simulation, TimeAverage(squared), replicas=1024, chunks=8, generator=seeded(3))
+    simulation, burn_in = equilibrium(
+        adjsim.Harmonic(parameter(k)), parameter(kT), 0.0, 40.0, 0.05, 10.0
+    )
+    estimate = make(burn_in)(
+        simulation, TimeAverage(squared), replicas=1024, chunks=8, generator=seeded(3)
+    )
     assert estimate.estimand == "stationary"
     within(estimate, {"potential.k": -kT / k**2, "kT": 1 / k})
     assert float(estimate.grad_stderr["potential.k"]) < 0.05 * kT / k**2
@@ -197,7 +230,9 @@ def test_asymmetric_double_well(make, b, exact):
         return boltzmann(lambda x: (x * x - 1) ** 2 + b * x, kT, lambda x: x)
 
     assert derivative(mean, b) == pytest.approx(exact, abs=2e-6)
-    simulation, burn_in = equilibrium(adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT, 0.0, 60.0, 0.01, 20.0)
+    simulation, burn_in = equilibrium(
+        adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT, 0.0, 60.0, 0.01, 20.0
+    )
     observable = TimeAverage(lambda s: s.position[:, 0, 0])
     estimate = make(burn_in)(simulation, observable, replicas=2048, chunks=8, generator=seeded(4))
     # The step's error is of order (curvature dt)^2, half a per cent, well below the standard error.
@@ -222,7 +257,9 @@ def test_muller_brown_occupation():
 
     def initial(n, generator):
         """Drawn from the distribution itself: crossings take longer than the run."""
-        pick = torch.multinomial(torch.exp(-(energies + 146.7) / kT), n, replacement=True, generator=generator)
+        pick = torch.multinomial(
+            torch.exp(-(energies + 146.7) / kT), n, replacement=True, generator=generator
+        )
         return dynamics.init(grid[pick].unsqueeze(1))
 
     simulation = Simulation(dynamics, initial, [0.0, 0.1], adjsim.LeimkuhlerMatthews(5e-5))
@@ -235,8 +272,12 @@ def test_muller_brown_occupation():
 
 @pytest.mark.parametrize("make", STATIONARY, ids=["score", "reweighting"])
 def test_the_observable_may_depend_on_the_parameters_at_equilibrium(make):
-    """<k x^2> = kT whatever k: the explicit part and the covariance cancel. The surrogate has both value and gradient."""
-    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(1.3)), parameter(0.8), 0.0, 20.0, 0.05, 5.0)
+    """<k x^2> = kT whatever k: the explicit part and the covariance cancel. The surrogate has both
+    value and gradient.
+    """
+    simulation, burn_in = equilibrium(
+        adjsim.Harmonic(parameter(1.3)), parameter(0.8), 0.0, 20.0, 0.05, 5.0
+    )
     observable = TimeAverage(Tilted(simulation.dynamics))
     estimator = make(burn_in)
     estimate = estimator(simulation, observable, replicas=256, generator=seeded(3))
@@ -267,7 +308,9 @@ def test_reweighting_keeps_its_samples_until_they_wear_out():
     within(near, {"potential.k": -0.8 / 1.15**2})
     assert abs(float(near.value) - 0.8 / 1.15) < 4 * float(near.value_stderr)
     potential.k.data.fill_(8.0)
-    assert estimator(simulation, observable, replicas=512, generator=seeded(3)).diagnostics["sampled"]
+    assert estimator(simulation, observable, replicas=512, generator=seeded(3)).diagnostics[
+        "sampled"
+    ]
 
 
 @pytest.mark.slow
@@ -279,14 +322,17 @@ def test_variance_of_the_score_falls_as_one_over_the_samples():
     for size in sizes:
         found = [
             float(
-                ScoreFunction(burn_in)(simulation, TimeAverage(squared), replicas=size, chunks=1, generator=seeded(s)).grad[
-                    "potential.k"
-                ]
+                ScoreFunction(burn_in)(
+                    simulation, TimeAverage(squared), replicas=size, chunks=1, generator=seeded(s)
+                ).grad["potential.k"]
             )
             for s in range(120)
         ]
         spreads.append(float(torch.tensor(found).var()))
-    x, y = torch.log(torch.tensor(sizes, dtype=torch.float64)), torch.log(torch.tensor(spreads, dtype=torch.float64))
+    x, y = (
+        torch.log(torch.tensor(sizes, dtype=torch.float64)),
+        torch.log(torch.tensor(spreads, dtype=torch.float64)),
+    )
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
     # 120 repetitions know a variance to 13 %, and the slope over a factor of 64 to 0.04.
     assert abs(slope + 1) < 0.1, slope
@@ -294,7 +340,7 @@ def test_variance_of_the_score_falls_as_one_over_the_samples():
 
 @pytest.mark.slow
 def test_girsanov_wears_out_with_time():
-    """The variance of the score grows in proportion to the time; the effective sample size falls."""
+    """The variance of the score grows with the time, and the effective sample size falls."""
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
 
     def initial(n, generator):
@@ -303,7 +349,9 @@ def test_girsanov_wears_out_with_time():
     ess, errors = [], []
     for time in (1.0, 4.0, 16.0, 64.0):
         simulation = Simulation(dynamics, initial, [0.0, time], adjsim.EulerMaruyama(0.1))
-        estimate = Girsanov()(simulation, Final(squared), replicas=8192, chunks=8, generator=seeded())
+        estimate = Girsanov()(
+            simulation, Final(squared), replicas=8192, chunks=8, generator=seeded()
+        )
         ess.append(estimate.diagnostics["ess"])
         errors.append(float(estimate.grad_stderr["potential.k"]))
     assert ess == sorted(ess, reverse=True)
@@ -329,11 +377,17 @@ def test_intervals_cover(kind):
         simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(k)), kT, 0.0, 10.0, 0.1, 4.0)
         observable, estimator, truth = TimeAverage(squared), ScoreFunction(burn_in), -kT / k**2
     else:
-        simulation, observable, truth = path_problem(dt=0.05), Final(squared), path_gradient(dt=0.05, steps=20)[1]
+        simulation, observable, truth = (
+            path_problem(dt=0.05),
+            Final(squared),
+            path_gradient(dt=0.05, steps=20)[1],
+        )
         estimator = Girsanov() if kind == "girsanov" else Pathwise()
     covered = 0
     for seed in range(200):
-        estimate = estimator(simulation, observable, replicas=256, chunks=8, generator=seeded(1000 + seed))
+        estimate = estimator(
+            simulation, observable, replicas=256, chunks=8, generator=seeded(1000 + seed)
+        )
         low, high = estimate.interval("potential.k")
         covered += bool(low <= truth <= high)
     assert 180 <= covered <= 198, covered
@@ -343,22 +397,38 @@ def test_intervals_cover(kind):
 
 
 def test_a_step_along_a_path_is_said():
-    estimate = Pathwise()(path_problem(), Final(lambda s: (s.position[:, 0, 0] > 0).double()), replicas=64, generator=seeded())
+    estimate = Pathwise()(
+        path_problem(),
+        Final(lambda s: (s.position[:, 0, 0] > 0).double()),
+        replicas=64,
+        generator=seeded(),
+    )
     assert any("no derivative along a path" in reason for reason in estimate.warnings)
 
 
 def test_growth_is_the_rate_of_the_flow():
-    """A stable well contracts at k/friction, a barrier expands at its curvature: the tangent's rate, exactly."""
+    """A stable well contracts at k/friction, a barrier expands at its curvature: the tangent's
+    rate, exactly.
+    """
     for k in (1.0, -0.8):
         dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(k)), 1.0, 1.0)
         simulation = Simulation(
-            dynamics, lambda n, generator, d=dynamics: d.init(torch.ones(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.01)
+            dynamics,
+            lambda n, generator, d=dynamics: d.init(torch.ones(n, 1, 1)),
+            [0.0, 2.0],
+            adjsim.EulerMaruyama(0.01),
         )
         estimate = Pathwise(CheckpointAdjoint())(
-            simulation, Final(lambda s: s.position[:, 0, 0]), replicas=64, chunks=1, generator=seeded()
+            simulation,
+            Final(lambda s: s.position[:, 0, 0]),
+            replicas=64,
+            chunks=1,
+            generator=seeded(),
         )
         # log(1 - k dt)/dt, which is -k to the first order.
-        assert estimate.diagnostics["growth"] == pytest.approx(math.log(1 - k * 0.01) / 0.01, rel=1e-9)
+        assert estimate.diagnostics["growth"] == pytest.approx(
+            math.log(1 - k * 0.01) / 0.01, rel=1e-9
+        )
 
 
 def test_chaos_is_said():
@@ -372,8 +442,14 @@ def test_chaos_is_said():
     observable = Final(lambda s: (s.position**2).mean((-1, -2)))
     found = []
     for time in (1.0, 8.0):
-        simulation = Simulation(dynamics, initial, [0.0, time], adjsim.Splitting("BAB", 0.005, exact=True))
-        found.append(Pathwise(ReversibleAdjoint())(simulation, observable, replicas=8, chunks=4, generator=seeded()))
+        simulation = Simulation(
+            dynamics, initial, [0.0, time], adjsim.Splitting("BAB", 0.005, exact=True)
+        )
+        found.append(
+            Pathwise(ReversibleAdjoint())(
+                simulation, observable, replicas=8, chunks=4, generator=seeded()
+            )
+        )
     assert found[1].diagnostics["growth"] > 0.5
     assert any("grows as exp(" in reason for reason in found[1].warnings)
     assert "not to be trusted" in str(found[1])
@@ -383,7 +459,10 @@ def test_chaos_is_said():
 def test_a_start_out_of_equilibrium_is_said():
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
     simulation = Simulation(
-        dynamics, lambda n, generator: dynamics.init(torch.full((n, 1, 1), 9.0)), [0.0, 6.0], adjsim.EulerMaruyama(0.05)
+        dynamics,
+        lambda n, generator: dynamics.init(torch.full((n, 1, 1), 9.0)),
+        [0.0, 6.0],
+        adjsim.EulerMaruyama(0.05),
     )
     raw = ScoreFunction()(simulation, TimeAverage(squared), replicas=256, generator=seeded())
     assert any("had not come to equilibrium" in reason for reason in raw.warnings)
@@ -396,14 +475,19 @@ def test_few_samples_are_said():
 
 
 def test_truncation_is_another_question_and_says_so():
-    """With one piece it is the whole gradient; with a shorter one it is that of the last part, by the chain's moments."""
+    """With one piece it is the whole gradient; with a shorter one it is that of the last part, by
+    the chain's moments.
+    """
     simulation, observable = path_problem(), Final(squared)
     whole = Pathwise()(simulation, observable, replicas=512, generator=seeded())
     same = Pathwise(truncate=1.0)(simulation, observable, replicas=512, generator=seeded())
     assert torch.equal(whole.value, same.value)
-    torch.testing.assert_close(whole.grad["potential.k"], same.grad["potential.k"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        whole.grad["potential.k"], same.grad["potential.k"], rtol=1e-12, atol=0
+    )
     cut = Pathwise(truncate=0.3)(simulation, observable, replicas=20_000, generator=seeded())
-    # From x_70, with its own second moment m: m2 = a^60 m + s2 (1 - a^60)/(1 - a^2), differentiated by k with m held fixed.
+    # From x_70, with its own second moment m: m2 = a^60 m + s2 (1 - a^60)/(1 - a^2), differentiated
+    # by k with m held fixed.
     dt, steps = 0.01, 30
     start = path_gradient(steps=70)[0]
 
@@ -414,9 +498,14 @@ def test_truncation_is_another_question_and_says_so():
     within(cut, {"potential.k": derivative(mean, 1.0)})
     assert any("cut off after 0.3" in reason for reason in cut.warnings)
     average = TimeAverage(squared)
-    one, many = (Pathwise(truncate=t)(simulation, average, replicas=512, generator=seeded()) for t in (1.0, 0.1))
+    one, many = (
+        Pathwise(truncate=t)(simulation, average, replicas=512, generator=seeded())
+        for t in (1.0, 0.1)
+    )
     plain = Pathwise()(simulation, average, replicas=512, generator=seeded())
-    torch.testing.assert_close(one.grad["potential.k"], plain.grad["potential.k"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        one.grad["potential.k"], plain.grad["potential.k"], rtol=1e-12, atol=0
+    )
     torch.testing.assert_close(many.value, plain.value, rtol=1e-12, atol=0)
     assert abs(float(many.grad["potential.k"])) < 0.5 * abs(float(plain.grad["potential.k"]))
 
@@ -436,7 +525,11 @@ def test_girsanov_refuses_what_it_has_no_density_of():
         return dynamics.init(torch.ones(n, 1, 1), generator=generator)
 
     with pytest.raises(TypeError, match="has the path density of"):
-        Girsanov()(Simulation(dynamics, initial, [0.0, 1.0], adjsim.Splitting("ABOBA", 0.1)), Final(squared), replicas=10)
+        Girsanov()(
+            Simulation(dynamics, initial, [0.0, 1.0], adjsim.Splitting("ABOBA", 0.1)),
+            Final(squared),
+            replicas=10,
+        )
     with pytest.raises(ValueError, match="depends on momenta"):
         Girsanov()(
             Simulation(dynamics, initial, [0.0, 1.0], adjsim.BAOAB(0.1)),
@@ -451,7 +544,10 @@ def test_stationary_estimators_refuse_path_questions(estimator):
         estimator(path_problem(), Final(squared), replicas=10)
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
     simulation = Simulation(
-        dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1), torch.ones(n, 1, 1)), [0.0, 1.0], adjsim.VelocityVerlet(0.1)
+        dynamics,
+        lambda n, g: dynamics.init(torch.ones(n, 1, 1), torch.ones(n, 1, 1)),
+        [0.0, 1.0],
+        adjsim.VelocityVerlet(0.1),
     )
     with pytest.raises(TypeError, match="has no stationary density"):
         estimator(simulation, TimeAverage(squared), replicas=10)
@@ -466,7 +562,9 @@ def test_burn_ins_that_disagree_are_refused():
 
 
 def test_the_derivative_of_a_minimum():
-    """A pair at 2^(1/6) sigma, a cluster by central differences, and the harmonic centre in many dimensions."""
+    """A pair at 2^(1/6) sigma, a cluster by central differences, and the harmonic centre in many
+    dimensions.
+    """
     find = ImplicitDifferentiation()
     potential = adjsim.LennardJones(parameter(1.3), parameter(1.1))
     pair = find(potential, torch.tensor([[0.0, 0.0, 0.0], [1.3, 0.1, 0.0]]))
@@ -488,7 +586,9 @@ def test_the_derivative_of_a_cluster_against_differences():
         cage = Cage()
         if value is not None:
             cage.width.data.fill_(value)
-        found = ImplicitDifferentiation()(cage, torch.cat([square()[0], square()[0] + torch.tensor([0.5, 2.0])]))
+        found = ImplicitDifferentiation()(
+            cage, torch.cat([square()[0], square()[0] + torch.tensor([0.5, 2.0])])
+        )
         return (found**2).sum(), cage
 
     total, cage = size()

@@ -1,4 +1,6 @@
-"""An exact run stays a faithful discretisation: temperature, averages, energy and the chain's invariant."""
+"""An exact run stays a faithful discretisation: temperature, averages, energy and the chain's
+invariant.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ class Fractions(Splitting):
 
 @pytest.mark.parametrize("friction", [1e-3, 0.1, 1.0, 10.0])
 def test_the_fraction_keeps_the_temperature(friction):
-    """kT to 1e-7 by the Lyapunov equation, whatever the friction: the fraction is near in terms of 1 - c."""
+    """kT to 1e-7 by the Lyapunov equation, whatever the friction: the fraction is near in terms of
+    1 - c.
+    """
     for scheme in ("BAOAB", "OBABO"):
-        plain, mine = (covariance(langevin(1.6, 0.7, 1.3, friction), kind(scheme, 0.05)) for kind in (Splitting, Fractions))
+        plain, mine = (
+            covariance(langevin(1.6, 0.7, 1.3, friction), kind(scheme, 0.05))
+            for kind in (Splitting, Fractions)
+        )
         assert mine[0, 0] == pytest.approx(plain[0, 0], rel=2e-7)
         assert mine[1, 1] == pytest.approx(plain[1, 1], rel=2e-7)
 
@@ -42,7 +49,10 @@ def test_the_fraction_keeps_the_temperature(friction):
 @pytest.mark.parametrize("dt", [0.01, 0.1])
 def test_the_fractions_of_a_bath_keep_the_temperature(dt):
     for scheme in ("BAGAB", "GBABG"):
-        plain, mine = (covariance(generalised(1.6, 0.7, 1.3), kind(scheme, dt)) for kind in (Splitting, Fractions))
+        plain, mine = (
+            covariance(generalised(1.6, 0.7, 1.3), kind(scheme, dt))
+            for kind in (Splitting, Fractions)
+        )
         assert mine[0, 0] == pytest.approx(plain[0, 0], rel=2e-6)
         assert mine[1, 1] == pytest.approx(plain[1, 1], rel=2e-6)
 
@@ -62,7 +72,9 @@ def test_averages_of_a_double_well(name):
         q, p = state.position[..., 0, 0], state.momentum[..., 0, 0]
         return torch.stack([q**2, q**4, p**2], -1)
 
-    found = series(dynamics, Splitting(name, dt, exact=True), torch.ones(256, 1, 1), 250.0, 0.5, observe, 25.0)
+    found = series(
+        dynamics, Splitting(name, dt, exact=True), torch.ones(256, 1, 1), 250.0, 0.5, observe, 25.0
+    )
     for i, power in enumerate((2, 4)):
         exact = boltzmann(lambda x: (x * x - 1) ** 2, kT, power)
         within(found[..., i], exact, exact)
@@ -89,7 +101,13 @@ def errors_of_invariant(dynamics, start, scheme, dt, steps):
     times = torch.arange(0, steps + 1, 20) * dt
     with torch.no_grad():
         runs = [
-            adjsim.simulate(dynamics, start, times, solver=Splitting(scheme, dt, exact=exact), record=dynamics.invariant).record
+            adjsim.simulate(
+                dynamics,
+                start,
+                times,
+                solver=Splitting(scheme, dt, exact=exact),
+                record=dynamics.invariant,
+            ).record
             for exact in (False, True)
         ]
     return [run - run[0] for run in runs]
@@ -112,7 +130,9 @@ def test_energy_is_kept_as_in_floating_point():
 
 @pytest.mark.slow
 def test_the_invariant_of_a_chain_walks_within_its_bound():
-    """Each of two scales of momenta a step errs by a factor uniform within 2^-23 and by 2^22 units; both walk at random."""
+    """Each of two scales of momenta a step errs by a factor uniform within 2^-23 and by 2^22 units;
+    both walk at random.
+    """
     kT, dt, steps = 0.25, 0.002, 10_000
     dynamics = adjsim.NoseHooverChain(adjsim.LennardJones(), 1.0, kT, 0.3)
     start = hot(dynamics)
@@ -120,6 +140,8 @@ def test_the_invariant_of_a_chain_walks_within_its_bound():
     kinetic = 39 * kT / 2
     lattice = Splitting("NBABN", dt, exact=True).program(dynamics, start).lattice
     roughness = 2**22 * float(lattice.grids["momentum"].spacing) / math.sqrt(6)
-    walk = math.sqrt(2 * steps) * (2 * kinetic * 2**-23 / math.sqrt(3) + math.sqrt(2 * kinetic) * roughness)
+    walk = math.sqrt(2 * steps) * (
+        2 * kinetic * 2**-23 / math.sqrt(3) + math.sqrt(2 * kinetic) * roughness
+    )
     assert float(exact.abs().max()) < float(plain.abs().max()) + 4 * walk
     assert 4 * walk < 1e-3 * kinetic

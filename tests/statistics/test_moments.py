@@ -1,4 +1,6 @@
-"""Stationary covariances without sampling: for a linear force a step is an affine map, and they solve a Lyapunov equation."""
+"""Stationary covariances without sampling: for a linear force a step is an affine map, and they
+solve a Lyapunov equation.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from adjsim.solvers.base import SteppingSolver
 
 
 def affine(dynamics, solver: SteppingSolver):
-    """A and B of z' = A z + B xi, one particle in one dimension, z the fields one after the other."""
+    """A and B of z' = A z + B xi, for one particle in one dimension and z its fields."""
     start = zero(dynamics)
     program, coefficients = solver.program(dynamics, start), solver.coefficients(dynamics, start)
     sizes = [x.numel() for x in start]
@@ -26,7 +28,9 @@ def affine(dynamics, solver: SteppingSolver):
         state = type(start)(*(part.reshape(x.shape) for part, x in zip(parts, start, strict=True)))
         with torch.no_grad():
             noise = torch.as_tensor(xi).reshape(-1, 1, 1).unbind(0)
-            after = program.step(lambda share: 0.0, state, coefficients, noise, program.forces(dynamics.potential))
+            after = program.step(
+                lambda share: 0.0, state, coefficients, noise, program.forces(dynamics.potential)
+            )
         return torch.cat([x.reshape(-1) for x in after]).numpy()
 
     n, none = sum(sizes), np.zeros(count)
@@ -37,12 +41,18 @@ def affine(dynamics, solver: SteppingSolver):
 
 def zero(dynamics):
     at = torch.zeros(1, 1)
-    start = dynamics.init(at) if isinstance(dynamics, adjsim.OverdampedLangevin) else dynamics.init(at, at)
+    start = (
+        dynamics.init(at)
+        if isinstance(dynamics, adjsim.OverdampedLangevin)
+        else dynamics.init(at, at)
+    )
     return type(start)(*(torch.zeros_like(x) for x in start))
 
 
 def covariance(dynamics, solver):
-    """The stationary covariance; a step that sees the next step's noise carries it along in the state."""
+    """The stationary covariance; a step that sees the next step's noise carries it along in the
+    state.
+    """
     A, B, program = affine(dynamics, solver)
     n, draws = len(A), program.draws
     if program.noise_steps == 2:
@@ -79,7 +89,11 @@ def test_langevin_splittings(scheme, mass, kT, k, friction, share):
 
 
 def test_one_step_of_one_half():
-    for scheme, expected in {"BAOAB": (1, 0.9375), "ABOBA": (1, 1.0667), "OBABO": (1.0667, 1)}.items():
+    for scheme, expected in {
+        "BAOAB": (1, 0.9375),
+        "ABOBA": (1, 1.0667),
+        "OBABO": (1.0667, 1),
+    }.items():
         S = covariance(langevin(), adjsim.Splitting(scheme, 0.5))
         assert (S[0, 0], S[1, 1]) == pytest.approx(expected, abs=5e-5)
 
@@ -94,7 +108,9 @@ def test_one_step_of_one_half():
 )
 @pytest.mark.parametrize("h", [0.01, 0.1, 0.25])
 def test_generalised_splittings(mass, kT, k, rates, strengths, h):
-    """BAGAB leaves <q^2> exact and GBABG <p^2>, with <q^2> 1/(1 - h^2 omega^2/4), whatever the bath."""
+    """BAGAB leaves <q^2> exact and GBABG <p^2>, with <q^2> 1/(1 - h^2 omega^2/4), whatever the
+    bath.
+    """
     dynamics = generalised(mass, kT, k, rates, strengths)
     more = 1 / (1 - h * h * k / mass / 4)
     S = covariance(dynamics, adjsim.Splitting("BAGAB", h))
@@ -106,7 +122,7 @@ def test_generalised_splittings(mass, kT, k, rates, strengths, h):
 
 
 def test_the_bath_is_the_exact_exponential():
-    """Against scipy's matrix exponential and the integral of the covariance by Lyapunov's equation."""
+    """Against scipy's matrix exponential, and the covariance by Lyapunov's equation."""
     dynamics = generalised(2.5, 0.6, 1.7)
     M, h = dynamics.bath_matrix().numpy(), 0.3
     E, C = (x.numpy() for x in dynamics.bath_flow(h))
@@ -118,7 +134,9 @@ def test_the_bath_is_the_exact_exponential():
 
 
 def test_the_covariance_keeps_its_digits_at_small_steps():
-    """The momentum's noise over a short time is 2/3 r s h^3 to leading order; the difference 1 - E E^T keeps none of it."""
+    """The momentum's noise over a short time is 2/3 r s h^3 to leading order; the difference 1 - E
+    E^T keeps none of it.
+    """
     dynamics = generalised(rates=(2.0,), strengths=(3.0,))
     for h in (1e-3, 1e-5):
         _, C = dynamics.bath_flow(h)
@@ -133,7 +151,9 @@ def test_continuous_equations_sample_the_canonical_distribution():
 
         def rate(z, dynamics=dynamics, start=start, sizes=sizes):
             parts = torch.split(torch.as_tensor(z), sizes)
-            state = type(start)(*(part.reshape(x.shape) for part, x in zip(parts, start, strict=True)))
+            state = type(start)(
+                *(part.reshape(x.shape) for part, x in zip(parts, start, strict=True))
+            )
             return torch.cat([x.detach().reshape(-1) for x in dynamics.drift(0.0, state)]).numpy()
 
         M = np.stack([rate(unit) for unit in np.eye(sum(sizes))], 1)
@@ -144,7 +164,9 @@ def test_continuous_equations_sample_the_canonical_distribution():
 
 @pytest.mark.parametrize("dt", [0.02, 0.2, 0.8])
 def test_overdamped_schemes(dt):
-    """Euler-Maruyama is out by 1/(1 - k dt/(2 friction)); averaging the noise of two steps makes it exact."""
+    """Euler-Maruyama is out by 1/(1 - k dt/(2 friction)); averaging the noise of two steps makes it
+    exact.
+    """
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(1.5), kT=0.7, friction=2.0)
     S = covariance(dynamics, adjsim.EulerMaruyama(dt))
     assert S[0, 0] * 1.5 / 0.7 == pytest.approx(1 / (1 - 1.5 * dt / 4.0), rel=1e-12)
@@ -152,9 +174,9 @@ def test_overdamped_schemes(dt):
     assert S[0, 0] * 1.5 / 0.7 == pytest.approx(1.0, rel=1e-12)
 
 
-# Orders of <q^2>, <p^2> and <q p>, inf where the moment is exact. The core of a palindrome conserves a quadratic form without
-# the product q p; that of BAO (symplectic Euler) has one of order h, which friction hands on to <q^2>: <p^2>/m - k <q^2> =
-# friction <q p> at equilibrium.
+# Orders of <q^2>, <p^2> and <q p>, inf where the moment is exact. The core of a palindrome
+# conserves a quadratic form without the product q p; that of BAO (symplectic Euler) has one of
+# order h, which friction hands on to <q^2>: <p^2>/m - k <q^2> = friction <q p> at equilibrium.
 @pytest.mark.parametrize(
     ("build", "scheme", "orders"),
     [
@@ -182,4 +204,7 @@ def test_orders_of_the_moments(build, scheme, orders):
             assert max(found) < 1e-12
         else:
             # The next power of h is a few per cent at these steps.
-            assert all(math.log2(a / b) == pytest.approx(order, abs=0.1) for a, b in itertools.pairwise(found)), found
+            assert all(
+                math.log2(a / b) == pytest.approx(order, abs=0.1)
+                for a, b in itertools.pairwise(found)
+            ), found

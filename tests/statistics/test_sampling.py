@@ -14,7 +14,9 @@ from adjsim.observables import autocorrelation_time, mean_with_error
 
 
 def within(samples: torch.Tensor, exact: float, bias: float = 0.0) -> None:
-    """Independent replicas' averages agree with the exact value to four standard errors (and the integrator's bias)."""
+    """Independent replicas' averages agree with the exact value to four standard errors (and the
+    integrator's bias).
+    """
     mean = float(samples.mean())
     stderr = float(samples.std()) / math.sqrt(samples.numel())
     assert stderr < 0.05 * abs(exact), "too few samples to tell"
@@ -54,7 +56,9 @@ def test_chain_on_one_harmonic_oscillator(mass):
 @pytest.mark.slow
 @pytest.mark.parametrize("mass", [1.0, 2.0])
 def test_chain_keeps_the_temperature_of_bound_atoms(mass):
-    """Eight atoms in three dimensions: the kinetic temperature is kT whatever the mass; one thermostat a system."""
+    """Eight atoms in three dimensions: the kinetic temperature is kT whatever the mass; one
+    thermostat a system.
+    """
     kT = 0.4
     dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(2.0), mass, kT, tau=0.5)
     generator = torch.Generator().manual_seed(2)
@@ -69,7 +73,9 @@ def test_chain_keeps_the_temperature_of_bound_atoms(mass):
 
 @pytest.mark.slow
 def test_esh_weights_make_time_averages_canonical():
-    """Three double wells in the plane: <q^2> at kT = 1, by quadrature; weighted by speed it is right, unweighted not."""
+    """Three double wells in the plane: <q^2> at kT = 1, by quadrature; weighted by speed it is
+    right, unweighted not.
+    """
 
     def boltzmann(x):
         return math.exp(-((x * x - 1) ** 2))
@@ -100,7 +106,9 @@ def test_errors_of_a_correlated_series_are_right():
         x = a * x + math.sqrt(1 - a * a) * xi
         series.append(x)
     series = torch.tensor(series)
-    assert autocorrelation_time(series) == pytest.approx(19.0, rel=0.1)  # its own error is about tau sqrt(2 window tau / n)
+    assert autocorrelation_time(series) == pytest.approx(
+        19.0, rel=0.1
+    )  # its own error is about tau sqrt(2 window tau / n)
     mean = mean_with_error(series)
     assert mean.ess == pytest.approx(n / 19.0, rel=0.1)
     assert abs(mean.value) < 4 * mean.stderr

@@ -1,4 +1,6 @@
-"""What stochastic dynamics sample, against quadrature; errors corrected for autocorrelation, or from independent replicas."""
+"""What stochastic dynamics sample, against quadrature; errors corrected for autocorrelation, or
+from independent replicas.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def series(dynamics, solver, position, time, every, observe, burn_in, seed=1):
 
 
 def within(values, exact, scale, bias=0.0):
-    """Four standard errors, from the spread of independent replicas, and the scheme's own bias where it has one."""
+    """Four standard errors, from the spread of independent replicas, and the scheme's own bias
+    where it has one.
+    """
     mean = mean_with_error(values)
     assert mean.ess > 100
     assert abs(mean.value - exact) < 4 * mean.stderr + bias, (mean, exact)
@@ -72,7 +76,8 @@ def test_double_well_and_moments(name, scheme):
     barrier, dt = 1.0, 0.05 if name != "overdamped" else 0.02
     dynamics = STOCHASTIC[name](adjsim.DoubleWell(barrier))
     mass, kT = torch.as_tensor(getattr(dynamics, "mass", 1.0)).detach().mean().item(), 0.6
-    # One atom of each mass the dynamics knows, all replicas of one another where masses do not matter.
+    # One atom of each mass the dynamics knows, all replicas of one another where masses do not
+    # matter.
     atoms = dynamics.mass.numel() if name != "overdamped" else 1
 
     def observe(state):
@@ -86,26 +91,43 @@ def test_double_well_and_moments(name, scheme):
     start = torch.ones(REPLICAS, atoms, 1)
     start[::2] = -1.0
     values = series(dynamics, solver_of(scheme, dt), start, 120.0, 0.2, observe, 20.0)
-    first = mass if name == "langevin" else float(dynamics.mass.reshape(-1)[0]) if name != "overdamped" else 1.0
-    exact = [0.0, *(boltzmann(lambda x: barrier * (x * x - 1) ** 2, kT, n) for n in (2, 4)), 0.0, first * kT]
+    first = (
+        mass
+        if name == "langevin"
+        else float(dynamics.mass.reshape(-1)[0])
+        if name != "overdamped"
+        else 1.0
+    )
+    exact = [
+        0.0,
+        *(boltzmann(lambda x: barrier * (x * x - 1) ** 2, kT, n) for n in (2, 4)),
+        0.0,
+        first * kT,
+    ]
     scale = [exact[1] ** 0.5, *exact[1:3], exact[4] ** 0.5, exact[4]]
     for i in range(values.shape[-1]):
-        # Bias of the scheme at this step, measured at half the step by the order tests: 2 % for first order, 0.5 % for second.
+        # Bias of the scheme at this step, measured at half the step by the order tests: 2 % for
+        # first order, 0.5 % for second.
         bias = (0.04 if first_order(scheme) else 0.006) * abs(exact[i])
         within(values[..., i], exact[i], scale[i], bias)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "scheme"), [("langevin", "BAOAB"), ("generalised-2", "BAGAB"), ("overdamped", "LeimkuhlerMatthews")]
+    ("name", "scheme"),
+    [("langevin", "BAOAB"), ("generalised-2", "BAGAB"), ("overdamped", "LeimkuhlerMatthews")],
 )
 def test_muller_brown_basin(name, scheme):
-    """<x>, <y> and <U> of the whole surface at kT = 30, where basins mix, by quadrature. The bias of dt is below the errors."""
+    """<x>, <y> and <U> of the whole surface at kT = 30, where basins mix, by quadrature. The bias
+    of dt is below the errors.
+    """
     kT = 30.0
     potential = adjsim.MullerBrown()
     dynamics = {
         "langevin": lambda: adjsim.Langevin(potential, kT=kT, friction=10.0),
-        "generalised-2": lambda: adjsim.GeneralizedLangevin(potential, kT=kT, rates=(5.0, 50.0), strengths=(25.0, 250.0)),
+        "generalised-2": lambda: adjsim.GeneralizedLangevin(
+            potential, kT=kT, rates=(5.0, 50.0), strengths=(25.0, 250.0)
+        ),
         "overdamped": lambda: adjsim.OverdampedLangevin(potential, kT=kT, friction=1.0),
     }[name]()
     dt, time, every = (0.0005, 10.0, 0.02) if name != "overdamped" else (5e-5, 0.8, 0.002)
@@ -121,7 +143,15 @@ def test_muller_brown_basin(name, scheme):
         return float(potential(torch.tensor([[x, y]])))
 
     def integral(f):
-        return dblquad(lambda y, x: f(x, y) * math.exp(-surface(x, y) / kT), -2.5, 2.0, -1.2, 3.0, epsabs=1e-3, epsrel=1e-5)[0]
+        return dblquad(
+            lambda y, x: f(x, y) * math.exp(-surface(x, y) / kT),
+            -2.5,
+            2.0,
+            -1.2,
+            3.0,
+            epsabs=1e-3,
+            epsrel=1e-5,
+        )[0]
 
     norm = integral(lambda x, y: 1.0)
     for i, f in enumerate((lambda x, y: x, lambda x, y: y, surface)):
@@ -133,7 +163,13 @@ def test_muller_brown_basin(name, scheme):
 
 # The stages of srk make it the slowest by far.
 SDE_ROWS = [
-    pytest.param(name, method, marks=pytest.mark.marathon if method == "srk" and name != "overdamped" else pytest.mark.slow)
+    pytest.param(
+        name,
+        method,
+        marks=pytest.mark.marathon
+        if method == "srk" and name != "overdamped"
+        else pytest.mark.slow,
+    )
     for name in ("langevin", "generalised-2", "overdamped")
     for method in ("midpoint", "heun", "srk", "euler")
 ]
@@ -161,18 +197,29 @@ def test_sde_solvers_sample_too(method, name):
 
 
 def test_velocity_autocorrelation_of_the_generalised_bath():
-    """A free particle in a bath of one exponential: <p(t) p(0)> = m kT e^{-rt/2} (cos wt + r sin wt / 2w), w^2 = s - r^2/4."""
+    """A free particle in a bath of one exponential: <p(t) p(0)> = m kT e^{-rt/2} (cos wt + r sin wt
+    / 2w), w^2 = s - r^2/4.
+    """
     rate, strength, mass, kT = 1.0, 4.0, 1.7, 0.6
     dynamics = adjsim.GeneralizedLangevin(adjsim.Harmonic(1e-9), mass, kT, (rate,), (strength,))
     start = dynamics.init(torch.zeros(4096, 1, 1), generator=torch.Generator().manual_seed(2))
     frames = torch.arange(16) * 0.2
     with torch.no_grad():
         run = adjsim.simulate(
-            dynamics, start, frames, solver=Splitting("BAGAB", 0.1), generator=torch.Generator().manual_seed(3)
+            dynamics,
+            start,
+            frames,
+            solver=Splitting("BAGAB", 0.1),
+            generator=torch.Generator().manual_seed(3),
         )
     products = (run.momentum * run.momentum[0])[..., 0, 0]
     w = math.sqrt(strength - rate**2 / 4)
-    exact = mass * kT * torch.exp(-rate * frames / 2) * (torch.cos(w * frames) + rate / (2 * w) * torch.sin(w * frames))
+    exact = (
+        mass
+        * kT
+        * torch.exp(-rate * frames / 2)
+        * (torch.cos(w * frames) + rate / (2 * w) * torch.sin(w * frames))
+    )
     error = products.std(1) / products.shape[1] ** 0.5
     assert bool(((products.mean(1) - exact).abs() < 4 * error).all())
 

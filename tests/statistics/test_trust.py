@@ -1,4 +1,6 @@
-"""What estimators must not do in silence: overflow, miss what an observable reads, or rest on a handful of replicas."""
+"""What estimators must not do in silence: overflow, miss what an observable reads, or rest on a
+handful of replicas.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ class Offset(nn.Module):
 def test_reweighting_does_not_see_a_constant_in_the_energy(offset):
     """exp(-1000) is zero, and its inverse infinite."""
     dynamics = adjsim.OverdampedLangevin(Offset(), 1.0, 1.0)
-    simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.ones(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.1))
+    simulation = Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.ones(n, 1, 1)),
+        [0.0, 2.0],
+        adjsim.EulerMaruyama(0.1),
+    )
     estimator, observable = Reweighting(), TimeAverage(squared)
     estimator(simulation, observable, replicas=32, chunks=4, generator=seeded())
     with torch.no_grad():
@@ -49,8 +56,12 @@ def test_reweighting_does_not_see_a_constant_in_the_energy(offset):
     assert not after.diagnostics["sampled"]
     # Energies of 1,000 are rounded to 1e-13.
     torch.testing.assert_close(after.value, before.value, rtol=1e-11, atol=0)
-    torch.testing.assert_close(after.grad["potential.k"], before.grad["potential.k"], rtol=1e-10, atol=0)
-    torch.testing.assert_close(after.grad_stderr["potential.k"], before.grad_stderr["potential.k"], rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        after.grad["potential.k"], before.grad["potential.k"], rtol=1e-10, atol=0
+    )
+    torch.testing.assert_close(
+        after.grad_stderr["potential.k"], before.grad_stderr["potential.k"], rtol=1e-10, atol=0
+    )
     assert abs(float(after.grad["potential.offset"])) < 1e-12
 
 
@@ -75,15 +86,21 @@ def well_with_memory(kT, rates=(1.0, 3.0)):
 def test_memory_has_a_temperature(estimator):
     """<z^2> = m kT, read directly, and behind detach()."""
     for look in (lambda s: s.memory[:, 1, 0, 0] ** 2, lambda s: s.memory.detach()[:, 1, 0, 0] ** 2):
-        estimate = estimator(well_with_memory(parameter(0.8)), TimeAverage(look), replicas=4096, generator=seeded())
+        estimate = estimator(
+            well_with_memory(parameter(0.8)), TimeAverage(look), replicas=4096, generator=seeded()
+        )
         assert abs(float(estimate.grad["kT"]) - 1.4) < 4 * float(estimate.grad_stderr["kT"])
         assert float(estimate.grad_stderr["kT"]) < 0.1
 
 
 def chained(kT, tau, generator, n):
-    """A harmonic well with a chain, at equilibrium: b_j has the variance Q_j kT, Q_1 = dof kT tau^2."""
+    """A harmonic well with a chain, at equilibrium: b_j has the variance Q_j kT, Q_1 = dof kT
+    tau^2.
+    """
     dynamics = adjsim.NoseHooverChain(adjsim.Harmonic(1.0), 1.0, kT, tau)
-    state = dynamics.init(math.sqrt(kT.detach()) * torch.randn(n, 2, 1, generator=generator), generator=generator)
+    state = dynamics.init(
+        math.sqrt(kT.detach()) * torch.randn(n, 2, 1, generator=generator), generator=generator
+    )
     Q = torch.tensor([2.0, 1.0, 1.0]).reshape(3, 1, 1) * kT.detach() * tau.detach() ** 2
     b = (Q * kT.detach()).sqrt() * torch.randn(state.bath_momentum.shape, generator=generator)
     return dynamics, state._replace(bath_momentum=b)
@@ -100,7 +117,11 @@ def test_chain_momenta_have_a_temperature_and_a_relaxation_time(estimator):
 
     simulation = Simulation(dynamics, initial, [0.0, 0.2], adjsim.Splitting("NBABN", 0.02))
     estimate = estimator(
-        simulation, TimeAverage(lambda s: s.bath_momentum[:, 0, 0, 0] ** 2), replicas=8192, chunks=8, generator=seeded()
+        simulation,
+        TimeAverage(lambda s: s.bath_momentum[:, 0, 0, 0] ** 2),
+        replicas=8192,
+        chunks=8,
+        generator=seeded(),
     )
     for name, exact in {"kT": 4 * 0.8 * 0.36, "tau": 4 * 0.64 * 0.6}.items():
         assert abs(float(estimate.grad[name]) - exact) < 4 * float(estimate.grad_stderr[name])
@@ -108,30 +129,47 @@ def test_chain_momenta_have_a_temperature_and_a_relaxation_time(estimator):
     unread = estimator(simulation, TimeAverage(squared), replicas=64, generator=seeded())
     assert float(unread.grad["tau"]) == 0.0
     with pytest.raises(ValueError, match="reads bath_position, which has no stationary density"):
-        estimator(simulation, TimeAverage(lambda s: s.bath_position[:, 0, 0, 0]), replicas=64, generator=seeded())
+        estimator(
+            simulation,
+            TimeAverage(lambda s: s.bath_position[:, 0, 0, 0]),
+            replicas=64,
+            generator=seeded(),
+        )
 
 
 @pytest.mark.slow
 def test_terms_of_a_bath_that_is_not_read_are_left_out():
-    """They would add their own variance to the derivative by kT: here of eight variables beside a momentum."""
+    """They would add their own variance to the derivative by kT: here of eight variables beside a
+    momentum.
+    """
     simulation = dataclasses.replace(well_with_memory(parameter(0.8), [1.0] * 8), ts=[0.0, 0.2])
-    observables = [TimeAverage(squared), TimeAverage(lambda s: squared(s) + 1e-9 * s.memory[:, 0, 0, 0])]
-    found = [ScoreFunction()(simulation, look, replicas=4096, chunks=64, generator=seeded()) for look in observables]
+    observables = [
+        TimeAverage(squared),
+        TimeAverage(lambda s: squared(s) + 1e-9 * s.memory[:, 0, 0, 0]),
+    ]
+    found = [
+        ScoreFunction()(simulation, look, replicas=4096, chunks=64, generator=seeded())
+        for look in observables
+    ]
     left_out, included = (float(estimate.grad_stderr["kT"]) for estimate in found)
     # 64 chunks know an error to 9 %, and of the same runs a ratio better.
     assert included > 1.15 * left_out
 
 
 def test_a_bath_that_is_read_at_the_ends_alone_is_found():
-    """The observable reads the memory to the right of 5 only, where no start is but every run goes."""
-    dynamics = adjsim.GeneralizedLangevin(adjsim.Harmonic(1.0, 9.0), 1.0, parameter(0.8), (2.0,), (3.0,))
+    """The observable reads the memory beyond 5 only, where no run starts but every run goes."""
+    dynamics = adjsim.GeneralizedLangevin(
+        adjsim.Harmonic(1.0, 9.0), 1.0, parameter(0.8), (2.0,), (3.0,)
+    )
     simulation = Simulation(
         dynamics,
         lambda n, generator: dynamics.init(torch.zeros(n, 1, 1), generator=generator),
         [0.0, 20.0],
         adjsim.Splitting("BAGAB", 0.2),
     )
-    observable = TimeAverage(lambda s: torch.where(s.position[:, 0, 0] > 5, s.memory[:, 0, 0, 0] ** 2, 0.0), burn_in=16.0)
+    observable = TimeAverage(
+        lambda s: torch.where(s.position[:, 0, 0] > 5, s.memory[:, 0, 0, 0] ** 2, 0.0), burn_in=16.0
+    )
     estimate = ScoreFunction()(simulation, observable, replicas=2048, chunks=8, generator=seeded())
     assert abs(float(estimate.grad["kT"]) - 1.0) < 4 * float(estimate.grad_stderr["kT"])
     assert float(estimate.grad_stderr["kT"]) < 0.1
@@ -169,7 +207,9 @@ def test_momenta_are_found_by_their_effect(observable):
         Girsanov()(underdamped(), observable, replicas=64, chunks=2, generator=seeded())
 
 
-@pytest.mark.parametrize("observable", [Final(squared), TimeAverage(squared), lambda run: run.position[-1, :, 0, 0] ** 2])
+@pytest.mark.parametrize(
+    "observable", [Final(squared), TimeAverage(squared), lambda run: run.position[-1, :, 0, 0] ** 2]
+)
 def test_positions_are_not_taken_for_momenta(observable):
     Girsanov()(underdamped(), observable, replicas=8, chunks=2, generator=seeded())
 
@@ -179,11 +219,17 @@ def test_momenta_have_a_path_density_under_obabo():
 
 
 @pytest.mark.parametrize(
-    ("edge", "count", "says"), [(0.0, 1007, None), (2.6, 10, "of 2048 replicas make up"), (9.0, 0, "same in all")]
+    ("edge", "count", "says"),
+    [(0.0, 1007, None), (2.6, 10, "of 2048 replicas make up"), (9.0, 0, "same in all")],
 )
 def test_an_event_that_few_replicas_saw_is_said(edge, count, says):
     dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(1.0)), 1.0, 1.0)
-    simulation = Simulation(dynamics, lambda n, g: dynamics.init(torch.zeros(n, 1, 1)), [0.0, 2.0], adjsim.EulerMaruyama(0.05))
+    simulation = Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.zeros(n, 1, 1)),
+        [0.0, 2.0],
+        adjsim.EulerMaruyama(0.05),
+    )
     beyond = Final(lambda s: (s.position[:, 0, 0] > edge).double())
     estimate = Girsanov()(simulation, beyond, replicas=2048, generator=seeded())
     assert round(float(estimate.value) * 2048) == count
