@@ -22,7 +22,8 @@ from adjsim._inputs import outside_inference_mode
 from adjsim._noise import seed_from
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
-from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
+from adjsim.estimators.base import Estimator, Observable, Simulation
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
 from adjsim.solvers.sde import InstabilityError
 

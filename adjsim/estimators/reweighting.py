@@ -19,13 +19,13 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
     Chunk,
     Estimator,
-    GradientEstimate,
     Observable,
     Simulation,
     chunk_slices,
     jacobian,
     weighted_mean,
 )
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
