@@ -1,13 +1,12 @@
 """The interface of estimators.
 
-An estimator answers: how does the mean of this observable, over replicas of this simulation, change
-with the parameters of its dynamics? This is two different questions, and every estimate carries the
-label of its question:
+An estimator computes how the mean of an observable changes with the parameters of the dynamics.
+There are two such means, and every estimate carries the label of its own, the *estimand*:
 
 ``"path"``
-    how the mean over runs from the given starts, after the given time, changes;
+    the mean over runs from the given starts, for the given time;
 ``"stationary"``
-    how the equilibrium mean changes, which does not depend on a start.
+    the equilibrium mean, which does not depend on a start.
 
 Replicas are run in chunks. Standard errors come from the spread of independent chunks, so intervals
 are Student's t with one degree of freedom fewer than the number of chunks.
@@ -48,14 +47,14 @@ class Simulation:
 
     Args:
         dynamics: the physics; gradients are with respect to its named parameters.
-        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is
-            called without gradients: every estimator holds the starts fixed.
+        initial: ``initial(replicas, generator) -> state``, whose leading axis is the replicas. It
+            is called without gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
         compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a
-            fixed step. Pathwise then takes :class:`~adjsim.ReversibleAdjoint`. Girsanov and
-            ForwardSensitivity handle every step in Python and are not compiled. Chunks of one size
-            compile once.
+            fixed step. Pathwise then needs :class:`~adjsim.ReversibleAdjoint`. Girsanov and
+            ForwardSensitivity run every step in Python and are not compiled. Chunks of equal size
+            share one compilation.
     """
 
     dynamics: Dynamics
@@ -86,13 +85,13 @@ class Simulation:
 
     @property
     def duration(self) -> float:
-        """The time from the start to the last save."""
+        """The time from the start to the last save time."""
         return float(self.ts[-1] - self.ts[0])
 
 
 @dataclass
 class Chunk:
-    """The results of a group of replicas: mean, gradient, and data that all chunks combine."""
+    """The results of a group of replicas: mean, gradient, and data to combine with other chunks."""
 
     value: Tensor
     grad: dict[str, Tensor]
@@ -124,12 +123,12 @@ class Estimator(ABC):
             replicas: number of independent runs.
             chunks: number of groups, as even as possible, in which the replicas run. Their spread
                 gives the standard errors. The noise of a replica does not depend on the chunks.
-            generator: seeds starts and noise, as a generator or a whole number; None: torch's
+            generator: seeds starts and noise, as a generator or an integer; None: torch's
                 default generator.
         """
 
     def can_compile(self, simulation: Simulation) -> bool:
-        """Return whether its runs can be compiled."""
+        """Return whether the runs can be compiled."""
         return isinstance(simulation.solver, SteppingSolver)
 
     def check(self, simulation: Simulation, observable: Observable) -> None:
@@ -206,7 +205,7 @@ class ChunkedEstimator(Estimator):
     def combine(
         self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        """Finish the chunks where that needs all of them, and return more diagnostics."""
+        """Complete the chunks with data of all of them, and return additional diagnostics."""
         return {}
 
 
@@ -233,10 +232,7 @@ def observe(
 
 
 def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
-    """Return the observable of a trajectory.
-
-    A time average was recorded by the run.
-    """
+    """Evaluate an observable on a trajectory, or return the time average that it recorded."""
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None
         return trajectory.record
@@ -256,9 +252,9 @@ def checked(values: Tensor, start: State) -> Tensor:
 
 
 def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the derivative of each entry of the mean, by input.
+    """Compute the derivative of each entry of the mean with respect to each input.
 
-    It is zero where there is no dependence.
+    It is zero where the mean does not depend on the input.
     """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}

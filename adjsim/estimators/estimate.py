@@ -1,4 +1,4 @@
-"""The result of an estimator: a gradient, its error bars, and reasons not to trust it."""
+"""The result of an estimator: a mean, its gradient, their error bars, and warnings."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torch import Tensor, nn
 FEW_SAMPLES = 50
 # With fewer contributing replicas the error bar is uncertain by more than a tenth.
 FEW_CONTRIBUTING = 20
-# If tangents grow by more along the run, few paths dominate the mean.
+# If tangents grow by a larger factor along the run, few paths dominate the mean.
 LARGE_GROWTH = 1e2
 
 
 @dataclass
 class GradientEstimate:
-    """A mean, its gradient, their standard errors, and their cost.
+    """A mean, its gradient, their standard errors, and the cost.
 
     Attributes:
         value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
             one chunk).
-        grad, grad_stderr: by parameter name, ``(..., *parameter)``.
+        grad, grad_stderr: the gradient of the mean and its standard error, by parameter name,
+            ``(..., *parameter)``.
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
-            runs were compiled), ``ess`` (the number of independent samples that the estimate is
-            worth), ``chunks``, ``replicas``, and more from some estimators.
+            runs were compiled), ``ess`` (effective sample size: the number of independent samples
+            that the estimate is worth), ``chunks``, ``replicas``, and more from some estimators.
     """
 
     value: Tensor
@@ -40,9 +41,9 @@ class GradientEstimate:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Compute the confidence interval of the gradient of a parameter, or of the value.
+        """Compute a confidence interval of the value, or of the gradient of a named parameter.
 
-        It is Student's t over the chunks.
+        It is the interval of Student's t over the chunks.
         """
         middle, error = (
             (self.value, self.value_stderr)
@@ -53,9 +54,7 @@ class GradientEstimate:
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
-        """Return a tensor with this value, whose gradient is the estimate.
-
-        It is for use in a larger loss.
+        """Return a differentiable tensor with this value and gradient, for use in a larger loss.
 
         Args:
             module: the dynamics that was estimated.
@@ -92,31 +91,31 @@ class GradientEstimate:
         missing = [name for name in self.grad if name not in parameters]
         if missing:
             raise ValueError(
-                f"{missing[0]!r} is no parameter of {type(module).__name__}: pass the dynamics "
+                f"{missing[0]!r} is not a parameter of {type(module).__name__}: pass the dynamics "
                 "that was estimated."
             )
         return parameters
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons not to trust the estimate, a sentence each; empty if none is known."""
-        info, found = self.diagnostics, []
+        """Reasons not to trust the estimate; empty if none is known."""
+        info, reasons = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
         if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
-            found.append(
+            reasons.append(
                 f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
             )
         contributing = info.get("contributing")
         if contributing is not None and contributing < FEW_CONTRIBUTING:
-            found.append(
+            reasons.append(
                 f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its "
                 "error is uncertain too"
                 if contributing > 0
-                else "the observable was the same in all replicas, so its score cannot show what "
-                "none of them saw"
+                else "the observable was the same in all replicas, so the score cannot show an "
+                "event that happened in none of them"
             )
         if error is not None and error > 1e-6:
-            found.append(
+            reasons.append(
                 f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
             )
         lost = info.get("lost_at")
@@ -125,24 +124,24 @@ class GradientEstimate:
             or (lost or math.inf) < info["duration"]
         ):
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
-            found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
+            reasons.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
         if info.get("smooth") is False:
-            found.append(
-                "the observable has no derivative along a path (is it a step?), so its zero means "
-                "nothing"
+            reasons.append(
+                "the observable has no derivative along a path (is it a step?), so its gradient of "
+                "zero means nothing"
             )
         if info.get("truncate") is not None:
-            found.append(
+            reasons.append(
                 f"it was cut off after {info['truncate']:g}, which leaves out effects that last "
                 "longer"
             )
         drift = info.get("equilibration")
         if drift is not None and drift > 4:
-            found.append(
+            reasons.append(
                 f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
                 "come to equilibrium"
             )
-        return found
+        return reasons
 
     def __str__(self) -> str:
         lines = [

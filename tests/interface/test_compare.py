@@ -144,7 +144,7 @@ def test_accumulate_does_what_backward_does():
     estimate.accumulate(problem.dynamics)
     for name, p in problem.dynamics.named_parameters():
         torch.testing.assert_close(p.grad, 2 * estimate.grad[name])
-    with pytest.raises(ValueError, match="is no parameter of Harmonic"):
+    with pytest.raises(ValueError, match="is not a parameter of Harmonic"):
         estimate.accumulate(adjsim.Harmonic())
 
 
