@@ -66,7 +66,7 @@ class Moments:
             values = rows.detach() - self.shift
             columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
-            # Skipped for an observable without parameters: a curve and a network have many of these.
+            # Skipped for an observable without parameters; a curve and a network have many of them.
             explicit = (
                 [self._slopes(entry, parameters, None) for entry in entries]
                 if seen.requires_grad
