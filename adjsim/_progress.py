@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def with_progress(items: Iterable[T], description: str, total: int, enabled: bool) -> Iterator[T]:
-    """Iterate over the items, with a progress bar if enabled and if stderr is a terminal."""
+    """Iterate over items, with a progress bar if enabled and on a terminal."""
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
     return iter(track(items, description, total, console=Console(stderr=True), transient=True))

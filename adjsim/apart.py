@@ -103,7 +103,7 @@ def _exit_with_caller() -> None:
 
 
 def _pickled_error(error: Exception) -> bytes:
-    """Pickle an error with its traceback as a note, or if it cannot be pickled its text."""
+    """Pickle an error with its traceback as a note, or its text if pickling fails."""
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
         data = pickle.dumps((None, error))

@@ -53,8 +53,8 @@ def _observables() -> str:
     return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"adjsim {__version__}")
         raise typer.Exit
 
@@ -360,8 +360,8 @@ def _question(problem: Preset, preset: str, observable: str | None) -> Question:
     return known[observable or next(iter(known))]
 
 
-def _estimators(asked: list[str] | None) -> list[str]:
-    names = [name.strip() for entry in asked or [] for name in entry.split(",")]
+def _estimators(requested: list[str] | None) -> list[str]:
+    names = [name.strip() for entry in requested or [] for name in entry.split(",")]
     if names == ["all"]:
         return list(ESTIMATORS)
     for name in names:
@@ -417,9 +417,9 @@ def _numbers(option: str, text: str) -> list[float]:
         ) from None
 
 
-def _horizons(asked: list[str], dt: float) -> list[float]:
+def _horizons(requested: list[str], dt: float) -> list[float]:
     horizons = set()
-    for text in (part.strip() for entry in asked for part in entry.split(",")):
+    for text in (part.strip() for entry in requested for part in entry.split(",")):
         try:
             horizon = float(text)
         except ValueError:

@@ -84,7 +84,7 @@ class Comparison:
         return records
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the records as JSON text, and write it to a file if a path is given."""
+        """Return the records as JSON text, and write them to an optional file."""
         text = json.dumps(self.rows(), indent=2)
         if path is not None:
             write_atomically(Path(path), text.encode())
@@ -284,7 +284,7 @@ def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def short_name(name: str, names: list[str]) -> str:
-    """Return the last part of a qualified name, or all of it if the last part is ambiguous."""
+    """Return the last part of a qualified name, or all of it if ambiguous."""
     last = name.rsplit(".", 1)[-1]
     return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name
 

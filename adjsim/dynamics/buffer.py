@@ -24,7 +24,7 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field's buffers, in the systems in which a buffer was full.
+    """The low 32 bits of a field's buffers, in systems with a full buffer.
 
     ``systems`` lists these systems as one bit for each system of the batch, or as their numbers
     (``numbered``), whichever is shorter.
@@ -45,7 +45,7 @@ def buffer_name(field: str) -> str:
 
 
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
-    """Move the low bits of a field's buffers to a spill, in systems where a buffer is full.
+    """Move the low bits of a field's buffers to a spill, in systems with a full buffer.
 
     The buffers of a system do not depend on its batch.
 

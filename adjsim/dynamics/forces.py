@@ -53,7 +53,7 @@ class ForceEvaluator:
     """The force of one potential for one run or sweep, evaluated once at each position.
 
     States are immutable, so the identity of a position tensor is its version. A force is cached for
-    the position object at which it was evaluated, until another position is asked for.
+    the position object at which it was evaluated, until the force at another is evaluated.
 
     Args:
         potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.

@@ -33,7 +33,7 @@ class MemoryState(NamedTuple):
 
 
 class Bath(Term):
-    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1, ..., z_n)::
+    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1..z_n)::
 
         dp   = -sum c_i z_i dt
         dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i

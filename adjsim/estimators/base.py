@@ -91,7 +91,7 @@ class Simulation:
 
 @dataclass
 class Chunk:
-    """The results of a group of replicas: mean, gradient, and data to combine with other chunks."""
+    """The results of a group of replicas: mean, gradient, and data to combine."""
 
     value: Tensor
     grad: dict[str, Tensor]

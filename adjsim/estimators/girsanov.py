@@ -176,15 +176,15 @@ class Girsanov(ChunkedEstimator):
                 found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
                 part.grad[name] = part.extra["explicit"][name] + found
         parameters = simulation.dynamics.trainable()
-        left = float("inf")
+        ess = float("inf")
         for name, p in parameters.items():
             scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(
                 sum(sizes), -1
             )
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
                 weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
-                left = min(left, 1.0 / float((weight**2).sum()))
-        return {"ess": left, "contributing": self._contributing(parts, sizes)}
+                ess = min(ess, 1.0 / float((weight**2).sum()))
+        return {"ess": ess, "contributing": self._contributing(parts, sizes)}
 
     @staticmethod
     def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
@@ -215,7 +215,7 @@ class Girsanov(ChunkedEstimator):
 
 
 class _PathObserver:
-    """An observer of the run that feeds the score, the explicit derivative and the momentum test.
+    """An observer that feeds the score, the explicit derivative and the momentum test.
 
     The score takes steps, the others take states.
     """

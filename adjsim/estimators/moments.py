@@ -1,4 +1,4 @@
-"""The moments of an equal-time covariance, as a function of the state to average over steps."""
+"""The moments of an equal-time covariance, as one function of the state."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Pathwise(ChunkedEstimator):
     def _truncated_run(
         self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
-        """Run with the graph cut at the start of the last part, or of every part.
+        """Run with the graph cut at the start of the last or of every part.
 
         Returns the observable, the final state, and the stats of the parts.
         """

@@ -231,8 +231,8 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if slope is None:
         return torch.zeros_like(x)
     # If nothing but the leaf made here requires grad, the result must not require grad.
-    asked = x.requires_grad or next(leaves(slope), None) is not None
-    return slope if asked else slope.detach()
+    keeps_graph = x.requires_grad or next(leaves(slope), None) is not None
+    return slope if keeps_graph else slope.detach()
 
 
 def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:

@@ -48,8 +48,8 @@ class PairPotential(Potential):
 
     Raises:
         ValueError: a cutoff above half the smallest perpendicular width of the box (after this
-            reduction, which makes the width as large as possible). Below it no atom meets two
-            images of another.
+            reduction, which makes the width as large as possible). Up to this cutoff no atom
+            interacts with two images of another.
     """
 
     box: Tensor | None

@@ -176,7 +176,7 @@ class VectorField(torch.nn.Module):
 
 
 def asks_gradient(problem: Problem) -> bool:
-    """Return whether a gradient of this run may be asked for."""
+    """Return whether a gradient of this run may be needed."""
     return torch.is_grad_enabled() and (
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
     )
