@@ -222,7 +222,7 @@ class Counting(nn.Module):
         ),
         ({"momentum": torch.zeros(4, 3, dtype=torch.float64)}, r"momentum has shape \(4, 3\)"),
         ({"position": torch.zeros(4)}, r"position has shape \(4,\)"),
-        ({"momentum": torch.zeros(4, 2, dtype=torch.float32)}, "give all fields one dtype"),
+        ({"momentum": torch.zeros(4, 2, dtype=torch.float32)}, "give all fields the same dtype"),
         ({"position": torch.zeros(0, 2), "momentum": torch.zeros(0, 2)}, "nothing to simulate"),
     ],
 )
