@@ -1,5 +1,4 @@
-"""Views as maps of indices: from the index of an element of the view to the index of the same
-element of its operand.
+"""Views as maps from the index of an element of the view to its index in the operand.
 
 Each entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the
 arguments of torch's operation.
