@@ -1,1 +1,1 @@
-"""C++ code generation for traced loops of steps: one function per loop, one allocation per call."""
+"""C++ code generation for traced loops of steps, with one function per loop."""

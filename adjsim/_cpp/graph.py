@@ -1,4 +1,4 @@
-"""Lowering of a traced graph to values, and the choice of the values that are stored.
+"""Lowering of a traced graph to values, and the choice of stored values.
 
 The stored values are outputs, sums, concatenated tensors, tensors that the trace marks
 (:func:`adjsim._layout.materialise_contiguous`), and

@@ -1,4 +1,4 @@
-"""Compilation of C++ sources to shared libraries, cached on disk by a hash of their inputs."""
+"""Compilation of C++ sources to shared libraries, which are cached on disk."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Task:
 
     @property
     def space(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The lengths of the kept and of the summed axes, which are those of the loops."""
+        """The lengths of the loops over kept axes and over summed axes."""
         return tuple(self.value.shape[a] for a in self.kept), tuple(
             self.value.shape[a] for a in self.summed
         )

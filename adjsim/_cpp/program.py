@@ -268,7 +268,10 @@ def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
 
 
 def _constant_buffer(name: str, x: Tensor) -> Buffer:
-    """Make the buffer of a constant: a variable for a scalar, padded rows unless it is large."""
+    """Make the buffer of a constant.
+
+    A scalar is a variable. Rows are padded unless the constant is large.
+    """
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True)
     return _buffer(name, x, fill=x.numel() <= COPY_LIMIT)

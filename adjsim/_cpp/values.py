@@ -63,7 +63,7 @@ Indices = tuple[Index, ...]
 
 @dataclass(eq=False)
 class Buffer:
-    """The memory of a value: a pointer, or a variable if the value is a scalar.
+    """The memory of a value: a pointer, or a variable for a scalar.
 
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.

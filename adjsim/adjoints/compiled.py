@@ -109,7 +109,7 @@ class ForwardLoops:
         return state
 
     def _total(self, state: State) -> Tensor:
-        """The sum of the time average so far."""
+        """Return the sum of the time average so far."""
         recording = self.recording
         if recording.total is None:
             with torch.no_grad():
@@ -213,7 +213,7 @@ class BackwardLoops:
     def spec(
         driver: LoopRunner, averaging: bool, kind: type, loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
-        """Specify an iteration: the end of one step, and the beginning of the step before it."""
+        """Specify an iteration: the end of one step, and the beginning of the previous one."""
         late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
 
         class Sweep:

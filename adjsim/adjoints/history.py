@@ -27,7 +27,7 @@ class Rewind(ABC):
 
     @abstractmethod
     def final(self) -> State:
-        """The last state, from which the sweep starts."""
+        """Return the last state, from which the sweep starts."""
 
     def before(self, step: int) -> Sequence[State] | None:
         """Return the states before each move of the step ending at ``step``.

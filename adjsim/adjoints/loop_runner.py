@@ -303,7 +303,7 @@ class LoopRunner:
             raise CompileError(f"compile=True: {error}") from error
 
     def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """Return the noise of the steps of a loop, padded to its largest number of steps.
+        """Return the noise of a loop's steps, padded to the largest number of steps.
 
         Without noise, return an empty tuple.
         """

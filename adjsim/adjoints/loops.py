@@ -148,7 +148,7 @@ def compile_loop(
 
 
 class Constant:
-    """A tensor that a loop has captured: it is neither an input nor registered on a module."""
+    """A captured tensor of a loop, neither an input nor registered on a module."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor, self.version = ref(x), _version(x)
@@ -170,9 +170,10 @@ class Constant:
 
 
 class NoCapture(TorchFunctionMode):
-    """A mode that refuses, while a loop is traced, registered tensors not read from their module.
+    """A mode that refuses registered tensors that are not read from their module.
 
-    Such a tensor would be baked in as a constant, without a gradient.
+    It is active while a loop is traced. Such a tensor would be baked in as a constant, without a
+    gradient.
 
     Args:
         registered: the registered tensors, for which the loop has inputs.

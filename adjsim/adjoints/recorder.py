@@ -217,7 +217,10 @@ def sum_dtype(value: Tensor) -> torch.dtype:
 
 
 def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
-    """Choose the dtype of a time average: the dtype of the values, or a float for counts."""
+    """Choose the dtype of a time average.
+
+    This is the dtype of the values, or a floating-point dtype for counts and bools.
+    """
     floating = value.is_floating_point() or value.is_complex()
     return (
         value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)

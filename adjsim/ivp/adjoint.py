@@ -146,7 +146,7 @@ class Piece:
         return _States.apply(self, np.asarray(times, float), states, values, start, *rhs.parameters)
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
-        """Connect states to the times as well, if these require grad."""
+        """Connect states to start, parameters and, if they require grad, the times."""
         return self.adjoint.rhs.with_time_derivative(
             self.states(times.detach().cpu().numpy(), states, start), times
         )

@@ -101,7 +101,7 @@ class Step:
         )
 
     def error(self, rtol: float, atol: float, remaining: float) -> tuple[float, Array]:
-        """Return the propagated error over the tolerance, and the sum over :math:`E_{kj}`.
+        """Return the propagated error relative to the tolerance, and the sum over :math:`E_{kj}`.
 
         Args:
             rtol, atol: the tolerances.
@@ -137,9 +137,9 @@ class Step:
 
 
 def _solve(weights: Array, matrices: Array, start: Array) -> Array:
-    """Solve for the values at the points of a step, from one start ``(n,)`` or several ``(n, k)``.
+    """Solve for the values at the points of a step.
 
-    The weights include the step size.
+    The start is one value ``(n,)`` or several ``(n, k)``. The weights include the step size.
     """
     stages, size = len(weights), len(weights) * len(start)
     system = np.eye(size) - np.einsum("ij,jkl->ikjl", weights, matrices).reshape(size, size)

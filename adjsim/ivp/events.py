@@ -166,9 +166,9 @@ class Event:
         The gradient is with respect to the state. ``flow`` is the rate of the state; None: the
         rate that ``fun`` returns at this state.
         """
-        value, by_time, by_state = self._gradient(t, y)
+        value, dg_dt, dg_dy = self._gradient(t, y)
         flow = self.rhs.rate(t, y) if flow is None else flow
-        return value, by_time + float((by_state.conj() * flow).sum().real), np.abs(by_state)
+        return value, dg_dt + float((dg_dy.conj() * flow).sum().real), np.abs(dg_dy)
 
     def _gradient(self, t: float, y: Array) -> tuple[float, float, Array]:
         """Compute the value and its derivatives with respect to time and state."""
@@ -177,16 +177,18 @@ class Event:
         with torch.enable_grad(), naming_function(f"event {self.number}"):
             at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
             value = self._scalar(self.value(at, x))
-        by_time, by_state = (
+        dg_dt, dg_dy = (
             torch.autograd.grad(value, (at, x), allow_unused=True)
             if value.requires_grad
             else (None, None)
         )
-        gradient = np.zeros_like(y) if by_state is None else to_numpy(by_state)
-        return float(value.detach()), 0.0 if by_time is None else float(by_time), gradient
+        gradient = np.zeros_like(y) if dg_dy is None else to_numpy(dg_dy)
+        return float(value.detach()), 0.0 if dg_dt is None else float(dg_dt), gradient
 
     def rate_before(self, t: float, y: Array, sign: float) -> Array:
-        """Compute the rate of a state on the event's surface, as the limit from before the event.
+        """Compute the limit, from before the event, of the rate at a state.
+
+        The state is on the event's surface.
 
         ``sign`` is 1 if the solution is integrated forward in time, -1 if backward. The derivation
         is in :mod:`adjsim.ivp.jumps`.
@@ -197,7 +199,7 @@ class Event:
         return found[0] if found else self.rhs.rate(t, y)
 
     def rate_after(self, t: float, before: Array, y: Array, sign: float) -> tuple[Array, Array]:
-        """Compute the rate of a state after a reset, as the limit from after the event.
+        """Compute the limit, from after the event, of the rate at a state.
 
         Returns:
             the rate, and a shift of the state. If ``fun`` jumps on the event's surface, the shift
@@ -239,22 +241,22 @@ class Event:
         Returns:
             two sides; an empty list if the state is not on the surface.
         """
-        value, by_time, by_state = self._gradient(t, y)
-        rate = by_time + float((by_state.conj() * self.rhs.rate(t, y)).sum().real)
-        near = 4 * self._rounding(t, y, np.abs(by_state), abs(rate)) + 4 * abs(off)
-        steep = float((np.abs(by_state) ** 2).sum())
-        if abs(value) > near or by_time**2 + steep == 0:
+        value, dg_dt, dg_dy = self._gradient(t, y)
+        rate = dg_dt + float((dg_dy.conj() * self.rhs.rate(t, y)).sum().real)
+        near = 4 * self._rounding(t, y, np.abs(dg_dy), abs(rate)) + 4 * abs(off)
+        steep = float((np.abs(dg_dy) ** 2).sum())
+        if abs(value) > near or dg_dt**2 + steep == 0:
             return []
         found = []
         for side in (1.0, -1.0):
             near_t, shift = (
-                side * near * by_time / (by_time**2 + steep),
-                side * near * by_state / (steep or 1.0),
+                side * near * dg_dt / (dg_dt**2 + steep),
+                side * near * dg_dy / (steep or 1.0),
             )
             flow = self.rhs.rate(t + near_t, y + shift)
             found.append(
                 _Side(
-                    side * sense * (by_time + float((by_state.conj() * flow).sum().real)),
+                    side * sense * (dg_dt + float((dg_dy.conj() * flow).sum().real)),
                     flow,
                     shift,
                 )
@@ -287,7 +289,10 @@ class Event:
 
 
 class _EventTime(torch.autograd.Function):
-    """The time of an event; its derivative with respect to the value is minus one over the rate."""
+    """The time of an event, as a differentiable function of the event's value.
+
+    Its derivative is minus one over the rate.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, time: Tensor, rate: float) -> Tensor:

@@ -98,7 +98,7 @@ class StoredInterpolants:
         return solution(self.times, self.interpolants, self.method)
 
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
-        """Yield segments in the order of the backward pass, from the first stop to the start.
+        """Yield segments of the solution in backward order, from the first stop on.
 
         Each is the time at which it ends, and its states as a function of time.
         """

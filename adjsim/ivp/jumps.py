@@ -57,7 +57,7 @@ Rate = Callable[[float], Array]
 
 
 class DiscontinuityCheck:
-    """An observer of a SciPy solver that finds jumps of the right-hand side without an event.
+    """An observer of a SciPy solver that finds jumps that no event marks.
 
     Args:
         rhs: the right-hand side, whose declared tensors may determine the time of a jump.
@@ -121,7 +121,7 @@ class DiscontinuityCheck:
             self._raise()
 
     def _size(self, change: Array, now: float, state: Array) -> float:
-        """Estimate the effect of a change of the rate on the final state, over the tolerance."""
+        """Estimate the effect of a rate change on the final state, relative to the tolerance."""
         span = self.span if np.isfinite(self.span) else abs(now - (self._begin or 0.0))
         return float(
             np.max(np.abs(change) * span / (self.atol + self.rtol * np.abs(state)), initial=0.0)

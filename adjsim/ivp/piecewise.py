@@ -36,7 +36,7 @@ Rates = Callable[[float, Array], Array]
 
 @dataclass
 class PiecewiseSolve:
-    """A solution from the start to the end of the time span, with one call to SciPy per piece.
+    """The solution over the time span, with one call to SciPy per piece.
 
     The states and event times of each piece are connected to their inputs in autograd.
 
@@ -287,7 +287,7 @@ def _warn_loose() -> None:
 def _rate(
     grazing: GrazingCheck | None, event: Event, t: float, y: Array, flow: Callable[[], Array]
 ) -> float:
-    """Return the rate of an event where it happens, which is checked only with a grazing check."""
+    """Return the rate of an event where it happens, and check for grazing if wanted."""
     return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
 
 

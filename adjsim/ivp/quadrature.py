@@ -47,7 +47,7 @@ class Integral:
     def error(
         self, found: list[Tensor], off: list[Tensor], near: float, scale: Callable[[], list[Tensor]]
     ) -> float:
-        """Return the difference of the two formulas on an interval, over the allowed difference.
+        """Return the difference of the two formulas, relative to the allowed difference.
 
         Args:
             found: the contribution of the interval.

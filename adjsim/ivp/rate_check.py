@@ -22,7 +22,7 @@ KEPT = 128
 
 
 class StepRates:
-    """The rate at the current state of a SciPy solver, evaluated at most once per step.
+    """The rate at a SciPy solver's current state, evaluated at most once per step.
 
     Args:
         rate: the right-hand side, for one state.

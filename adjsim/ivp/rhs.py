@@ -328,7 +328,7 @@ def as_times(t: Any, like: Tensor) -> Tensor:
 
 
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
-    """Describe a tensor by the name under which a function reads it, or else by its shape."""
+    """Describe a tensor by its name in a function, or else by its shape."""
     places = (
         [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
         if owner(fun) is not None

@@ -192,7 +192,7 @@ def _solver(method: Any) -> type[OdeSolver]:
 
 
 def _check_span(begin: float, end: float, must_be_finite: bool) -> None:
-    """Refuse NaN, an infinite start, and an infinite end that the solution would have to reach."""
+    """Refuse NaN, an infinite start, and an infinite end without a terminal event."""
     if np.isnan(end) or not np.isfinite(begin):
         raise ValueError(f"t_span must be two finite times; got {begin} and {end}.")
     if np.isinf(end) and must_be_finite:

@@ -208,7 +208,7 @@ class CollocationSweep(Sweep):
     def _integrate(
         self, now: float, step: Step, propagated: Array, path: OdeSolution, length: float
     ) -> tuple[float, list[Tensor]]:
-        """Integrate over a step, and return the error over the tolerance, and the integral.
+        """Return the error, relative to the tolerance, and the integral over a step.
 
         ``length`` is that of the interval in which the step lies. It sets the scale of the
         integral, which is not known yet if the step begins at a jump.
@@ -243,7 +243,10 @@ def _adjoint_error(t: float, message: str | None) -> RuntimeError:
 
 
 def _as_real(z: Array) -> Array:
-    """View a cotangent as real numbers, over which the adjoint of a complex state is linear."""
+    """View a cotangent as real numbers.
+
+    The adjoint of a complex state is linear over the real numbers only.
+    """
     return z.view(float) if np.iscomplexobj(z) else z
 
 
