@@ -188,10 +188,8 @@ class Event:
     def rate_before(self, t: float, y: Array, sign: float) -> Array:
         """Compute the limit, from before the event, of the rate at a state.
 
-        The state is on the event's surface.
-
-        ``sign`` is 1 if the solution is integrated forward in time, -1 if backward. The derivation
-        is in :mod:`adjsim.ivp.jumps`.
+        The state is on the event's surface. ``sign`` is 1 if the solution is integrated forward in
+        time, -1 if backward. The derivation is in :mod:`adjsim.ivp.jumps`.
         """
         found = [side.flow for side in self._sides(t, y, -sign, 0.0) if side.outward > 0]
         if len(found) == 2:
