@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -91,8 +91,7 @@ class ForceEvaluator:
             value = force(self.potential, position, t, self.grid)
             self.count()
             if value.requires_grad:
-                # Backpropagation through the force is another pass.
-                value.register_hook(self.count)
+                value.register_hook(_counted_backward(self.stats))
             self._position, self._value = position, value
         return value
 
@@ -107,7 +106,7 @@ class ForceEvaluator:
             self.count()
         return self._linear[1]
 
-    def count(self, *_: Tensor) -> None:
+    def count(self) -> None:
         """Add one pass over the energy."""
         self.stats["energy_evaluations"] += 1
 
@@ -117,3 +116,17 @@ class ForceEvaluator:
         An unknown tensor is neither in ``known`` nor a parameter of the run.
         """
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
+
+
+def _counted_backward(stats: dict[str, Any]) -> Callable[[Tensor], None]:
+    """Return a hook that counts backpropagation through a force as another pass.
+
+    The hook refers to the statistics alone. A hook that referred to the evaluator, which keeps the
+    force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:
+    the graph of a whole run would never be freed.
+    """
+
+    def count(grad: Tensor) -> None:
+        stats["energy_evaluations"] += 1
+
+    return count

@@ -6,6 +6,7 @@ A loss reads the end, saves, a record or a time average.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -75,29 +76,43 @@ def direct_gradients(case: Case, kind: str) -> dict[str, torch.Tensor]:
     return gradients(case, kind, DirectAdjoint())
 
 
-def differences(case: Case, kind: str, along: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Central differences of the loss along a direction in each input."""
+def slope_along(
+    directions: dict[str, torch.Tensor], loss: Callable[[dict[str, torch.Tensor]], float]
+) -> float:
+    """Central differences of a loss of shifts of its inputs, along one direction in all of them."""
     # With h = 1e-4 and Richardson's step at 2e-4, truncation is h^4 and rounding 1e-16 / h: 1e-12
     # of the loss.
-    h, slopes = 1e-4, {}
-    for name, direction in along.items():
-        values = {}
-        for shift in (-2, -1, 1, 2):
-            dynamics = case.build()
-            position, momentum = square()
-            with torch.no_grad():
-                inputs = {
-                    **dict(dynamics.named_parameters()),
-                    "position": position,
-                    "momentum": momentum,
-                }
-                inputs[name] += shift * h * direction
-                values[shift] = float(
-                    loss_of(case, dynamics, position, momentum, kind, DirectAdjoint())
-                )
-        near, far = (values[1] - values[-1]) / (2 * h), (values[2] - values[-2]) / (4 * h)
-        slopes[name] = (4 * near - far) / 3
-    return slopes
+    h = 1e-4
+    with torch.no_grad():
+        values = {
+            k: loss({name: k * h * x for name, x in directions.items()}) for k in (-2, -1, 1, 2)
+        }
+    near, far = (values[1] - values[-1]) / (2 * h), (values[2] - values[-2]) / (4 * h)
+    return (4 * near - far) / 3
+
+
+def agrees_with_differences(
+    grads: dict[str, torch.Tensor],
+    loss: Callable[[dict[str, torch.Tensor]], float],
+    tolerance: float,
+) -> None:
+    """Check gradients along one random direction of all parameters and one of the start."""
+    generator = torch.Generator().manual_seed(3)
+    along = {k: torch.randn(g.shape, generator=generator, dtype=g.dtype) for k, g in grads.items()}
+    start = ("position", "momentum")
+    for names in ([k for k in grads if k not in start], [k for k in grads if k in start]):
+        expected = sum(float((grads[name] * along[name]).sum()) for name in names)
+        slope = slope_along({name: along[name] for name in names}, loss)
+        assert slope == pytest.approx(expected, rel=1e-6, abs=tolerance), names
+
+
+def shifted_loss(case: Case, kind: str, shifts: dict[str, torch.Tensor]) -> float:
+    dynamics = case.build()
+    position, momentum = square()
+    inputs = {**dict(dynamics.named_parameters()), "position": position, "momentum": momentum}
+    for name, shift in shifts.items():
+        inputs[name] += shift
+    return float(loss_of(case, dynamics, position, momentum, kind, DirectAdjoint()))
 
 
 def agree(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -111,13 +126,9 @@ def agree(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolera
 
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)
 def test_direct_against_central_differences(case, kind):
-    grads = direct_gradients(case, kind)
-    generator = torch.Generator().manual_seed(3)
-    along = {k: torch.randn(g.shape, generator=generator, dtype=g.dtype) for k, g in grads.items()}
-    for name, slope in differences(case, kind, along).items():
-        expected = float((grads[name] * along[name]).sum())
-        # 1e-9 absolute: the rounding of losses of order 10 to 100 divided by h.
-        assert slope == pytest.approx(expected, rel=1e-6, abs=1e-9), name
+    # 1e-9 absolute: the rounding of losses of order 10 to 100 divided by h.
+    loss = functools.partial(shifted_loss, case, kind)
+    agrees_with_differences(direct_gradients(case, kind), loss, 1e-9)
 
 
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)

@@ -1,6 +1,6 @@
 """Growth of the resident set over one forward and backward pass, or one estimate, in bytes.
 
-A case is an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or
+A case is an adjoint, a number of steps and a problem ("exact", "batch", "langevin" or
 "generalised"); "score" or "pathwise", a number of steps and one of replicas; or an adjoint of
 solve_ivp, a number of periods and "ivp".
 """
@@ -69,29 +69,23 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
         "reversible": adjsim.ReversibleAdjoint(),
         "backsolve": adjsim.BacksolveAdjoint(),
     }[adjoint_name]
-    if problem == "cluster":
-        system = cluster()
-        dynamics = adjsim.Hamiltonian(system.potential)
-        momentum = dynamics.thermal_momentum(
-            system.position, torch.tensor(0.05), torch.Generator().manual_seed(0)
-        )
-        start, dt = dynamics.init(system.position, momentum), 0.002
-    elif problem == "exact":
+    if problem == "exact":
         system = cluster()
         kT, friction = (torch.nn.Parameter(torch.tensor(x)) for x in (0.1, 10.0))
         dynamics = adjsim.Langevin(system.potential, kT=kT, friction=friction)
-        start, dt = dynamics.init(system.position, torch.zeros_like(system.position)), 0.005
+        position = system.position.repeat(16, 1, 1)
+        start, dt = dynamics.init(position, torch.zeros_like(position)), 0.005
     elif problem == "langevin":
         number = torch.nn.Parameter(torch.tensor(1.0))
         dynamics = adjsim.Langevin(adjsim.DoubleWell(number), friction=1.0)
-        zeros = torch.zeros(512, 1, 3, dtype=torch.float64)
+        zeros = torch.zeros(4096, 1, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
     elif problem == "generalised":
         number = torch.nn.Parameter(torch.tensor(1.0))
         dynamics = adjsim.GeneralizedLangevin(
             adjsim.DoubleWell(number), rates=(1.0,), strengths=(1.0,)
         )
-        zeros = torch.zeros(512, 1, 3, dtype=torch.float64)
+        zeros = torch.zeros(4096, 1, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
     else:
         dynamics = adjsim.Hamiltonian(adjsim.Harmonic(torch.nn.Parameter(torch.tensor(1.0))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -35,6 +36,12 @@ def final(dynamics, solver, noise, time=1.0):
         ).final
 
 
+@functools.cache
+def exact_end(name):
+    reference = "EulerMaruyama" if name == "overdamped" else "sde heun"
+    return final(STOCHASTIC[name](Cage()), solver_of(reference, FINE), Coarse(7, 1))
+
+
 def slope(errors):
     return float(np.polyfit(np.log(EVERY), np.log(errors), 1)[0])
 
@@ -66,9 +73,7 @@ def test_strong_order_on_the_same_path(name, scheme, order):
     """Root mean square distance at the end from a solution on a path eight times finer than the
     finest, against dt.
     """
-    dynamics = STOCHASTIC[name](Cage())
-    reference = "EulerMaruyama" if name == "overdamped" else "sde heun"
-    exact = final(dynamics, solver_of(reference, FINE), Coarse(7, 1))
+    dynamics, exact = STOCHASTIC[name](Cage()), exact_end(name)
     errors = []
     for every in EVERY:
         found = final(dynamics, solver_of(scheme, FINE * every), Coarse(7, every))
