@@ -20,6 +20,7 @@ from rich.table import Table
 
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import seed_from
+from adjsim._state import State
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
@@ -170,8 +171,8 @@ class Comparison:
 
 @outside_inference_mode()
 def compare(
-    simulation: Simulation,
-    observable: Observable,
+    simulation: Simulation[State],
+    observable: Observable[State],
     estimators: Mapping[str, Estimator],
     *,
     replicas: int,

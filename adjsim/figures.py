@@ -120,7 +120,7 @@ def _draw(
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
     if panel.exact:
-        line = {"color": "k", "ls": "--", "lw": 1, "label": "exact"}
+        line: dict[str, Any] = {"color": "k", "ls": "--", "lw": 1, "label": "exact"}
         xs = sorted(panel.exact)
         if len({panel.exact[x] for x in xs}) == 1:
             axes.axhline(panel.exact[xs[0]], **line)

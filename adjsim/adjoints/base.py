@@ -38,10 +38,10 @@ class Adjoint(ABC):
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 
     @abstractmethod
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         """Return frames (None with a record), record (or None) and final state, with a graph."""
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem[State]) -> None:
         """Refuse, before any work, a problem that this adjoint cannot take."""
         return
 

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from scipy.special import stdtrit
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
-from adjsim._state import State, as_state, select
+from adjsim._state import AnyState, State, as_state, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
@@ -39,7 +39,7 @@ from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
-Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
+Observable = TimeAverage | Final | Callable[[Trajectory[State]], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
 
 # With fewer independent samples an error bar is unreliable too.
@@ -51,7 +51,7 @@ LARGE_GROWTH = 1e2
 
 
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Generic[State]):
     """A simulation that can be run for any number of replicas.
 
     Args:
@@ -66,8 +66,8 @@ class Simulation:
             compile once.
     """
 
-    dynamics: Dynamics
-    initial: Initial
+    dynamics: Dynamics[State]
+    initial: Initial[State]
     ts: Times
     solver: Solver
     compile: bool = field(default=False, kw_only=True)
@@ -256,8 +256,8 @@ class Estimator(ABC):
     @abstractmethod
     def __call__(
         self,
-        simulation: Simulation,
-        observable: Observable,
+        simulation: Simulation[State],
+        observable: Observable[State],
         *,
         replicas: int,
         chunks: int = 16,
@@ -276,11 +276,11 @@ class Estimator(ABC):
                 default generator.
         """
 
-    def can_compile(self, simulation: Simulation) -> bool:
+    def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether its runs can be compiled."""
         return isinstance(simulation.solver, SteppingSolver)
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         """Refuse, before any work, a simulation or an observable that does not apply."""
         return
 
@@ -317,8 +317,8 @@ class ChunkedEstimator(Estimator):
     @outside_inference_mode()
     def __call__(
         self,
-        simulation: Simulation,
-        observable: Observable,
+        simulation: Simulation[State],
+        observable: Observable[State],
         *,
         replicas: int,
         chunks: int = 16,
@@ -347,24 +347,28 @@ class ChunkedEstimator(Estimator):
 
     @abstractmethod
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         """Run a group of replicas."""
 
     def combine(
-        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+        self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         """Finish the chunks where that needs all of them, and return more diagnostics."""
         return {}
 
 
 def observe(
-    simulation: Simulation,
-    observable: Observable,
+    simulation: Simulation[State],
+    observable: Observable[State],
     start: State,
     adjoint: Adjoint,
     noise: Noise | None,
-) -> tuple[Tensor, Trajectory]:
+) -> tuple[Tensor, Trajectory[State]]:
     """Run replicas, and return the observable ``(replicas, ...)`` and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
     trajectory = run(
@@ -380,7 +384,7 @@ def observe(
     return checked(evaluate(observable, trajectory), start), trajectory
 
 
-def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
+def evaluate(observable: Observable[State], trajectory: Trajectory[State]) -> Tensor:
     """Return the observable of a trajectory.
 
     A time average was recorded by the run.
@@ -393,7 +397,7 @@ def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
     return observable(trajectory)
 
 
-def checked(values: Tensor, start: State) -> Tensor:
+def checked(values: Tensor, start: AnyState) -> Tensor:
     count = start.position.shape[0]
     if values.shape[:1] != (count,):
         raise ValueError(

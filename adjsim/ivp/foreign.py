@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def refusal(what: str) -> TypeError:
 
 
 @contextmanager
-def refused(what: str) -> Iterator[None]:
+def refused(what: str) -> Generator[None, None, None]:
     """Say which function has given NumPy a tensor that requires grad, which torch refuses."""
     try:
         yield

@@ -261,9 +261,7 @@ class _Along(torch.autograd.Function):
         return states.clone()
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second()
         by_time = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
         return grad_outputs[0], by_time.to(ctx.dtype), None
