@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
-from adjsim._state import AnyState
+from adjsim._state import AnyMomentumState, AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
@@ -32,6 +32,14 @@ class ChainState(NamedTuple):
     momentum: Positions
     bath_position: Float[Tensor, "*batch length 1 1"]
     bath_momentum: Float[Tensor, "*batch length 1 1"]
+
+
+@runtime_checkable
+class _WithChain(AnyMomentumState, Protocol):
+    """A :class:`ChainState`, also on a lattice."""
+
+    @property
+    def bath_momentum(self) -> Tensor: ...
 
 
 class Chain(Term[ChainState]):
@@ -95,7 +103,7 @@ class Chain(Term[ChainState]):
         ]
 
 
-def _chain_force(state: ChainState, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
     """Compute the force on link j of the chain.
 
     It is twice the kinetic energy that the link controls, less the equilibrium value.
@@ -105,7 +113,7 @@ def _chain_force(state: ChainState, c: Coefficients, j: int) -> Tensor:
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _scaling(state: ChainState, c: Coefficients, j: int, h: float) -> Tensor:
+def _scaling(state: _WithChain, c: Coefficients, j: int, h: float) -> Tensor:
     """Compute the factor by which link j scales momenta over h."""
     return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
@@ -166,7 +174,7 @@ class ChainForce:
         return value, accumulate
 
     def _chain_force_vjp(
-        self, cotangent: Tensor, state: ChainState, context: MoveContext, cotangents: Cotangents
+        self, cotangent: Tensor, state: _WithChain, context: MoveContext, cotangents: Cotangents
     ) -> None:
         """Take the cotangent of G_j to the fields and coefficients in it."""
         c, j = context.coefficients, self.link
@@ -190,7 +198,7 @@ def _scaling_vjp(
     j: int,
     h: float,
     cotangent: Tensor,
-    state: ChainState,
+    state: _WithChain,
     context: MoveContext,
     cotangents: Cotangents,
 ) -> None:
