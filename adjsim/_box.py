@@ -2,7 +2,7 @@
 
 An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
 cells describe one lattice, and the distances between images belong to the lattice. Rounding
-fractional coordinates to whole numbers finds the nearest image if the image is closer than w/2.
+fractional coordinates to integers finds the nearest image if the image is closer than w/2.
 Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of
 such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For skewed rows w
 may be arbitrarily small. So tilted cells are reduced first, to the rows of the lattice with the
@@ -43,9 +43,9 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
 
     Raises:
         ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
-            perpendicular width of the reduced cell. Below this cutoff rounding finds the nearest
-            image of every pair within the cutoff, and no atom meets two images of another, since no
-            vector of the lattice is shorter than the width.
+            perpendicular width of the reduced cell. Up to this cutoff rounding finds the nearest
+            image of every pair within the cutoff, and no atom interacts with two images of another,
+            since no vector of the lattice is shorter than the width.
     """
     cell = as_tensor("box", box).to(torch.float64)
     if cell.requires_grad:
@@ -73,22 +73,22 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(
             f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, "
-            f"{width / 2:g}: an atom would meet two images of another. Use a smaller cutoff or a "
-            "larger box."
+            f"{width / 2:g}: an atom would interact with two images of another. Use a smaller "
+            "cutoff or a larger box."
         )
     return cell
 
 
 def _reduced(cell: Tensor) -> Tensor:
-    """Find the rows of the same lattice with the largest smallest perpendicular width."""
+    """Find rows of the same lattice whose smallest perpendicular width is as large as possible."""
     rows = cell.cpu().numpy()
     shortest = _minkowski(np.linalg.inv(rows).T)
     # The integer matrix from the given to the reduced reciprocal vectors gives, inverted and
     # transposed, the dual rows.
-    whole = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
-    if bool((np.abs(whole).sum(1) == 1).all()):
+    integers = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
+    if bool((np.abs(integers).sum(1) == 1).all()):
         return cell
-    return torch.from_numpy(whole @ rows).to(cell.device)
+    return torch.from_numpy(integers @ rows).to(cell.device)
 
 
 def _minkowski(rows: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ def _minkowski(rows: np.ndarray) -> np.ndarray:
         rows = rows[np.argsort((rows * rows).sum(1), kind="stable")]
         for k in range(1, len(rows)):
             row, shorter = rows[k], rows[:k]
-            # First multiples of one row, of which very tilted cells need many; then every sum of
+            # Multiples of one row come first, since very tilted cells need many; then every sum of
             # shorter rows.
             candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
             candidates += [
@@ -142,12 +142,12 @@ def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -
 def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
     """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
 
-    They are written in single numbers of the cell, so that a compiled loop over pairs can contain
+    They are written in scalar entries of the cell, so that a compiled loop over pairs can contain
     them.
     """
     rows = [row.unbind(0) for row in box.unbind(0)]
-    whole = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
-    shift = [_dot(whole, column) for column in zip(*rows, strict=True)]
+    integers = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
+    shift = [_dot(integers, column) for column in zip(*rows, strict=True)]
     if not exact:
         return shift
     near = [x + y for x, y in zip(d, shift, strict=True)]

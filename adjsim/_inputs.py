@@ -43,10 +43,15 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_whole(name: str, value: Any) -> int:
-    """Convert a count to an int; raises as :func:`as_number`, and ValueError for a fraction."""
+    """Convert a count to an int.
+
+    Raises:
+        TypeError: as :func:`as_number`.
+        ValueError: as :func:`as_number`, and for a fraction.
+    """
     number = as_number(name, value)
     if not number.is_integer():
-        raise ValueError(f"{name} must be a whole number; got {number:g}.")
+        raise ValueError(f"{name} must be an integer; got {number:g}.")
     return int(number)
 
 
@@ -61,7 +66,7 @@ def as_tensor(name: str, value: Any) -> Tensor:
 
     Raises:
         TypeError: strings, None, bools, complex numbers.
-        ValueError: a list whose rows differ in length, or that holds a tensor that requires grad.
+        ValueError: a list with rows of different lengths, or with a tensor that requires grad.
     """
     if isinstance(value, Tensor):
         if value.dtype == torch.bool or value.is_complex():
@@ -77,13 +82,15 @@ def as_tensor(name: str, value: Any) -> Tensor:
 
 
 def as_indices(name: str, value: Any) -> Tensor:
-    """Convert whole numbers to an int64 tensor.
+    """Convert integers to an int64 tensor.
 
-    It raises as :func:`as_tensor`, and ValueError for fractions.
+    Raises:
+        TypeError: as :func:`as_tensor`.
+        ValueError: as :func:`as_tensor`, and for fractions.
     """
     found = as_tensor(name, value).detach()
     if not bool((found == found.round()).all()):
-        raise ValueError(f"{name} must be whole numbers; got {found.tolist()}.")
+        raise ValueError(f"{name} must be integers; got {found.tolist()}.")
     return found.long()
 
 
@@ -98,7 +105,7 @@ def _as_array(name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as ragged:
         raise ValueError(
-            f"{name} must be rows of one length; got {describe_type(value)}."
+            f"{name} must be rows of equal length; got {describe_type(value)}."
         ) from ragged
     if array.dtype.kind == "O" and isinstance(value, numbers.Real):
         array = np.asarray(float(value))
@@ -133,10 +140,7 @@ def _holds_bool(value: Any) -> bool:
 
 
 def describe_type(value: Any) -> str:
-    """Describe a wrong argument for an error message.
-
-    A short value is described by its repr, others by their type.
-    """
+    """Describe a wrong argument for an error message, by type and, if short, by value."""
     text = repr(value)
     kind = type(value).__name__
     return (

@@ -1,9 +1,9 @@
 """The tensors of a module, and runs with other tensors in their place.
 
-A run reads the parameters and buffers of its dynamics when it starts. From then on, forward,
-recomputed and backward, it runs the dynamics with copies of them. So a later change of the module
-(an optimiser's step, the end of a ``functional_call``, another thread) does not change the run.
-Since a module holds its tensors, one thread at a time may run it.
+A run reads the parameters and buffers of its dynamics when it starts. From then on (forward,
+recomputation, backward) it runs the dynamics with copies of these tensors. So a later change of the
+module (an optimiser's step, the end of a ``functional_call``, another thread) does not change the
+run. The copies are put into the module while it runs, so one thread at a time may run it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModuleTensors:
     Attributes:
         tensors: each tensor once, even if it has several names.
         names: the first name of each.
-        wanted: the numbers, in ``tensors``, of those that require grad.
+        wanted: the indices in ``tensors`` of the tensors that require grad.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -84,7 +84,7 @@ class ModuleTensors:
             (path, *place) for path, part in module.named_modules() for place in tensor_slots(part)
         ]
         self._slots = [(holder, key, number_of[id(x)]) for _, holder, key, x in found]
-        #: Where each tensor is: the path of a module, a key in it, and the number of the tensor.
+        #: Where each tensor is: the path of a module, a key in it, and the index of the tensor.
         self.slots = (self.names, tuple((path, key, number_of[id(x)]) for path, _, key, x in found))
 
     def copies(self) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ class ModuleTensors:
         return tuple(x.detach().clone() for x in self.tensors)
 
     def trainable(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Select, by name, the trainable ones of tensors that stand for those of the module."""
+        """Select by name, from tensors in place of the module's own, the trainable ones."""
         return {self.names[number]: tensors[number] for number in self.wanted}
 
     @contextmanager

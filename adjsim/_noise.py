@@ -3,7 +3,7 @@
 Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own
 counter-based Philox generator keyed by (seed, tile). The number for replica r, degree of freedom d
 and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
-on save times, on segments, on the adjoint or on the direction of the run. Keys have 128 bits, so no
+the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
 two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
 after some ten thousand.) Steps, drawn momenta and drawn memory have separate streams, so one seed
 serves the start and the run without correlating the two. Numbers are drawn in float64 on the CPU
@@ -49,7 +49,7 @@ def as_generator(seed: Seed) -> torch.Generator | None:
         return seed
     if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
         raise TypeError(
-            "generator must be a torch.Generator, a whole number that seeds one, or None; got "
+            "generator must be a torch.Generator, an integer that seeds one, or None; got "
             f"{describe_type(seed)}."
         )
     if not -(2**63) <= seed < 2**64:
@@ -60,8 +60,8 @@ def as_generator(seed: Seed) -> torch.Generator | None:
 def seed_from(generator: Seed) -> int:
     """Draw one integer, the seed of a run, from a generator (None: torch's default one).
 
-    The generator advances by one draw. A seed gives the result of a new generator with that seed,
-    every time. The generator may be on another device than the state.
+    A generator advances by one draw. An integer is used as the seed of a new generator, so it gives
+    the same result every time. The generator may be on another device than the state.
     """
     generator = as_generator(generator)
     device = generator.device if generator is not None else None
@@ -113,7 +113,7 @@ class Noise:
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
             tiles = [self._tile(block, column) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
-            # A copy, which does not keep whole tiles alive.
+            # A copy, since a view would keep whole tiles alive.
             rows = np.concatenate(tiles, axis=1)[:, offset : offset + count].copy()
             self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof)
         return self._blocks[key]

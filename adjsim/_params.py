@@ -4,8 +4,9 @@ A float, an array or a list becomes a buffer (float64, unless an array is float3
 the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
 grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything
 that a simulation can be differentiated with respect to is registered, and :func:`trainable` finds
-it. A constant-memory adjoint would give no gradient to a tensor that requires grad, is read by the
-force and is not registered. So :func:`refuse_captured` raises an error that names such a tensor.
+it. A force may also read a tensor that requires grad and is not registered. A constant-memory
+adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an error that names
+it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def register(module: nn.Module, name: str, value: Number, *, positive: bool = Fa
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
-        ValueError: NaN, no entries, a number that should be positive and is not, a list that holds
-            a tensor that requires grad, a parameter made under ``torch.inference_mode``.
+        ValueError: NaN, no entries, a number that must be positive and is not, a list that holds a
+            tensor that requires grad, a parameter made under ``torch.inference_mode``.
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
@@ -63,12 +64,11 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_untrainable(module: nn.Module) -> None:
-    """Raise if a gradient is asked for and nothing requires grad."""
+    """Raise if no parameter or buffer of the module requires grad."""
     if not trainable(module):
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires grad, so there is no "
-            "gradient to estimate: give the "
-            "number of interest as nn.Parameter(torch.tensor(...))."
+            "gradient to estimate: give the number of interest as nn.Parameter(torch.tensor(...))."
         )
 
 
@@ -97,7 +97,7 @@ def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor
 def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
     """Raise if ``output`` depends on a captured tensor that requires grad.
 
-    Captured is a tensor that is neither an input nor registered on ``module``.
+    A captured tensor is neither an input nor registered on ``module``.
     """
     refuse_unknown(output, module, list(inputs), what)
 
@@ -105,11 +105,11 @@ def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor],
 def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
     """Raise if ``output`` depends on an unknown tensor that requires grad.
 
-    Unknown is a tensor that is neither in ``known`` nor registered on ``module``.
+    An unknown tensor is neither in ``known`` nor registered on ``module``.
     """
     if _unknown(output, known) is None:
         return
-    # Collecting the tensors of a module takes a walk over it, so it is done only in doubt.
+    # Collecting the tensors of a module is slow, so it is done only if the fast check fails.
     leaf = _unknown(output, [*known, *trainable(module).values()])
     if leaf is not None:
         raise ValueError(

@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 def with_progress(items: Iterable[T], description: str, total: int, enabled: bool) -> Iterator[T]:
-    """Pass the items through, and draw a bar if enabled.
-
-    Without a terminal on standard error none is drawn.
-    """
+    """Iterate over items, with a progress bar if enabled and on a terminal."""
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
     return iter(track(items, description, total, console=Console(stderr=True), transient=True))

@@ -1,4 +1,4 @@
-"""States: immutable named tuples of tensors, one field a physical quantity.
+"""States: immutable named tuples of tensors, with a field for each physical quantity.
 
 Every dynamics has its own state, and every state begins with ``position`` of shape ``(*batch,
 atoms, dim)``. A step returns a new state and never writes into an old one, so states may be stored,
@@ -84,14 +84,14 @@ def in_transform() -> bool:
 def all_finite(state: AnyState) -> bool:
     """Return whether every number of the state is finite.
 
-    One sum tells: it is finite only if its terms are.
+    It checks the sum, which is finite only if all terms are.
     """
     total = sum(x.detach().sum(dtype=torch.float64) for x in state)
     return bool(torch.isfinite(torch.as_tensor(total)))
 
 
 def magnitudes(state: AnyState) -> list[Tensor]:
-    """Return the largest absolute value of each field, as float64 scalars: the scales of errors."""
+    """Return the largest absolute value of each field, as float64 scalars."""
     return [x.detach().abs().amax().double() for x in state]
 
 
@@ -140,8 +140,7 @@ def check_state(state: AnyState, kind: type[Any]) -> None:
         if value.dtype != position.dtype or value.device != position.device:
             raise ValueError(
                 f"{name} is {value.dtype} on {value.device} and position {position.dtype} on "
-                f"{position.device}: "
-                "give all fields one dtype and device."
+                f"{position.device}: give all fields the same dtype and device."
             )
         if not in_transform() and not bool(torch.isfinite(value.detach()).all()):
             raise ValueError(f"{name} has NaN or infinite entries at the start.")

@@ -1,4 +1,4 @@
-"""The result of a simulation, and the observables that are accumulated during a run."""
+"""The result of a simulation, and observables of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TimeAverage:
 
     With a fixed-step solver it is the mean of ``function`` over the ends of all steps with
     ``t - ts[0] > burn_in``. With an ODE solver, which chooses its own steps, it is the integral of
-    ``function`` over the same time divided by its length. The integral is solved as one more
-    component of the equation, and is left out of the step-size control, so that the path does not
-    change.
+    ``function`` over the same time, divided by the length of this time. The integral is solved as
+    an additional component of the equation, and is left out of the step-size control, so that the
+    path does not change.
 
     Args:
-        function: of the state, to a tensor.
-        burn_in: time left out at the start.
+        function: a function from the state to a tensor.
+        burn_in: time at the start that is left out.
 
     Raises:
         TypeError: a function that cannot be called, a burn_in that is not a number.
@@ -48,7 +48,7 @@ class Final:
     """A function of the state at the end of the run.
 
     Args:
-        function: of the state, to a tensor whose leading axis is the replicas.
+        function: a function from the state to a tensor whose leading axis is the replicas.
 
     Raises:
         TypeError: a function that cannot be called.
@@ -61,7 +61,7 @@ class Final:
 
 
 def check_function(what: str, function: Any) -> None:
-    """Refuse a class, and an object that cannot be called on a state."""
+    """Refuse a class, and an object that cannot be called."""
     refuse_uncalled_class(f"the function of {what}", function)
     if not callable(function):
         raise TypeError(
@@ -89,18 +89,18 @@ class Trajectory(Generic[State]):
 
     Attributes:
         times: ``(frames,)``, the save times, float64.
-        position: ``(frames, *batch, atoms, dim)``, and likewise every field of the state under its
-            name. Absent when ``record=`` was given.
+        position: ``(frames, *batch, atoms, dim)``; likewise every field of the state by its name.
+            Absent if ``record=`` was given.
         record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
             :class:`TimeAverage`, None without ``record=``.
         final: the state at the last time.
         stats: a dict. Every run has ``steps`` and ``energy_evaluations`` (passes over the energy: a
             force is one, a product with its Jacobian is one, and backward adds its own).
             ``reconstruction_error`` is None before backward and for adjoints that do not
-            reconstruct, and 0 where the reversal of an exact run was proved. Some runs have
+            reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
             ``order`` (of a splitting), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
-            stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits a
-            step and degree of freedom that its buffers took, and that friction removes).
+            stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits
+            per step and degree of freedom that its buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the
@@ -167,8 +167,7 @@ def check_times(ts: Any) -> Tensor:
     if isinstance(ts, Tensor) and ts.requires_grad:
         raise ValueError(
             "ts requires grad, and simulate has no gradient with respect to times: pass "
-            "ts.detach(), or use solve_ivp, which "
-            "has one."
+            "ts.detach(), or use solve_ivp, which has one."
         )
     times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
     if times.ndim != 1 or len(times) < 2:
@@ -193,9 +192,8 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
     if float((exact - steps)[worst].abs()) > 1e-3:
         low = float(times[0]) + math.floor(float(exact[worst])) * dt
         raise ValueError(
-            f"ts[{worst}] = {float(times[worst]):.12g} is not a whole number of steps of dt = "
-            f"{dt:g} after ts[0]; "
-            f"the nearest are {low:.12g} and {low + dt:.12g}."
+            f"ts[{worst}] = {float(times[worst]):.12g} is not an integer number of steps of dt = "
+            f"{dt:g} after ts[0]; the nearest are {low:.12g} and {low + dt:.12g}."
         )
     if bool((steps[1:] <= steps[:-1]).any()):
         raise ValueError(f"two save times fall on one step of dt = {dt:g}.")
@@ -203,7 +201,7 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
 
 
 def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
-    """Find the first step whose end counts for a time average."""
+    """Find the first step whose end enters a time average."""
     first = math.floor(burn_in / dt + 1e-3) + 1
     if first > last:
         raise ValueError(

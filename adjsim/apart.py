@@ -1,11 +1,11 @@
-"""Work in a process of its own, so that the memory it takes is its own.
+"""Function calls in a new process, so that their peak memory can be measured.
 
-Memory that one method frees is reused by the next, whose growth at the peak is then less than the
-method needs. Each method of the command line therefore runs in a process that has run nothing else.
-On Linux the process is a fork of a server that has imported the library, so that the import is paid
-once. The server only imports: it starts no OpenMP threads, which do not survive a fork, and does
-not touch a GPU. Elsewhere each process imports the library itself, since system libraries of macOS
-do not survive a fork and Windows has none.
+In one process, memory that one method frees is reused by the next, whose measured growth is then
+smaller than its need. Each method of the command line therefore runs in a new process. On Linux the
+process is a fork of a server that has imported the library, so that the import is paid once. The
+server only imports: it starts no OpenMP threads, which do not survive a fork, and does not use a
+GPU. On other systems each process imports the library itself, since system libraries of macOS do
+not survive a fork, and Windows has no fork.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
-# Names, since imports run one way. The second is what torch imports at the first gradient of given
-# cotangents.
+# Modules that the server imports. They are given by name, since imports run one way. Torch imports
+# the second at the first call of autograd.grad with grad_outputs.
 PRELOAD = ["adjsim.job", "torch.fx.experimental.symbolic_shapes"]
 
 
 class ProcessDied(RuntimeError):
-    """The process of a piece of work ended without a result."""
+    """Raised if a process ended without a result."""
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a process of its own and return its result.
+    """Call a function in a new process and return its result.
 
     Args:
-        work: the function. The function, its arguments and its result must pickle.
+        work: the function. It, its arguments and its result must pickle.
         arguments: its arguments.
 
     Raises:
         ProcessDied: if the process ended without a result, as when the system kills it because
             memory ran out.
-        Exception: what the function raised, with the traceback of the process as a note.
+        Exception: the exception that the function raised, with its traceback as a note.
     """
     context = _context()
     receiver, sender = context.Pipe(duplex=False)
@@ -57,9 +57,9 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
         result, error = pickle.loads(receiver.recv_bytes())
     except EOFError:
         process.join()
-        raise ProcessDied(_reason(process.exitcode)) from None
+        raise ProcessDied(_exit_reason(process.exitcode)) from None
     finally:
-        # Its work is done, or nobody waits for it any more.
+        # The result has arrived, or the caller has stopped waiting.
         process.kill()
         process.join()
         receiver.close()
@@ -72,8 +72,8 @@ def _context() -> Any:
     context = multiprocessing.get_context(START)
     if START == "forkserver":
         context.set_forkserver_preload(PRELOAD)
-        # The server and its forks ignore Ctrl-C from their first moment: the caller ends the
-        # processes it has started.
+        # The server and its forks must ignore Ctrl-C from the start: the caller ends the processes
+        # that it started.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             forkserver.ensure_running()
@@ -84,26 +84,26 @@ def _context() -> Any:
 
 def _serve(sender: Connection, data: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    # What was imported stays, so collections need not look at it: a tenth of a second each.
+    threading.Thread(target=_exit_with_caller, daemon=True).start()
+    # Imported objects stay alive. Garbage collection that skips them saves 0.1 seconds each time.
     gc.freeze()
     work, arguments = pickle.loads(data)
     try:
         outcome = pickle.dumps((work(*arguments), None))
     except Exception as error:
-        outcome = _pickled(error)
+        outcome = _pickled_error(error)
     sender.send_bytes(outcome)
 
 
-def _end_with_the_caller() -> None:
+def _exit_with_caller() -> None:
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()
     os._exit(1)
 
 
-def _pickled(error: Exception) -> bytes:
-    """The error with its traceback as a note; an error that does not pickle is described."""
+def _pickled_error(error: Exception) -> bytes:
+    """Pickle an error with its traceback as a note, or its text if pickling fails."""
     error.add_note("".join(traceback.format_exception(error)).rstrip())
     try:
         data = pickle.dumps((None, error))
@@ -115,12 +115,12 @@ def _pickled(error: Exception) -> bytes:
     return data
 
 
-def _reason(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is None or code >= 0:
-        return f"its process ended with exit status {code} before it had a result."
+        return f"its process ended with exit status {code}, without a result."
     name = signal.Signals(-code).name
     memory = (
-        ", as the system does when memory runs out; fewer replicas or a shorter horizon take less"
+        ", as the system does when memory runs out; use fewer replicas or a shorter horizon"
         if name == "SIGKILL"
         else ""
     )

@@ -32,7 +32,7 @@ from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import cluster, structure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-# Options that go with every preset; the others make up the system of lj13.
+# Options that every preset takes; the others define the system of lj13.
 COMMON = {
     "preset",
     "estimators",
@@ -53,8 +53,8 @@ def _observables() -> str:
     return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"adjsim {__version__}")
         raise typer.Exit
 
@@ -78,23 +78,23 @@ def compare_command(
         str,
         typer.Argument(
             metavar="[PRESET]",
-            help="lj13 (the Lennard-Jones cluster, or with --structure another), or a problem to "
-            "set estimators beside each "
-            f"other on, with its exact answer: {', '.join(presets())}.",
+            help="lj13 (a Lennard-Jones cluster, or the system of --structure), or a test problem "
+            "with an exact answer, on which estimators are compared: "
+            f"{', '.join(presets())}.",
         ),
     ] = "lj13",
     estimators: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Estimators to compare, of {', '.join(ESTIMATORS)}, by repeating it or by "
-            "commas; or all. With lj13 they are "
-            "of the mean over the second half of the run, by epsilon and sigma.",
-            show_default="all; for lj13 none, and adjoints are compared",
+            help=f"Estimators to compare: all, or some of {', '.join(ESTIMATORS)} (repeat the "
+            "option, or separate names by commas). With lj13 they estimate the gradient of the "
+            "mean over the second half of the run with respect to epsilon and sigma.",
+            show_default="all; for lj13 none: adjoints are compared",
         ),
     ] = None,
     observable: Annotated[
         str | None,
-        typer.Option(help=f"What is observed: {_observables()}.", show_default="the first"),
+        typer.Option(help=f"Observable: {_observables()}.", show_default="the first"),
     ] = None,
     structure_file: Annotated[
         Path | None,
@@ -102,31 +102,30 @@ def compare_command(
             "--structure",
             metavar="FILE",
             help="Start from this structure (any file ASE reads: xyz, extxyz, pdb, cif) instead of "
-            "the 13-atom cluster, "
-            "with its cell, if it has one, as the periodic box. Units are then eV, angstrom, amu, "
-            "fs and K.",
+            "the 13-atom cluster. Its cell, if it has one, is the periodic box. Units are then eV, "
+            "angstrom, amu, fs and K.",
         ),
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(help="Lennard-Jones well depth; shipped for the noble gases Ne, Ar, Kr, Xe."),
+        typer.Option(help="Lennard-Jones well depth. Values for Ne, Ar, Kr and Xe are built in."),
     ] = None,
     sigma: Annotated[
         float | None,
-        typer.Option(help="Lennard-Jones diameter; shipped for the noble gases Ne, Ar, Kr, Xe."),
+        typer.Option(help="Lennard-Jones diameter. Values for Ne, Ar, Kr and Xe are built in."),
     ] = None,
     cutoff: Annotated[
         float | None,
         typer.Option(
-            help="Cutoff distance.", show_default="in a box 3 sigma or half its width, else none"
+            help="Cutoff distance.",
+            show_default="none; in a box the smaller of 3 sigma and half its width",
         ),
     ] = None,
     dynamics: Annotated[
         str | None,
         typer.Option(
             help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, "
-            "generalised (Langevin with a "
-            "memory) or overdamped.",
+            "generalised (Langevin with a memory kernel) or overdamped.",
             show_default="hamiltonian, or langevin with --estimators",
         ),
     ] = None,
@@ -134,16 +133,16 @@ def compare_command(
         str | None,
         typer.Option(
             help="Splitting scheme; for overdamped, EulerMaruyama or LeimkuhlerMatthews.",
-            show_default=", ".join(f"{word} for {name}" for name, word in SCHEMES.items()),
+            show_default=", ".join(f"{scheme} for {name}" for name, scheme in SCHEMES.items()),
         ),
     ] = None,
     exact: Annotated[
         bool,
         typer.Option(
             "--exact",
-            help="Carry the steps out on a lattice, where they are undone bit for bit, and show "
-            "reversal in floating point "
-            "(plain) beside it. The usual start is then a hot one, over longer horizons.",
+            help="Run the steps on a fixed-point lattice, where they are reversed bit for bit, and "
+            "compare with reversal in floating point (plain). By default the cluster then starts "
+            "hotter and runs longer.",
         ),
     ] = False,
     dt: Annotated[
@@ -155,17 +154,16 @@ def compare_command(
     horizon: Annotated[
         list[str] | None,
         typer.Option(
-            help="Length of the run in time, a multiple of dt. Several, by repeating it or by "
-            "commas, give the figure an axis.",
+            help="Length of the run, a time that is a multiple of dt. Several horizons (repeat the "
+            "option, or separate them by commas) are the x-axis of the figure.",
             show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs "
-            "for a structure; with "
-            "--estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
+            "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Temperature of the start, and of the bath.",
+            help="Temperature of the initial momenta and of the thermostat.",
             show_default="0.1 epsilon/kB (exact 0.8), or 85 K for a structure",
         ),
     ] = None,
@@ -176,51 +174,50 @@ def compare_command(
     friction: Annotated[
         float | None,
         typer.Option(
-            help="Rate at which momenta decay, 1/time; for generalised the integral of the memory. "
-            "Overdamped: mass times it.",
+            help="Decay rate of momenta, 1/time; for generalised the integral of the memory "
+            "kernel. For overdamped the friction coefficient is the mass times this rate.",
             show_default="1, or 0.001/fs for a structure",
         ),
     ] = None,
     rates: Annotated[
         str | None,
         typer.Option(
-            help="Decay rates of the memory of generalised, by commas, 1/time.",
+            help="Decay rates of the memory kernel of generalised, 1/time, separated by commas.",
             show_default="5 times friction",
         ),
     ] = None,
     strengths: Annotated[
         str | None,
         typer.Option(
-            help="Strengths of the memory, one for each rate, 1/time^2.",
-            show_default="friction times rate, shared evenly",
+            help="Strengths of the memory kernel, one for each rate, 1/time^2.",
+            show_default="friction times rate, over the number of rates",
         ),
     ] = None,
     adjoint: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Adjoints to compare, of {', '.join(ADJOINTS)}, by repeating it or by commas; "
-            "the first is the reference.",
-            show_default="all that go with the dynamics",
+            help=f"Adjoints to compare, of {', '.join(ADJOINTS)} (repeat the option, or separate "
+            "names by commas). The first is the reference.",
+            show_default="all that apply to the dynamics",
         ),
     ] = None,
     replicas: Annotated[
         list[str] | None,
         typer.Option(
-            help="Starts to average over, each with momenta and noise of its own. Several, by "
-            "repeating it or by commas, give "
-            "the figure an axis instead of the horizon.",
-            show_default="1, with --estimators 64, or 4096 for a preset",
+            help="Number of replicas to average over, each with its own momenta and noise. Several "
+            "numbers (repeat the option, or separate them by commas) are the x-axis of the figure "
+            "instead of the horizon.",
+            show_default="1; with --estimators 64; for a preset 4096",
         ),
     ] = None,
     compile_runs: Annotated[
         bool,
         typer.Option(
             "--compile",
-            help="Run in compiled loops what goes in these: the adjoint reversible, and the "
-            "estimators finite-difference, "
-            "score-function and reweighting. Each compiles for up to a minute first, and for "
-            "further horizons reads what it "
-            "compiled from a cache; neither is in its seconds.",
+            help="Compile the runs of all methods that support it: the adjoint reversible, and the "
+            "estimators finite-difference, score-function and reweighting. Each compiles for up to "
+            "a minute at the first horizon and reads the compiled code from a cache at the others. "
+            "The seconds in the table include neither.",
         ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
@@ -228,95 +225,98 @@ def compare_command(
         "adjsim-compare"
     ),
 ) -> None:
-    """Set adjoint gradients beside backpropagation, or gradient estimators beside each other.
+    """Compare adjoint gradients with backpropagation, or gradient estimators with each other.
 
-    Adjoints: the observable of a Lennard-Jones system at the horizon, by epsilon and sigma (and kT,
-    tau, friction, rates and strengths of a thermostat), is differentiated by each adjoint from the
-    same starts and the same noise.
+    Adjoints: each differentiates the observable of a Lennard-Jones system at the horizon with
+    respect to epsilon and sigma (and kT, tau, friction, rates and strengths of a thermostat), from
+    the same starts and the same noise.
 
-    Estimators (--estimators, or a preset other than lj13): means with error bars, of what happens
-    along a path and of the equilibrium, which are two questions and are shown apart.
+    Estimators (--estimators, or a preset other than lj13): gradients of means, with error bars. The
+    mean along a path and the mean at equilibrium are two questions, and the table shows their
+    answers apart.
 
     Writes compare.png and compare.json into the output folder.
     """
     try:
-        names, job, adjoints, several = _estimators(estimators), None, {}, ""
+        names, job, adjoints, default_horizons = _estimators(estimators), None, {}, ""
         if preset == "lj13":
             system = (
                 structure(structure_file, epsilon, sigma, cutoff)
                 if structure_file
                 else cluster(epsilon, sigma, cutoff)
             )
-            kind = dynamics or ("langevin" if names else "hamiltonian")
-            if kind not in SCHEMES:
-                raise ValueError(f"unknown dynamics '{kind}'; choose one of {', '.join(SCHEMES)}.")
-            real, stiff = structure_file is not None, kind == "overdamped"
-            step = dt if dt is not None else 4.0 if real else 0.0005 if stiff else 0.005
-            warmth = (
+            model = dynamics or ("langevin" if names else "hamiltonian")
+            if model not in SCHEMES:
+                raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
+            from_file, overdamped = structure_file is not None, model == "overdamped"
+            step = dt if dt is not None else 4.0 if from_file else 0.0005 if overdamped else 0.005
+            start_temperature = (
                 temperature
                 if temperature is not None
-                else (85.0 if real else 0.8 if exact else 0.1)
+                else (85.0 if from_file else 0.8 if exact else 0.1)
             )
-            rate = friction if friction is not None else (0.001 if real else 1.0)
+            rate = friction if friction is not None else (0.001 if from_file else 1.0)
             bath = BathSettings(
-                warmth,
+                start_temperature,
                 tau if tau is not None else 50 * step,
                 rate,
                 *_memory(rate, rates, strengths),
             )
-            word = scheme or SCHEMES[kind]
+            scheme = scheme or SCHEMES[model]
             job = Job(
                 system,
-                model_of(system, kind, bath),
-                word,
-                solver_of(word, kind, step * system.time, exact),
-                warmth,
+                model_of(system, model, bath),
+                scheme,
+                solver_of(scheme, model, step * system.time, exact),
+                start_temperature,
                 seed,
             )
             job.check()
-            several = (
+            default_horizons = (
                 "200,400,800"
-                if real
+                if from_file
                 else "5,10,20,40"
                 if exact
                 else "0.1,0.2,0.4,0.8"
-                if stiff
+                if overdamped
                 else "1,2,4"
             )
             problem = Preset(
-                job.title, 400.0 if real else 0.4 if stiff else 10.0, 64, job.questions()
+                job.title, 400.0 if from_file else 0.4 if overdamped else 10.0, 64, job.questions()
             )
             question = _question(problem, preset, observable)
             if names:
                 if adjoint:
                     raise ValueError(
-                        "--adjoint compares adjoints, and --estimators estimators; give one of "
-                        "the two."
+                        "--adjoint compares adjoints, and --estimators compares estimators; give "
+                        "one of the two."
                     )
-                # The bath is held: most estimators have no gradient by it, and one table holds one
-                # set of parameters.
-                for number in job.model.parameters(recurse=False):
-                    number.requires_grad_(False)
+                # Most estimators have no gradient with respect to the thermostat's parameters, and
+                # one table shows one set of parameters.
+                for parameter in job.model.parameters(recurse=False):
+                    parameter.requires_grad_(False)
             else:
-                adjoints = adjoints_of(adjoint, kind, exact)
+                adjoints = adjoints_of(adjoint, model, exact)
         else:
             problem = _preset(preset)
-            others = [
+            misplaced = [
                 name for name in context.params if name not in COMMON and _given(context, name)
             ]
-            if others:
-                option = "structure" if others[0] == "structure_file" else others[0]
-                raise ValueError(f"--{option} goes with the preset lj13, not with {preset}.")
+            if misplaced:
+                option = "structure" if misplaced[0] == "structure_file" else misplaced[0]
+                raise ValueError(f"--{option} is for the preset lj13, not for {preset}.")
             question = _question(problem, preset, observable)
             names = names or list(ESTIMATORS)
             solver = question.simulation(problem.horizon).solver
             assert isinstance(solver, SteppingSolver)
             step = solver.dt
-        # An error bar takes two replicas.
-        usual, count, least = (
-            (f"{problem.horizon:g}", problem.replicas, 2) if names else (several, 1, 1)
+        # An error bar needs two replicas.
+        default_horizon, default_replicas, least = (
+            (f"{problem.horizon:g}", problem.replicas, 2) if names else (default_horizons, 1, 1)
         )
-        sweep = _sweep(horizon or [usual], step, replicas or [str(count)], least)
+        sweep = _sweep(
+            horizon or [default_horizon], step, replicas or [str(default_replicas)], least
+        )
         check_writable(output)
         quantity = observable or next(iter(problem.questions))
         if names:
@@ -337,7 +337,7 @@ def compare_command(
         report = report_adjoints(job, quantity, adjoints, sweep, results)
     if report.empty:
         print(
-            "adjsim: no method gave a number, so nothing was written; the reasons are above.",
+            "adjsim: no method returned a number, so no files were written; the reasons are above.",
             file=sys.stderr,
         )
         raise typer.Exit(1)
@@ -360,8 +360,8 @@ def _question(problem: Preset, preset: str, observable: str | None) -> Question:
     return known[observable or next(iter(known))]
 
 
-def _estimators(asked: list[str] | None) -> list[str]:
-    names = [name.strip() for entry in asked or [] for name in entry.split(",")]
+def _estimators(requested: list[str] | None) -> list[str]:
+    names = [name.strip() for entry in requested or [] for name in entry.split(",")]
     if names == ["all"]:
         return list(ESTIMATORS)
     for name in names:
@@ -376,7 +376,7 @@ def _sweep(horizons: list[str], dt: float, replicas: list[str], least: int) -> S
     counts = set()
     for text in (part.strip() for entry in replicas for part in entry.split(",")):
         if not text.lstrip("-").isdigit():
-            raise ValueError(f"replicas '{text}' is not a whole number.")
+            raise ValueError(f"replicas '{text}' is not an integer.")
         counts.add(int(text))
     sweep = Sweep(_horizons(horizons, dt), sorted(counts))
     sweep.check(least)
@@ -384,7 +384,7 @@ def _sweep(horizons: list[str], dt: float, replicas: list[str], least: int) -> S
 
 
 def _given(context: typer.Context, name: str) -> bool:
-    """Whether an option was written on the command line."""
+    """Return whether an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -393,7 +393,7 @@ def _memory(
     friction: float, rates: str | None, strengths: str | None
 ) -> tuple[list[float], list[float]]:
     if strengths is not None and rates is None:
-        raise ValueError("--strengths was given without --rates; give both, as many of each.")
+        raise ValueError("--strengths was given without --rates; give both, equally many.")
     decays = _numbers("rates", rates) if rates is not None else [5 * friction]
     weights = (
         _numbers("strengths", strengths)
@@ -402,8 +402,8 @@ def _memory(
     )
     if len(decays) != len(weights):
         raise ValueError(
-            f"--rates has {len(decays)} numbers and --strengths {len(weights)}; give as many of "
-            "each."
+            f"--rates has {len(decays)} numbers and --strengths has {len(weights)}; give as many "
+            "of each."
         )
     return decays, weights
 
@@ -413,13 +413,13 @@ def _numbers(option: str, text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
-            f"--{option} '{text}' is not a list of numbers; write such as 1,4."
+            f"--{option} '{text}' is not a list of numbers; write, for example, 1,4."
         ) from None
 
 
-def _horizons(asked: list[str], dt: float) -> list[float]:
+def _horizons(requested: list[str], dt: float) -> list[float]:
     horizons = set()
-    for text in (part.strip() for entry in asked for part in entry.split(",")):
+    for text in (part.strip() for entry in requested for part in entry.split(",")):
         try:
             horizon = float(text)
         except ValueError:

@@ -1,4 +1,4 @@
-"""One observable, one simulation, several ways to its gradient, side by side."""
+"""Comparison of several methods for the gradient of one observable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from adjsim._noise import seed_from
 from adjsim._state import State
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
-from adjsim.estimators.base import Estimator, GradientEstimate, Observable, Simulation
+from adjsim.estimators.base import Estimator, Observable, Simulation
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
 from adjsim.solvers.sde import InstabilityError
 
@@ -35,8 +36,9 @@ class Comparison:
     Attributes:
         estimates: by method name. Path and stationary estimates answer different questions and are
             shown apart.
-        failures: methods that gave no number, with the reason.
-        reference: the method that the others' gradients are compared with; None: the first of each
+        failures: the reason for every method without a result, by method name.
+        reference: the method with which the gradients of the others are compared. Estimates of
+            another estimand, or all of them if it is None, are compared with the first of their
             estimand.
     """
 
@@ -45,8 +47,10 @@ class Comparison:
     reference: str | None = None
 
     def difference(self, name: str) -> float | None:
-        """The largest relative difference, over parameters, of a method's gradient from the
-        reference's of its estimand.
+        """Compute the largest relative difference of a gradient from the reference's.
+
+        The largest is taken over parameters. The reference has the same estimand; for the reference
+        itself the result is None.
         """
         mine = self.estimates[name]
         peers = [
@@ -60,7 +64,7 @@ class Comparison:
         return max(ratios, default=0.0)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One plain record for each method, as in the JSON file."""
+        """Return one plain record for each method, as in the JSON file."""
         records: list[dict[str, Any]] = []
         for name, estimate in self.estimates.items():
             records.append(
@@ -81,14 +85,14 @@ class Comparison:
         return records
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The records as JSON text, also written to a file if a path is given."""
+        """Return the records as JSON text, and write them to an optional file."""
         text = json.dumps(self.rows(), indent=2)
         if path is not None:
             write_atomically(Path(path), text.encode())
         return text
 
     def table(self) -> Table:
-        """A table for a terminal: the methods of each estimand together, failures below."""
+        """Make a table for a terminal, with the methods of each estimand together."""
         parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
@@ -129,16 +133,16 @@ class Comparison:
         return text.getvalue().rstrip()
 
     def remarks(self) -> list[str]:
-        """What is to be said of single methods: why not to trust a number, or why there is none."""
-        doubts = [
+        """List, by method, reasons not to trust a result, and reasons for a missing one."""
+        warnings = [
             f"{name}: not to be trusted, {why}."
             for name, e in self.estimates.items()
             for why in e.warnings
         ]
-        return doubts + [f"{name}: {reason}" for name, reason in self.failures.items()]
+        return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
-        """Gradient with two standard errors, time and memory of each method, as bars."""
+        """Plot gradient (with two standard errors), time and memory of each method as bars."""
         parameters = list(next(iter(self.estimates.values())).grad)
         names = list(self.estimates)
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
@@ -183,22 +187,22 @@ def compare(
     """Estimate one gradient by several estimators on the same starts and the same noise.
 
     Args:
-        simulation: what is run.
-        observable: what is averaged.
-        estimators: by the name they are to be shown under; the first is the reference.
-        replicas: number of independent runs for each.
+        simulation: the simulation to run.
+        observable: the observable to average.
+        estimators: by the names to show; the first is the reference.
+        replicas: number of independent runs of each estimator.
         chunks: groups of replicas whose spread gives the standard errors.
-        generator: seeds starts and noise, as a generator or a whole number; None: torch's default
+        generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
-        compile: run the methods that go in compiled loops in these, and the others as they are;
-            which did is in ``diagnostics["compiled"]``. (``Simulation(..., compile=True)`` asks it
-            of all, and the others do not apply.)
+        compile: compile the runs of the methods that support it, and run the others uncompiled;
+            ``diagnostics["compiled"]`` shows which. (``Simulation(..., compile=True)`` requires it
+            of all methods, and those that do not support it are listed as failures.)
 
     Returns:
-        A :class:`Comparison`, which prints as a table. A method that does not apply (a stationary
-        one to a path question, a path score to a parameter that scales the noise) is listed with
-        the reason, and so is one whose run is lost (reversal beyond its tolerance, numbers no
-        longer finite or off the lattice).
+        A :class:`Comparison`, which prints as a table. It lists with the reason a method that does
+        not apply (a stationary estimator to a path question, a path score to a parameter that
+        scales the noise), and a method whose run fails (a reconstruction error beyond its
+        tolerance, numbers that are not finite or off the lattice).
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
@@ -206,28 +210,28 @@ def compare(
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
-        asked = replace(
+        configured = replace(
             simulation,
             compile=simulation.compile or (compile and estimator.can_compile(simulation)),
         )
         try:
-            estimator.check(asked, observable)
-        except (TypeError, ValueError) as unfit:
-            result.failures[name] = f"does not apply. {unfit}"
+            estimator.check(configured, observable)
+        except (TypeError, ValueError) as refusal:
+            result.failures[name] = f"does not apply. {refusal}"
             continue
-        # What one method leaves behind is not counted as room that the next one does not need.
+        # Otherwise the next method would reuse memory that this one freed, and seem to need less.
         release()
         try:
             result.estimates[name] = estimator(
-                asked, observable, replicas=replicas, chunks=chunks, generator=own
+                configured, observable, replicas=replicas, chunks=chunks, generator=own
             )
-        except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as lost:
-            result.failures[name] = str(lost)
+        except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as error:
+            result.failures[name] = str(error)
     return result
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file through a temporary one, so that it is never left incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -241,13 +245,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before any work; nothing is left behind.
+    """Refuse, before any work, an output folder that cannot be written.
 
-    Tried and not asked for, since permission bits do not know of a full disk, a quota or a
-    read-only mount.
+    It writes a file and removes it again, since permission bits do not show a full disk, a quota or
+    a read-only mount.
 
     Raises:
-        ValueError: with what the system says of it.
+        ValueError: the folder is a file or cannot be written; the message has the system's reason.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output '{folder}' is a file; name a folder.")
@@ -281,7 +285,7 @@ def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def short_name(name: str, names: list[str]) -> str:
-    """The last part of a qualified name, where that says which one is meant."""
+    """Return the last part of a qualified name, or all of it if ambiguous."""
     last = name.rsplit(".", 1)[-1]
     return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name
 
@@ -294,12 +298,12 @@ def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
 
 
 def _megabytes(count: int) -> str:
-    """To a tenth; less than one is less than can be told from a resident set."""
+    """Format bytes as megabytes; the resident set does not resolve less than one."""
     return f"{count / 1e6:.1f}" if count >= 1e6 else "< 1"
 
 
 def _plain(value: Any) -> Any:
-    """A number, list or None that JSON can hold: NaN, which it cannot, becomes None."""
+    """Convert to values that JSON can hold; NaN and infinity become None."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, list):

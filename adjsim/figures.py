@@ -1,4 +1,4 @@
-"""Figures of comparisons, with one panel for each number."""
+"""Figures of comparisons, with one panel for each quantity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKERS = "osD^v<>P"
 
 @dataclass
 class Panel:
-    """One panel: its title, the number it shows, the number's error, the scale, known values."""
+    """One panel: its title, quantity, error bar, scale, and exact values."""
 
     title: str
     number: Callable[[GradientEstimate], float | None]
@@ -36,11 +36,10 @@ def plot_sweep(
     """Plot gradient (with two standard errors), error, time and memory of each method.
 
     Args:
-        comparisons: by the quantity in which they differ, such as the horizon or the number of
-            replicas.
-        axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
-            logarithmic axis.
-        exact: known gradients, by the same quantity and by parameter, drawn as a line.
+        comparisons: by their value on the x-axis, such as the horizon or the number of replicas.
+        axis: label of the x-axis, with its unit if it has one. The axis of "replicas" is
+            logarithmic.
+        exact: exact gradients, by value on the x-axis and by parameter, drawn as a line.
     """
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     names = list(
@@ -54,8 +53,8 @@ def plot_sweep(
             panels.append(
                 Panel(f"standard error of d/d {short_name(key, parameters)}", error, scale="log")
             )
-    lost = [e.diagnostics["reconstruction_error"] for e in estimates]
-    if any(error is not None and error > 1e-6 for error in lost):
+    errors = [e.diagnostics["reconstruction_error"] for e in estimates]
+    if any(error is not None and error > 1e-6 for error in errors):
         title = "reconstruction error (0: exact)"
         panels.append(Panel(title, lambda e: e.diagnostics["reconstruction_error"], scale="symlog"))
     panels.append(Panel("time / s", lambda e: e.diagnostics["seconds"], scale="from zero"))
@@ -87,7 +86,7 @@ def _gradient(
         _error_of(key),
     )
     sizes = [abs(number(e)) for e in estimates if number(e) != 0]
-    # In chaos the gradient grows by decades, and its size matters more than its sign.
+    # In chaos the gradient grows by orders of magnitude, and its size matters more than its sign.
     if sizes and max(sizes) > 1e3 * min(sizes) and not any(error(e) > 0 for e in estimates):
         return Panel(f"|{title}|", lambda e: abs(number(e)), scale="log")
     return Panel(
@@ -109,7 +108,7 @@ def _draw(
             "label": name,
         }
         if any(bar > 0 for bar in bars):
-            # Side by side, since bars would hide each other.
+            # Shifted, since error bars at one place would hide each other.
             shift = 0.02 * (i - (len(names) - 1) / 2)
             span = max(comparisons) - min(comparisons) or 1.0
             xs = [
@@ -137,8 +136,8 @@ def _draw(
 
 
 def _error_of(key: str) -> Callable[[GradientEstimate], float]:
-    """Return a function to the standard error of the largest entry.
+    """Return a function that computes the largest standard error over a parameter's entries.
 
-    It gives NaN where there is none.
+    It returns NaN where there is no standard error.
     """
     return lambda estimate: float(estimate.grad_stderr[key].abs().max())

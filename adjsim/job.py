@@ -1,5 +1,6 @@
-"""What a comparison from the command line consists of: a system, its dynamics, a scheme, methods,
-horizons and replicas.
+"""The parts of a comparison from the command line.
+
+These are the system, its dynamics, the scheme, the methods, the horizons and the replicas.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class BathSettings:
     strengths: list[float]
 
 
-# What may be observed of a system of atoms, by the names of the command line.
+# Observables of a system of atoms, by the names of the command line.
 OBSERVABLES: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
     "energy": (
         "potential energy per atom",
@@ -82,8 +83,9 @@ OBSERVABLES: dict[str, tuple[str, Callable[[System, Tensor], Tensor]]] = {
 
 @dataclass
 class Sweep:
-    """Lengths of the run and numbers of replicas, of which one may have several values, the axis of
-    the figure.
+    """Horizons and numbers of replicas, of which one may have several values.
+
+    These values are the x-axis of the figure.
     """
 
     horizons: list[float]
@@ -104,7 +106,7 @@ class Sweep:
         return "replicas" if len(self.replicas) > 1 else "horizon"
 
     def points(self) -> dict[float, tuple[float, int]]:
-        """By the value on the axis: horizon and replicas."""
+        """Return horizon and number of replicas, by the value on the axis."""
         pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
         return {
             (count if self.axis == "replicas" else horizon): (horizon, count)
@@ -114,10 +116,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Method:
-    """One method of the comparison. It pickles, to be carried out in a process of its own.
+    """One method of a comparison, which pickles so that it can run in another process.
 
-    ``make`` and ``question`` are called in that process: a question holds functions that do not
-    pickle, and an estimator may keep what it sampled.
+    ``make`` and ``question`` are called in that process, since a question holds functions that do
+    not pickle, and an estimator may store samples.
     """
 
     name: str
@@ -128,14 +130,15 @@ class Method:
     compile: bool
 
     def __call__(self, horizon: float, replicas: int) -> Comparison:
-        """The method's numbers at a horizon, warm: what is done only once in a process is in
-        nobody's time and memory.
+        """Compute value, gradient and cost at a horizon, after a warm-up run.
+
+        The warm-up keeps one-off work of the process out of the measured time and memory.
         """
         question = self.question()
-        # A step of two replicas. A method that compiles runs all of it, so memory that it keeps is
-        # not in its growth.
-        whole = self.compile and self.make().can_compile(question.simulation(horizon))
-        self._estimate(question, *((horizon, replicas) if whole else (self.step, 2)))
+        # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
+        # the memory that its compiled loops keep does not count as growth.
+        compiled = self.compile and self.make().can_compile(question.simulation(horizon))
+        self._estimate(question, *((horizon, replicas) if compiled else (self.step, 2)))
         return self._estimate(question, horizon, replicas)
 
     def _estimate(self, question: Question, horizon: float, replicas: int) -> Comparison:
@@ -153,8 +156,9 @@ class Method:
 def run_sweep(
     methods: list[Method], sweep: Sweep, reference: str | None
 ) -> dict[float, Comparison]:
-    """A comparison for each point, each method in a process of its own, with a progress bar on a
-    terminal.
+    """Compare the methods at each point of the sweep.
+
+    Each method runs in a process of its own. A progress bar is shown on a terminal.
     """
     console, points = Console(stderr=True), sweep.points()
     columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
@@ -180,7 +184,7 @@ def run_sweep(
 def estimators_of(
     names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool
 ) -> list[Method]:
-    """Estimators of a question's gradient."""
+    """Make the methods that estimate the gradient of a question."""
     _check_compile(compile, [ESTIMATORS[name]() for name in names], question().simulation(step))
     return [
         Method(name, ESTIMATORS[name], question, step, seed, compile)
@@ -188,18 +192,19 @@ def estimators_of(
     ]
 
 
-def _check_compile(asked: bool, estimators: list[Estimator], simulation: Simulation[Any]) -> None:
-    if asked and not any(estimator.can_compile(simulation) for estimator in estimators):
+def _check_compile(
+    requested: bool, estimators: list[Estimator], simulation: Simulation[Any]
+) -> None:
+    if requested and not any(estimator.can_compile(simulation) for estimator in estimators):
         raise ValueError(
-            "--compile: none of these methods goes in compiled loops; those that do are the "
-            "adjoint reversible, and the "
-            "estimators finite-difference, score-function and reweighting."
+            "--compile: none of these methods can be compiled. The adjoint reversible can, and so "
+            "can the estimators finite-difference, score-function and reweighting."
         )
 
 
 @dataclass
 class Job:
-    """A system of atoms, run as the command line asked, in the library's words."""
+    """A system of atoms with the dynamics, solver and seed of its run."""
 
     system: System
     model: Dynamics[Any]
@@ -209,7 +214,7 @@ class Job:
     seed: int
 
     def initial(self, replicas: int, generator: torch.Generator | None) -> AnyState:
-        """Thermal momenta, less their mean motion, on the system's positions."""
+        """Make starts at the system's positions, with thermal momenta of zero total."""
         position = self.system.position.expand(replicas, -1, -1)
         if isinstance(self.model, OverdampedLangevin):
             return self.model.init(position)
@@ -224,7 +229,7 @@ class Job:
         return lambda state: OBSERVABLES[quantity][1](self.system, state.position)
 
     def check(self) -> None:
-        """Whatever would be refused later is refused now."""
+        """Refuse, before any work, settings that the run would refuse."""
         if not self.temperature >= 0:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
@@ -237,9 +242,9 @@ class Job:
 
     @property
     def title(self) -> str:
-        word = f"{self.scheme} exact" if self.exact else self.scheme
+        scheme = f"{self.scheme} exact" if self.exact else self.scheme
         return (
-            f"{self.system.name}, {type(self.model).__name__}, {word} at dt = "
+            f"{self.system.name}, {type(self.model).__name__}, {scheme} at dt = "
             f"{self.solver.dt / self.system.time:g}, "
             f"{self.temperature:g} {self.system.temperature_name}"
         )
@@ -249,12 +254,12 @@ class Job:
 
     @property
     def continuous(self) -> ODESolver | SDESolver:
-        """What the continuous adjoint is solved with."""
+        """The solver of the continuous adjoint."""
         if self.model.stochastic:
             return SDESolver("midpoint", dt=self.solver.dt)
-        # Two thirds of the time of its own tolerances, and an error that is a hundredth of that of
-        # velocity Verlet's steps. A method of higher order is slower where a cutoff makes forces
-        # jump: dopri8 takes twenty times as many evaluations there.
+        # This takes two thirds of the time of the default tolerances, and its error is a hundredth
+        # of the error of velocity Verlet at this dt. A method of higher order is slower where a
+        # cutoff makes forces jump: dopri8 takes twenty times as many evaluations there.
         return ODESolver("dopri5", rtol=1e-6, atol=1e-8)
 
     def simulation(
@@ -265,7 +270,7 @@ class Job:
         )
 
     def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
-        """Adjoint gradients of the observable at the horizon."""
+        """Make the methods that compute adjoint gradients of the observable at the horizon."""
         _check_compile(
             compile,
             [Pathwise(adjoint) for adjoint in adjoints.values()],
@@ -285,7 +290,7 @@ class Job:
         ]
 
     def final(self, quantity: str, name: str) -> Question:
-        """Compute the observable at the horizon, with the solver that goes with the adjoint."""
+        """Return the observable at the horizon as a question, with the adjoint's own solver."""
         solver = self.continuous if name == "backsolve" else self.solver
         if name == PLAIN:
             solver = Splitting(self.scheme, self.solver.dt)
@@ -298,7 +303,7 @@ class Job:
         )
 
     def questions(self) -> dict[str, Question]:
-        """For estimators: means over the second half of the run."""
+        """Return the questions for estimators: means over the second half of the run."""
 
         def question(quantity: str) -> Question:
             return Question(
@@ -313,7 +318,7 @@ class Job:
 
 
 def question_of(preset: str, quantity: str, job: Job | None) -> Question:
-    """A question for estimators by its names: of the job, or where there is none of the preset."""
+    """Return an estimator's question by name, from the job or, without one, from the preset."""
     return (presets()[preset].questions if job is None else job.questions())[quantity]
 
 
@@ -343,30 +348,32 @@ def solver_of(scheme: str, dynamics: str, dt: float, exact: bool) -> SteppingSol
         return Splitting(scheme, dt, exact=exact)
     if exact:
         raise ValueError(
-            "--exact needs steps that can be undone, unlike those of overdamped; choose another "
-            "dynamics."
+            "--exact needs invertible steps, and the steps of overdamped have no inverse; choose "
+            "another dynamics."
         )
     if scheme not in OVERDAMPED:
         raise ValueError(
-            f"scheme '{scheme}' does not go with overdamped; choose from {', '.join(OVERDAMPED)}."
+            f"scheme '{scheme}' is not for overdamped; choose from {', '.join(OVERDAMPED)}."
         )
     return OVERDAMPED[scheme](dt)
 
 
-def adjoints_of(asked: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
-    fitting = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
-    usual = [name for name in fitting if not exact or name != "backsolve"]
-    names = [name.strip() for entry in asked for name in entry.split(",")] if asked else usual
+def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
+    applicable = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
+    if requested:
+        names = [name.strip() for entry in requested for name in entry.split(",")]
+    else:
+        names = [name for name in applicable if not exact or name != "backsolve"]
     for name in names:
         if name not in ADJOINTS:
-            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(fitting)}.")
-        if name not in fitting:
+            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(applicable)}.")
+        if name not in applicable:
             raise ValueError(
-                f"adjoint '{name}' needs steps that can be undone, unlike those of {dynamics}; "
-                f"choose from {', '.join(fitting)}."
+                f"adjoint '{name}' needs invertible steps, and the steps of {dynamics} have no "
+                f"inverse; choose from {', '.join(applicable)}."
             )
     chosen = {name: ADJOINTS[name] for name in names}
     if exact and "reversible" in chosen:
-        # With neither checkpoints nor a tolerance, so that what is lost is seen.
+        # Without checkpoints and without a tolerance, so that the table shows the full error.
         chosen[PLAIN] = ReversibleAdjoint(checkpoint_every=sys.maxsize, tol=float("inf"))
     return chosen

@@ -1,4 +1,4 @@
-"""Small problems with exact answers, on which the command line compares estimators."""
+"""Test problems with exact answers, on which the command line compares estimators."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ESTIMATORS: dict[str, Callable[[], Estimator]] = {
     "reweighting": Reweighting,
 }
 
-# A mean, and its derivative by parameter.
+# A mean, and its derivatives by parameter name.
 Answer = tuple[float, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling: the method, and the answer by horizon."""
+    """An answer known without sampling: its method, and the answer as a function of horizon."""
 
     how: str
     answer: Callable[[float], Answer]
@@ -53,7 +53,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Question:
-    """A simulation and an observable, by horizon."""
+    """A simulation and an observable, as functions of the horizon."""
 
     title: str
     simulation: Callable[[float], Simulation[Any]]
@@ -72,7 +72,7 @@ class Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """Make the presets, by the names of the command line."""
+    """Make the presets, by their names on the command line."""
     return {
         "harmonic": _harmonic(),
         "asymmetric-double-well": _asymmetric(),
@@ -120,7 +120,7 @@ def _muller_brown() -> Preset:
     grid = torch.cartesian_prod(x, y).unsqueeze(1)
     observables = {
         "deep": (
-            "share in the deep basin, its edge smoothed over 1/8",
+            "share in the deep basin (a step smoothed over 1/8)",
             lambda q: torch.sigmoid(8 * (q[:, 0, 1] - 0.8)),
         ),
         "energy": ("<U>", dynamics.potential),
@@ -143,7 +143,7 @@ def _at_equilibrium(
     dt: float,
     observables: dict[str, tuple[str, Callable[[Tensor], Tensor]]],
 ) -> dict[str, Question]:
-    """Make time averages from starts drawn at equilibrium on a fine grid, without a burn-in."""
+    """Make time averages without a burn-in, from starts drawn at equilibrium on a fine grid."""
 
     def weights() -> Tensor:
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
@@ -199,22 +199,22 @@ def _first_passage() -> Preset:
         )
         return _answer(dynamics, dt * torch.stack([density.sum() for density in densities]).sum())
 
-    how = "at the horizon, by propagating the density of the steps"
+    how = "at the horizon, by propagating the density of the walker"
     return Preset(
         "double well, barrier 1, kT = 0.5, friction 1, from the left well",
         4.0,
         4096,
         {
             "crossed": Question(
-                f"share beyond the barrier at the horizon, a step smoothed over {width:g}, as "
-                "pathwise gradients need it",
+                f"share beyond the barrier at the horizon (a step smoothed over {width:g}, which "
+                "gives it a pathwise gradient)",
                 lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
                 lambda horizon: Final(lambda state: beyond(state.position)),
                 Exact(how, crossed),
             ),
             "time": Question(
-                "mean time until absorbed, beyond the barrier at a rate of sigmoid(x / "
-                f"{width:g}) / {width:g}, or the horizon",
+                "mean time until absorption (at most the horizon), at the rate "
+                f"sigmoid(x / {width:g}) / {width:g}",
                 lambda horizon: simulation(
                     torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
                 ),
@@ -236,14 +236,16 @@ def _densities(
     steps: int,
     survival: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Propagate the density of a walker's steps.
+    """Compute the density of a walker after each step, by quadrature.
 
-    It is given on the nodes of a line, times their spacing. ``x' = x + F(x) dt/friction + s xi``
-    with ``s = sqrt(2 kT dt/friction)`` takes a density p to ``p'(x') = integral N(x'; x + F(x)
-    dt/friction, s^2) a(x) p(x) dx``, where a is the share that survives a frame. On nodes s/5 apart
-    the trapezoidal rule has an error of 1e-16, since the integrand is as smooth as a Gaussian of
-    width s. The start, a point, has no density and is represented by its mass. The densities after
-    0, 1, ... steps are returned.
+    A step ``x' = x + F(x) dt/friction + s xi`` with ``s = sqrt(2 kT dt/friction)`` takes a density
+    p to ``p'(x') = integral N(x'; x + F(x) dt/friction, s^2) a(x) p(x) dx``, where a is the share
+    that survives a frame. On nodes s/5 apart the trapezoidal rule has an error of 1e-16, since the
+    integrand is as smooth as a Gaussian of width s. The start, a point, has no density and is
+    represented by its mass.
+
+    Returns:
+        The nodes, and the densities after 0, 1, ... steps, times the spacing of the nodes.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

@@ -1,4 +1,4 @@
-"""The printed tables and written files of the command line."""
+"""Tables and files of the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adjsim.presets import Answer, Preset, Question
 
 @dataclass
 class Report:
-    """A comparison, and the data that its files hold in addition."""
+    """A comparison, and the additional data of its files."""
 
     sweep: Sweep
     results: dict[float, Comparison]
@@ -77,16 +77,14 @@ def report_adjoints(
         _print(
             console,
             f"backsolve is the continuous adjoint on {solver}: it differentiates {other}, so its "
-            "difference from "
-            "the others is the discretisation error of dt, not of the adjoint.",
+            "difference from the others is the discretisation error of dt, not of the adjoint.",
         )
     if PLAIN in adjoints:
         _print(
             console,
-            f"{PLAIN} takes and undoes the same steps in floating point. In chaos its path soon "
-            "differs from the exact "
-            "path, and so does its gradient. Where its reconstruction error is not small, its "
-            "gradient is that of no path.",
+            f"{PLAIN} runs and reverses the same steps in floating point. In chaos its path soon "
+            "differs from the exact path, and so does its gradient. Where its reconstruction error "
+            "is not small, its gradient is wrong: it belongs to no path.",
         )
     return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
 
@@ -100,7 +98,7 @@ def report_estimators(
     sweep: Sweep,
     results: dict[float, Comparison],
 ) -> Report:
-    """Print a comparison of estimators, beside the exact answer where there is one."""
+    """Print a comparison of estimators, with the exact answer where it is known."""
     console, answers = _console(), {}
     _print(console, f"{preset.title}, seed {seed}. Value: {question.title}.")
     for x, (horizon, _) in sweep.points().items():

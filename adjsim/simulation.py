@@ -1,4 +1,4 @@
-"""simulate(): checks its arguments, then runs dynamics, solver, adjoint and record together."""
+"""The function :func:`simulate`, which checks its arguments and runs the adjoint."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def simulate(
     compile: bool = False,
     progress: bool = False,
 ) -> Trajectory[State]:
-    """Run the dynamics from a state and return what was saved, connected to autograd.
+    """Run the dynamics from a state and return its trajectory, connected to autograd.
 
-    The adjoint takes gradients from the trajectory to the start and to every parameter of the
-    dynamics that requires grad. Where neither the start nor a parameter requires grad, the
-    trajectory has no graph, and its repr contains "no gradient": make the number of interest an
+    The adjoint propagates gradients from the trajectory to the start and to every parameter of the
+    dynamics that requires grad. If neither the start nor a parameter requires grad, the trajectory
+    has no graph, and its repr contains "no gradient": make the number of interest an
     ``nn.Parameter``. The path does not depend on the save times, on the record or on the adjoint.
     Under ``torch.inference_mode`` a run equals a run under ``torch.no_grad``.
 
@@ -48,28 +48,28 @@ def simulate(
         state: the start, from ``dynamics.init``. The run has its dtype and device. Fields may be
             arrays or lists.
         ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
-            start is the first frame. With a fixed-step solver each save time must be a whole number
-            of steps after ``ts[0]``, to a thousandth of a step. There is no gradient with respect
-            to times (:func:`~adjsim.solve_ivp` has one).
+            start is the first frame. With a fixed-step solver each save time must be an integer
+            number of steps after ``ts[0]``, to a thousandth of a step. There is no gradient with
+            respect to times (:func:`~adjsim.solve_ivp` has one).
         solver: how the equations are integrated.
         adjoint: how the gradient is taken.
-        record: a function of the state, whose values are saved instead of whole states, or a
+        record: a function of the state, whose values are saved instead of the states, or a
             :class:`TimeAverage`. It may depend on the parameters of the dynamics.
-        generator: seeds the noise of stochastic dynamics, as a generator or a whole number; None:
+        generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
             torch's default generator. The seed of the start may be used again, since starts and
             steps have separate streams. The noise is a function of the seed, the step and the
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
             :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`, and with any adjoint
-            where no gradient is asked for. It needs a C++ compiler. The first run of a kind
+            where no gradient is needed. It needs a C++ compiler. The first run of a kind
             compiles for a few seconds, or up to a minute where torch's Inductor has to
             (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
             result is kept across processes. A different number of steps, seed, parameter
             value or save time does not compile again. Anything else that a potential or a record
             reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
-            in, and compiles again after a change; a value that cannot be inspected is refused.
-            Gradients agree with those not compiled to rounding, and exact runs to the last bit.
+            in, and a change of it compiles again; a value that cannot be inspected is refused.
+            Gradients agree with uncompiled ones to rounding, and exact runs to the last bit.
         progress: show a progress bar, on a terminal.
 
     Raises:
@@ -102,7 +102,7 @@ def run(
 ) -> Trajectory[State]:
     """Run :func:`simulate` on given noise.
 
-    So a part of a larger batch gets its part of the noise.
+    A chunk of a larger batch passes its own part of the noise.
     """
     _check_pair(solver, adjoint)
     check_record(record)
@@ -175,24 +175,24 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
             "out there."
         )
-    asked = torch.is_grad_enabled() and (
+    needs_gradient = torch.is_grad_enabled() and (
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
     )
-    if asked and not isinstance(adjoint, ReversibleAdjoint):
+    if needs_gradient and not isinstance(adjoint, ReversibleAdjoint):
         raise TypeError(
-            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, where "
-            "a gradient is asked for. Use it, run under torch.no_grad(), or leave compile=True "
-            "out."
+            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, if a "
+            "gradient is needed. Use ReversibleAdjoint(), run under torch.no_grad(), or leave "
+            "compile=True out."
         )
 
 
 def _check_captured(
     dynamics: Dynamics[State], state: State, times: torch.Tensor, record: Record[State]
 ) -> None:
-    """Refuse tensors that require grad and that an adjoint would not see.
+    """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
-    Drift and record are evaluated once, at the start. A tensor that is read only later is refused
-    later.
+    Drift and record are evaluated once, at the start. A tensor that is first read later in the run
+    is refused then.
     """
     if in_transform() or not torch.is_grad_enabled():
         return

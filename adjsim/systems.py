@@ -1,4 +1,4 @@
-"""Systems for the command line: the cluster of the package, and structures from files."""
+"""Systems for the command line: the built-in cluster, and structures from files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from adjsim.potentials.pair import LennardJones
 class System:
     """A Lennard-Jones system: positions, masses, potential, and the units of the command line.
 
-    ``time`` and ``temperature`` are one unit of the command line's times and temperatures, in the
-    system's own units (kT for the temperature).
+    ``time`` and ``temperature`` are the command line's units of time and temperature, expressed in
+    the system's own units (as kT for the temperature).
     """
 
     name: str
@@ -74,8 +74,8 @@ def structure(
     """Read a structure file, in ASE's units: eV, angstrom, amu.
 
     On the command line times are in femtoseconds and temperatures in kelvin. The file's cell, if it
-    has one, is the periodic box. In a box the cutoff is 3 sigma, or half the smallest width of the
-    box if that is less.
+    has one, is the periodic box. In a box the default cutoff is 3 sigma, or half the smallest
+    perpendicular width of the box if that is less.
     """
     _check_pair(epsilon, sigma)
     atoms = _read(path)
@@ -98,7 +98,7 @@ def _read(path: Path) -> ase.Atoms:
             f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, "
             "pdb, cif)."
         )
-    # Errors that ASE's readers raise for a file that does not match its name.
+    # Errors that ASE's readers raise for a file whose content does not match its name.
     malformed = (
         OSError,
         ValueError,
@@ -136,9 +136,8 @@ def _potential(
         unknown = [symbol for symbol in species if symbol not in NOBLE_GASES]
         if unknown:
             raise ValueError(
-                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (shipped: "
-                f"{', '.join(NOBLE_GASES)}); "
-                "give --epsilon in eV and --sigma in angstrom."
+                f"no Lennard-Jones parameters for {', '.join(unknown)} in '{path}' (built in: "
+                f"{', '.join(NOBLE_GASES)}); give --epsilon in eV and --sigma in angstrom."
             )
         epsilons: Sequence[float] = [NOBLE_GASES[symbol].kelvin * units.kB for symbol in species]
         sigmas: Sequence[float] = [NOBLE_GASES[symbol].angstrom for symbol in species]

@@ -1,1 +1,1 @@
-"""Traced tensor programs as C++: one function without allocations for a whole loop of steps."""
+"""C++ code generation for traced loops of steps, with one function per loop."""

@@ -1,15 +1,14 @@
-"""From a traced graph to values: which operation becomes what, and which values are stored.
+"""Lowering of a traced graph to values, and the choice of stored values.
 
-Stored are outputs, sums, joined tensors, tensors that the trace marks
+The stored values are outputs, sums, concatenated tensors, tensors that the trace marks
 (:func:`adjsim._layout.materialise_contiguous`), and
 
-- single numbers, as variables;
+- scalars, as variables;
 - values that broadcast into a larger one, so that they are not computed again for each of its
   elements;
-- values of at most the size of a state that are read more than once, unless they cost next to
-  nothing.
+- values of about the size of a state that are read more than once, unless they are very cheap.
 
-All others, matrices of pairs above all, are computed where they are read.
+All other values, such as matrices of pairs, are computed where they are read.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import (
     TYPES,
+    Arange,
     Buffer,
-    Counting,
     Gathered,
     Index,
     Indices,
@@ -34,16 +33,17 @@ from adjsim._cpp.values import (
     Literal,
     Pointwise,
     Reduced,
-    Seen,
+    Reinterpreted,
     UnprintableError,
     Value,
     View,
-    laid_out,
+    make_buffer,
 )
 from adjsim._cpp.views import VIEWS, expanded, selecting, slicing, unsqueezed
 
+# Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
-# Keyword arguments that are looked at, or that say nothing about values on the CPU.
+# Keyword arguments that are handled, or that do not affect values on the CPU.
 KNOWN = {
     "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
     "memory_format", "non_blocking", "decimals", "implicit", "copy",
@@ -54,10 +54,14 @@ class Lowering:
     """The values of one graph.
 
     Args:
-        graph: of tensors of known shapes on the CPU, without dead code.
+        graph: a graph of tensors of known shapes on the CPU, without dead code.
         inputs: the buffers of its placeholders.
-        large: values of more numbers are never stored for being read more than once.
-        exact: refuse operations whose last bit is not IEEE's.
+        large: values with more elements are not stored merely for being read more than once.
+        exact: refuse operations whose last bit IEEE 754 does not determine.
+
+    Attributes:
+        stored: the stored values, in the order of the graph.
+        outputs: the values of the graph's outputs.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Lowering:
     # Storing.
 
     def store(self, value: Value, fill: bool = True) -> None:
-        """Keep a value in memory, or in a variable."""
+        """Store a value in a buffer, or in a variable if it is a scalar."""
         value = value.source
         if value.buffer is not None or isinstance(value, Literal):
             return
@@ -93,10 +97,10 @@ class Lowering:
                 name, value.dtype, value.shape, (0,) * len(value.shape), variable=True
             )
         else:
-            value.buffer = laid_out(name, value.dtype, value.shape, value.strides, fill)
+            value.buffer = make_buffer(name, value.dtype, value.shape, value.strides, fill)
         self.stored.append(value)
 
-    def _hoist(self, operand: Value, numel: int) -> None:
+    def _store_operand(self, operand: Value, numel: int) -> None:
         source = operand.source
         if source.computed and source.numel < numel and (source.numel == 1 or cost(source) > 1):
             self.store(source)
@@ -114,7 +118,7 @@ class Lowering:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
         args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
         if isinstance(meta, (list, tuple)):
-            return self._pieces(base, meta, *args)
+            return self._split(base, meta, *args)
         if not isinstance(meta, Tensor):
             raise UnprintableError(name)
         if meta.device.type != "cpu" or meta.dtype not in TYPES or meta.numel() == 0:
@@ -122,12 +126,12 @@ class Lowering:
         value = self._value(base, name, node, meta, args)
         value.strides = value.strides or tuple(meta.stride())
         if isinstance(value, (Pointwise, Reduced)):
-            self._settle(value, node)
+            self._store_if_needed(value, node)
         return value
 
-    def _settle(self, value: Value, node: Node) -> None:
+    def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:
-            self._hoist(operand, sum_numel(value))
+            self._store_operand(operand, work_size(value))
         if (
             value.numel == 1
             or isinstance(value, Reduced)
@@ -152,7 +156,7 @@ class Lowering:
             "lift_fresh_copy",
             "to",
         ):
-            return self._copied(args[0], meta)
+            return self._converted(args[0], meta)
         if base == "as_strided":
             source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
             if (
@@ -180,7 +184,7 @@ class Lowering:
             return Literal(shape, dtype, text=literal(number, dtype))
         if base == "arange":
             begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
-            return Counting(shape, dtype, begin=begin, step=step)
+            return Arange(shape, dtype, begin=begin, step=step)
         if base == "index_select":
             x, axis, number = args
             return self._gathered(meta, x, axis % len(x.shape), [number], wraps=False)
@@ -198,18 +202,18 @@ class Lowering:
             self.store(joined)
             return joined
         if base in ("select_scatter", "slice_scatter"):
-            return self._patched(base, meta, *args)
+            return self._scattered(base, meta, *args)
         if base in ("select_backward", "slice_backward"):
             zeros = Literal(shape, dtype, text=literal(0, dtype))
-            return self._patched(
+            return self._scattered(
                 base.replace("backward", "scatter"), meta, zeros, args[0], *args[2:]
             )
         if base in ("sum", "mean"):
-            return self._summed(base, node, meta, args)
+            return self._reduced(base, node, meta, args)
         return self._pointwise(base, name, node, meta, args)
 
-    def _pieces(self, base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
-        """The results of split and unbind."""
+    def _split(self, base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
+        """Lower split, chunk and unbind."""
         axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(
             x.shape
         )
@@ -244,11 +248,11 @@ class Lowering:
                 raise UnprintableError(base)
         return pieces
 
-    def _copied(self, x: Value, meta: Tensor) -> Value:
+    def _converted(self, x: Value, meta: Tensor) -> Value:
         if x.dtype == meta.dtype:
             return View(tuple(meta.shape), meta.dtype, (x,))
-        whole = meta.dtype == torch.int64 and x.dtype.is_floating_point
-        convert = "integer" if whole else f"({TYPES[meta.dtype]})"
+        to_integer = meta.dtype == torch.int64 and x.dtype.is_floating_point
+        convert = "integer" if to_integer else f"({TYPES[meta.dtype]})"
         return Pointwise(
             tuple(meta.shape),
             meta.dtype,
@@ -267,7 +271,7 @@ class Lowering:
                 return tuple(next(rest) if n > 1 else Index() for n in x.shape)
 
             return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
-        # Rows are one after the other in memory, so a stored copy is seen with other axes.
+        # A stored copy with contiguous rows can be reinterpreted with other axes.
         flat = Pointwise(
             x.shape,
             x.dtype,
@@ -285,23 +289,24 @@ class Lowering:
             return (total,)
 
         assert flat.buffer is not None
-        line = Seen((x.numel,), x.dtype, (flat,), buffer=as_line(flat.buffer))
-        return View(tuple(meta.shape), meta.dtype, (line,), map=merged)
+        flat_memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=flattened(flat.buffer))
+        return View(tuple(meta.shape), meta.dtype, (flat_memory,), map=merged)
 
     def _indexed(self, meta: Tensor, x: Value, nodes: list[Any]) -> Value:
-        """Elements numbered by tensors along neighbouring axes."""
+        """Lower indexing by index tensors along adjacent axes."""
         numbers = {axis: self.values[node] for axis, node in enumerate(nodes) if node is not None}
         first = min(numbers)
         neighbours = list(numbers) == list(range(first, first + len(numbers)))
         if not neighbours or any(number.dtype != torch.int64 for number in numbers.values()):
-            raise UnprintableError("index by masks, or along axes that are apart")
+            raise UnprintableError("index by masks, or along axes that are not adjacent")
         return self._gathered(meta, x, first, list(numbers.values()), wraps=True)
 
     def _gathered(
         self, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool
     ) -> Value:
-        """Elements numbered along axes from ``axis`` on; ``wraps``: negative numbers count from the
-        end.
+        """Select elements by index tensors along the axes from ``axis`` on.
+
+        With ``wraps``, negative indices count from the end.
         """
         self.store(x)
         checked = []
@@ -320,13 +325,14 @@ class Lowering:
                     expression=in_range,
                 )
             )
-            # Rows of addresses are not filled up, since their ends would be addresses too.
+            # Rows of indices are not padded, since the padding would be read as indices.
             self.store(checked[-1], fill=False)
         return Gathered(tuple(meta.shape), meta.dtype, (x, *checked), axis=axis)
 
-    def _patched(self, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
-        """A tensor of which a part is replaced: the parts before, the patch, and the parts after
-        it.
+    def _scattered(self, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
+        """Lower select_scatter and slice_scatter, which replace a part of a tensor.
+
+        The result is the concatenation of the part before, the patch and the part after.
         """
         axis, shape = (args[0] if args else 0) % len(x.shape), x.shape
         if base == "select_scatter":
@@ -353,18 +359,18 @@ class Lowering:
         self.store(joined)
         return joined
 
-    def _summed(self, base: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+    def _reduced(self, base: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
         axes = tuple(sorted({axis % len(x.shape) for axis in axes})) if x.shape else ()
         if x.dtype != meta.dtype:
             if x.dtype == torch.bool or meta.dtype in (torch.float64, torch.float32):
-                x = self._copied(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
+                x = self._converted(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
             else:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
         if base == "mean" and meta.dtype not in (torch.float32, torch.float64):
             raise UnprintableError("mean of integers")
         count = x.numel // max(1, meta.numel())
-        # A sum over all pairs takes rows first, in the loop that other sums over rows are in.
+        # A sum over all pairs sums rows first, so that it can share a loop with other row sums.
         if len([axis for axis in axes if x.shape[axis] > 1]) > 1 and x.numel > self.large:
             last = max(axis for axis in axes if x.shape[axis] > 1)
             keep = len(meta.shape) == len(x.shape)
@@ -375,20 +381,20 @@ class Lowering:
                 rows,
                 x.dtype,
                 (x,),
-                strides=x.strides if keep else _without(x.strides, (last,)),
+                strides=x.strides if keep else _without_axes(x.strides, (last,)),
                 axes=(last,),
             )
-            self._settle(part, node)
+            self._store_if_needed(part, node)
             x, axes = (
                 part,
                 tuple(axis - (not keep and axis > last) for axis in axes if axis != last),
             )
-        # In memory the sums lie as what is summed does.
-        strides = x.strides if len(meta.shape) == len(x.shape) else _without(x.strides, axes)
+        # The sums have the memory order of their operand.
+        strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
         total = Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
         if base == "sum":
             return total
-        self._settle(total, node)
+        self._store_if_needed(total, node)
         return Pointwise(
             tuple(meta.shape),
             meta.dtype,
@@ -404,15 +410,15 @@ class Lowering:
             common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
         inexact = meta.numel() <= (1 if self.exact else self.large)
         operands, expression = pointwise(base, name, args, node.kwargs, common, inexact)
-        # A condition stays one; all else is computed in the common type.
+        # The condition of `where` stays bool; all other operands are computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [
             x
             if i < conditions or x.dtype == common
-            else self._copied(x, torch.empty(x.shape, dtype=common, device="meta"))
+            else self._converted(x, torch.empty(x.shape, dtype=common, device="meta"))
             for i, x in enumerate(operands)
         ]
-        # Where no operand varies along an axis, nor does the result.
+        # Along an axis where no operand varies, the result is computed once and expanded.
         shape, axes = tuple(meta.shape), len(meta.shape)
         varies = [
             any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape))
@@ -424,17 +430,17 @@ class Lowering:
         )
         if short == shape:
             return value
-        self._settle(value, node)
+        self._store_if_needed(value, node)
         return View(shape, dtype, (value,), map=expanded(short, shape))
 
 
-def as_line(buffer: Buffer) -> Buffer:
-    """A buffer without gaps, seen as one row."""
+def flattened(buffer: Buffer) -> Buffer:
+    """Reinterpret a buffer without padding as one row."""
     return Buffer(buffer.name, buffer.dtype, (buffer.size,), (1,))
 
 
-def sum_numel(value: Value) -> int:
-    """The elements that are computed for a value."""
+def work_size(value: Value) -> int:
+    """Count the elements that are computed for a value."""
     return (
         max([value.numel, *(x.numel for x in value.operands)])
         if isinstance(value, Reduced)
@@ -443,7 +449,7 @@ def sum_numel(value: Value) -> int:
 
 
 def cost(value: Value) -> int:
-    """Operations for an element, up to a few."""
+    """Count the operations for an element, up to about :data:`CHEAP`."""
     if isinstance(value, View):
         return cost(value.operands[0])
     if not value.computed:
@@ -456,12 +462,12 @@ def cost(value: Value) -> int:
     return total
 
 
-def _without(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+def _without_axes(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride for axis, stride in enumerate(strides) if axis not in axes)
 
 
 def _examples(args: Sequence[Any]) -> list[Any]:
-    """Numbers and empty tensors of the types of operands, for torch's rules of promotion."""
+    """Make example operands of the same types, for torch's type promotion."""
     return [
         torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args
     ]

@@ -1,4 +1,4 @@
-"""C++ compiled into a library that is kept on disk, by what it was made of."""
+"""Compilation of C++ sources to shared libraries, which are cached on disk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from adjsim._cpp.values import UnprintableError
 
-# Without contraction into fused multiply-add, so that bits are those of the traced operations.
-# No number traps, so both sides of a condition may be computed; integers wrap around as torch's do.
+# No contraction to fused multiply-add, so that results equal those of the traced operations bit for
+# bit. Without floating-point traps both branches of a condition may be evaluated. Integers wrap
+# around as in torch.
 FLAGS = [
     "-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd", "-shared", "-fPIC",
@@ -24,12 +25,15 @@ FLAGS = [
 
 
 class CompilerError(UnprintableError):
-    """There is no compiler, or it refused."""
+    """Raised if there is no C++ compiler, or if it fails."""
 
 
 def folder() -> Path:
-    """Where libraries are kept: ``ADJSIM_CACHE``, or the user's folder for caches, or where that
-    cannot be written one for this process."""
+    """Return the folder of cached libraries.
+
+    This is ``ADJSIM_CACHE``, or else ``adjsim`` in the user's cache folder. If it is not writable,
+    a temporary folder of this process is used.
+    """
     try:
         given = os.environ.get("ADJSIM_CACHE")
         found = (
@@ -41,7 +45,7 @@ def folder() -> Path:
         found.mkdir(parents=True, exist_ok=True)
         if os.access(found, os.W_OK | os.X_OK):
             return found
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home.
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home folder.
         pass
     own = Path(_own_folder().name)
     own.mkdir(mode=0o700, exist_ok=True)  # A process forked from this one may have removed it.
@@ -54,13 +58,14 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def compiled(source: str, threads: bool) -> ctypes.CDLL:
-    """The library of a source.
+    """Load the library of a source, and compile it if it is not cached.
 
     Args:
+        source: the C++ source.
         threads: whether it has loops that threads share.
 
     Raises:
-        CompilerError: there is no C++ compiler, or it does not take the source.
+        CompilerError: there is no C++ compiler, or it rejects the source.
     """
     compiler, flags = _compiler(), _flags(threads)
     try:
@@ -69,7 +74,7 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
             try:
                 return ctypes.CDLL(str(path))
             except OSError:
-                pass  # Cut short, or made on another system: built again.
+                pass  # A truncated file, or one from another system, is built again.
         _build(source, [*compiler, *flags], path)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -77,23 +82,25 @@ def compiled(source: str, threads: bool) -> ctypes.CDLL:
 
 
 def path_of(source: str, threads: bool) -> Path:
-    """Where the library of a source is kept."""
+    """Return the path of the cached library of a source."""
     compiler = _compiler()
-    made_of = [source, *compiler, _version(compiler), *_flags(threads), _processor()]
-    return folder() / f"{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:32]}.so"
+    key_parts = [source, *compiler, _version(compiler), *_flags(threads), _processor()]
+    return folder() / f"{hashlib.sha256(chr(0).join(key_parts).encode()).hexdigest()[:32]}.so"
 
 
 def _build(source: str, command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        code, made = Path(work) / "loop.cpp", Path(work) / "loop.so"
+        code, built = Path(work) / "loop.cpp", Path(work) / "loop.so"
         code.write_text(source)
-        done = subprocess.run(
-            [*command, str(code), "-o", str(made)], capture_output=True, text=True
+        process = subprocess.run(
+            [*command, str(code), "-o", str(built)], capture_output=True, text=True
         )
-        if done.returncode:
-            raise CompilerError(f"{shlex.join(command)} refused the loop:\n{done.stderr[-2000:]}")
-        # Whole or not at all, and the first of several processes serves all.
-        os.replace(made, path)
+        if process.returncode:
+            raise CompilerError(
+                f"{shlex.join(command)} rejected the loop:\n{process.stderr[-2000:]}"
+            )
+        # An atomic replacement: other processes see a complete library or none.
+        os.replace(built, path)
 
 
 def _flags(threads: bool) -> list[str]:
@@ -107,7 +114,7 @@ def _flags(threads: bool) -> list[str]:
 
 @functools.cache
 def _compiler() -> tuple[str, ...]:
-    """The command, which may have arguments, such as ``ccache g++``."""
+    """Find the compiler command, which may have arguments, such as ``ccache g++``."""
     for command in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
         name, *arguments = shlex.split(command) or [""]
         found = shutil.which(name) if name else None
@@ -123,7 +130,7 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What code for this machine may use."""
+    """Return the instruction set extensions of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

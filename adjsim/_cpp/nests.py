@@ -1,10 +1,9 @@
-"""From stored values to loops: in which order, which of them share a loop, and how a loop is
-printed.
+"""Loop nests that compute the stored values of a graph: their order, fusion and printing.
 
-A value is stored as soon as the values that it reads are. Sums over matrices of pairs wait until
-nothing else can be done, so that those that can share one loop over pairs do. The innermost loop
-runs along the axis along which memory is read in order, and consists of vectors: of the lanes of a
-row that is summed, or of elements next to each other.
+A value is computed as soon as its stored operands are. Sums over matrices of pairs are postponed
+until nothing else is ready, so that as many as possible share one loop over pairs. The innermost
+loop runs along the axis with contiguous memory accesses, and is vectorised: over the lanes of a
+row sum, or over neighbouring elements.
 """
 
 from __future__ import annotations
@@ -24,23 +23,25 @@ from adjsim._cpp.values import (
     Indices,
     Joined,
     Reduced,
-    Seen,
+    Reinterpreted,
     Value,
 )
 
-# Elements of a loop above which threads share it.
-SHARED = 131_072
-# Numbers of a vector's block of sums.
+# Smallest number of elements of a loop that is shared by threads.
+PARALLEL_WORK = 131_072
+# Number of neighbouring sums that are accumulated together.
 BLOCK = 16
 
 
 @dataclass(eq=False)
 class Task:
-    """What writes a buffer: all of it, or the part of a joined one that begins at an index.
+    """The computation of a buffer, or of one part of a concatenated buffer.
 
     Attributes:
-        value: an element of which goes to, or is added to, each element of the buffer.
-        axes: of the value, that are summed.
+        buffer: the buffer.
+        value: the value whose elements are written to the buffer, or summed into it.
+        axes: the axes of the value that are summed.
+        begin: the index in the buffer at which a part of a concatenated buffer begins.
     """
 
     buffer: Buffer
@@ -50,39 +51,41 @@ class Task:
 
     @cached_property
     def kept(self) -> list[int]:
-        """The axes of the value that are looped over and kept, from the outermost in memory."""
+        """The axes of the value longer than one and not summed, outermost in memory first."""
         strides = self._strides
-        return sorted((a for a in self._long if a not in self.axes), key=lambda a: -strides[a])
+        return sorted((a for a in self._loop_axes if a not in self.axes), key=lambda a: -strides[a])
 
     @cached_property
     def summed(self) -> list[int]:
-        return [a for a in self._long if a in self.axes]
+        """The axes of the value longer than one and summed."""
+        return [a for a in self._loop_axes if a in self.axes]
 
     @property
     def space(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The lengths of the loops, of kept and of summed axes."""
+        """The lengths of the loops over kept axes and over summed axes."""
         return tuple(self.value.shape[a] for a in self.kept), tuple(
             self.value.shape[a] for a in self.summed
         )
 
     @property
     def work(self) -> int:
+        """The number of elements to compute."""
         return self.value.numel
 
     @property
-    def _long(self) -> list[int]:
+    def _loop_axes(self) -> list[int]:
         return [a for a, n in enumerate(self.value.shape) if n > 1]
 
     @property
     def _strides(self) -> list[int]:
-        """Of the buffer, by the axes of the value."""
+        """The strides of the buffer, in the order of the value's axes."""
         if len(self.buffer.shape) == len(self.value.shape):
             return list(self.buffer.strides)
         rest = iter(self.buffer.strides)
         return [0 if a in self.axes else next(rest) for a in range(len(self.value.shape))]
 
     def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
-        """The index of the value, with these variables."""
+        """Build the index of the value from the names of the loop variables."""
         names = dict(zip([*self.kept, *self.summed], [*kept, *summed], strict=True))
         return tuple(
             Index(0, ((names[a], 1),)) if a in names else Index()
@@ -90,7 +93,7 @@ class Task:
         )
 
     def target(self, index: Indices) -> Index:
-        """Where the element goes, for the index of the value."""
+        """Return the offset in the buffer for an index of the value."""
         if len(self.buffer.shape) != len(index):
             index = tuple(i for a, i in enumerate(index) if a not in self.axes)
         else:
@@ -101,20 +104,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Output:
-    """Where an output of a graph goes."""
+    """An output of a graph, and the buffer to which it is written."""
 
     value: Value
     buffer: Buffer
 
 
 class Function:
-    """The statements of a graph.
+    """The C++ statements of a graph.
 
     Args:
-        lowering: of the graph.
-        outputs: where its outputs go.
-        threads: that share large loops.
-        result: a value that is needed in the end as well.
+        lowering: the lowered graph.
+        outputs: its outputs with their buffers.
+        threads: the number of threads that share large loops.
+        result: a value that the function returns in addition.
+
+    Attributes:
+        lines: the statements.
+        scratch: the buffers of stored values, which the caller allocates.
     """
 
     def __init__(
@@ -128,42 +135,44 @@ class Function:
         self.lines: list[str] = []
         self.scratch: list[Buffer] = []
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
-        last = [Task(output.buffer, output.value) for output in outputs]
-        self._order(tasks, last, [] if result is None else [result])
+        output_tasks = [Task(output.buffer, output.value) for output in outputs]
+        self._order(tasks, output_tasks, [] if result is None else [result])
 
-    def _order(self, tasks: dict[Value, list[Task]], last: list[Task], also: list[Value]) -> None:
-        needs = {value: _reads(value, inside=True) & tasks.keys() for value in tasks}
+    def _order(
+        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
+    ) -> None:
+        needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [
             value
-            for root in (*also, *(task.value for task in last))
-            for value in _reads(root) & tasks.keys()
+            for root in (*results, *(task.value for task in output_tasks))
+            for value in _stored_operands(root) & tasks.keys()
         ]
         while todo:
             value = todo.pop()
             if value not in wanted:
                 wanted.add(value)
                 todo.extend(needs[value])
-        # In the order of the graph, so that the program is the same each time.
-        left = [value for value in tasks if value in wanted]
+        # The order of the graph makes the generated source reproducible.
+        remaining = [value for value in tasks if value in wanted]
         done: set[Value] = set()
-        for value in left:
+        for value in remaining:
             assert value.buffer is not None
             if not value.buffer.variable:
                 self.scratch.append(value.buffer)
-        while left:
-            ready = [value for value in left if needs[value] & wanted <= done]
+        while remaining:
+            ready = [value for value in remaining if needs[value] & wanted <= done]
             small = [
                 value for value in ready if all(task.work <= self.large for task in tasks[value])
             ]
-            chosen = small or self._together(ready, tasks)
+            chosen = small or self._sharing_loop(ready, tasks)
             self._emit([task for value in chosen for task in tasks[value]])
             done.update(chosen)
-            left = [value for value in left if value not in done]
-        self._emit(last)
+            remaining = [value for value in remaining if value not in done]
+        self._emit(output_tasks)
 
-    def _together(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
-        """Large sums of one loop."""
+    def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
+        """Select large sums that share one loop with the first."""
         space = tasks[ready[0]][0].space
         return [value for value in ready if tasks[value][0].space == space]
 
@@ -176,7 +185,13 @@ class Function:
 
 
 class Nest:
-    """Loops over kept and summed axes that several tasks share."""
+    """A loop nest over kept and summed axes that several tasks share.
+
+    Args:
+        kept, summed: the lengths of the axes.
+        tasks: the tasks.
+        threads: the number of threads that share a large nest.
+    """
 
     def __init__(
         self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int
@@ -192,23 +207,22 @@ class Nest:
             self.results.append((task, task.value.load(self.body, index), task.target(index)))
 
     def lines(self) -> list[str]:
+        """Print the nest."""
         if not self.length:
             return self._single()
-        along = self._along()
-        if along in self.inner:
-            lines = self._rows(along)
+        innermost = self._choose_innermost()
+        if innermost in self.inner:
+            lines = self._rows(innermost)
         elif self.inner:
-            lines = self._blocks(along)
+            lines = self._blocks(innermost)
         else:
-            lines = self._elements(along)
+            lines = self._elements(innermost)
         return (
             ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
         )
 
-    def _along(self) -> str:
-        """The variable of the innermost loop: most reads and writes are next to each other along
-        it.
-        """
+    def _choose_innermost(self) -> str:
+        """Choose the variable of the innermost loop by the number of contiguous accesses."""
         places = [at for _, at in self.body.reads] + [
             at for task, _, at in self.results if not task.buffer.variable
         ]
@@ -222,8 +236,9 @@ class Nest:
         return max((name for name in self.length if self.length[name] > 1), key=score)
 
     def _limit(self, name: str) -> int:
-        """The end of the innermost loop: the row filled up to whole vectors, where nothing but
-        filled rows is touched.
+        """Return the end of the innermost loop.
+
+        This is the padded length of the row if all accesses are to padded rows.
         """
         n = self.length[name]
         row = -(-n // LANES) * LANES
@@ -235,25 +250,25 @@ class Nest:
         filled = all(
             b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched
         )
-        # The end of one part of a joined row is the beginning of the next.
+        # Padding of one part of a concatenated row would overwrite the next part.
         filled &= all(
             t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name)
         )
-        # The filled end holds any numbers, which are not to be refused.
+        # The padding holds arbitrary numbers, which must not be reported as errors.
         refuses = any("refused" in line for line in self.body.lines)
         return row if filled and not refuses else n
 
     def _variables(self) -> list[str]:
-        """Declarations of sums that are single numbers."""
+        """Print the declarations of sums that are scalars."""
         return [
             f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in self.tasks if t.buffer.variable
         ]
 
     def _single(self) -> list[str]:
-        """Single numbers, without a loop."""
-        # Their names would clash with those of other bodies.
+        """Print scalars, without a loop."""
         lines, declared = [], [t for t in self.tasks if t.buffer.variable]
         lines += [f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in declared]
+        # A block of its own, since variables of other bodies have the same names.
         lines += ["{", *self.body.lines]
         for task, text, at in self.results:
             lines.append(
@@ -266,24 +281,31 @@ class Nest:
     def _head(self, name: str, limit: int | None = None) -> str:
         return f"for (int64_t {name} = 0; {name} < {limit or self.length[name]}; ++{name}) {{"
 
-    def _shared(self, names: list[str]) -> list[str]:
+    def _parallel_pragma(self, names: list[str]) -> list[str]:
         work = math.prod(self.length.values())
-        if self.threads > 1 and names and work >= SHARED:
+        if self.threads > 1 and names and work >= PARALLEL_WORK:
             return [f"#pragma omp parallel for schedule(static) num_threads({self.threads})"]
         return []
 
-    def _elements(self, along: str) -> list[str]:
-        others = [name for name in self.outer if name != along]
-        lines = self._shared(others) + [self._head(name) for name in others]
-        lines += ["#pragma omp simd", self._head(along, self._limit(along)), *self.body.lines]
+    def _elements(self, innermost: str) -> list[str]:
+        others = [name for name in self.outer if name != innermost]
+        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
+        lines += [
+            "#pragma omp simd",
+            self._head(innermost, self._limit(innermost)),
+            *self.body.lines,
+        ]
         lines += [f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results]
         return lines + ["}"] * (len(others) + 1)
 
-    def _rows(self, along: str) -> list[str]:
-        """Sums along rows, in the lanes of a vector."""
-        others, limit = [name for name in self.inner if name != along], self._limit(along)
+    def _rows(self, innermost: str) -> list[str]:
+        """Print sums along rows, accumulated in the lanes of a vector."""
+        others, limit = (
+            [name for name in self.inner if name != innermost],
+            self._limit(innermost),
+        )
         sums = [f"s{n}" for n in range(len(self.results))]
-        lines = self._shared(self.outer) + [self._head(name) for name in self.outer]
+        lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
         lines += [
             f"{TYPES[t.buffer.dtype]} {s} = 0;"
             for s, (t, _, _) in zip(sums, self.results, strict=True)
@@ -291,16 +313,13 @@ class Nest:
         lines += [self._head(name) for name in others]
         lines += [
             f"#pragma omp simd reduction(+:{','.join(sums)})",
-            self._head(along, limit),
+            self._head(innermost, limit),
             *self.body.lines,
         ]
         for total, (task, text, _) in zip(sums, self.results, strict=True):
-            counted = (
-                text
-                if limit == self.length[along]
-                else f"{along} < {self.length[along]} ? {text} : ({TYPES[task.buffer.dtype]})0"
-            )
-            lines.append(f"{total} += {counted};")
+            length, zero = self.length[innermost], f"({TYPES[task.buffer.dtype]})0"
+            term = text if limit == length else f"{innermost} < {length} ? {text} : {zero}"
+            lines.append(f"{total} += {term};")
         lines += ["}"] * (len(others) + 1)
         for total, (task, _, at) in zip(sums, self.results, strict=True):
             lines.append(
@@ -310,15 +329,15 @@ class Nest:
             )
         return lines + ["}"] * len(self.outer)
 
-    def _blocks(self, along: str) -> list[str]:
-        """Sums of elements next to each other, a block of them at a time."""
-        others = [name for name in self.outer if name != along]
-        limit = self._limit(along)
+    def _blocks(self, innermost: str) -> list[str]:
+        """Print sums for neighbouring elements, a block of elements at a time."""
+        others = [name for name in self.outer if name != innermost]
+        limit = self._limit(innermost)
         block = min(BLOCK, limit)
         sums = [f"s{k}" for k in range(len(self.results))]
         whole = limit % block == 0
         end = str(block) if whole else f"std::min<int64_t>({block}, {limit} - b)"
-        lines = self._shared(others) + [self._head(name) for name in others]
+        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
         lines += [
             f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
             f"const int64_t end = {end};",
@@ -329,14 +348,14 @@ class Nest:
         lines += [self._head(name) for name in self.inner]
         lines += [
             "#pragma omp simd",
-            f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {along} = b + l;",
+            f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;",
         ]
         lines += self.body.lines
         lines += [
             f"{total}[l] += {text};" for total, (_, text, _) in zip(sums, self.results, strict=True)
         ]
         lines += ["}"] * (len(self.inner) + 1)
-        lines += [f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {along} = b + l;"]
+        lines += [f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"]
         lines += [
             f"{t.buffer.name}[{at}] = {s}[l];"
             for s, (t, _, at) in zip(sums, self.results, strict=True)
@@ -357,11 +376,11 @@ def _tasks(value: Value) -> list[Task]:
             tasks.append(Task(value.buffer, part, begin=begin))
             at += part.shape[value.axis]
         return tasks
-    return [Task(value.buffer, Unstored(value))]
+    return [Task(value.buffer, StoredExpression(value))]
 
 
-class Unstored(Value):
-    """A stored value as the expression that is stored."""
+class StoredExpression(Value):
+    """The expression of a stored value, which is evaluated to fill its buffer."""
 
     def __init__(self, value: Value) -> None:
         super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
@@ -371,13 +390,14 @@ class Unstored(Value):
         return self.value.print(body, index)
 
 
-def _reads(value: Value, inside: bool = False) -> set[Value]:
-    """The stored values that an element is computed from; with ``inside``, that a stored value is
-    computed from.
+def _stored_operands(value: Value, below: bool = False) -> set[Value]:
+    """Collect the stored values from which an element is computed.
+
+    With ``below``, start from the operands of a stored value instead of the value itself.
     """
     found: set[Value] = set()
     seen: set[Value] = set()
-    todo = list(value.operands) if inside else [value]
+    todo = list(value.operands) if below else [value]
     while todo:
         value = todo.pop()
         if value in seen:
@@ -385,6 +405,6 @@ def _reads(value: Value, inside: bool = False) -> set[Value]:
         seen.add(value)
         if value.buffer is not None:
             found.add(value)
-        if value.buffer is None or isinstance(value, Seen):
+        if value.buffer is None or isinstance(value, Reinterpreted):
             todo.extend(value.operands)
     return found

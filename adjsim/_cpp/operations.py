@@ -1,8 +1,8 @@
-"""Which operations of a traced graph are printed, and how.
+"""The C++ expressions of the operations of a traced graph.
 
-Arithmetic is that of IEEE 754 in the order of the traced operations, so a program has their bits.
-The exceptions are the order of sums, the last bit of functions such as exp and sqrt, and
-``addcmul`` and its like, which torch's own kernels fuse.
+Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
+The exceptions are the order of sums, the last bit of functions such as exp, and ``addcmul`` and
+similar operations, which torch's own kernels fuse.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Printer = Callable[..., str]
 
 
 def literal(x: Any, dtype: torch.dtype) -> str:
-    """A Python number as a constant of a type."""
+    """Print a Python number as a C++ constant."""
     if dtype == torch.bool:
         return "true" if x else "false"
     if dtype == torch.int64:
         if isinstance(x, float) and not x.is_integer():
-            raise UnprintableError(f"the fraction {x} among integers")
+            raise UnprintableError(f"the fraction {x} in an integer operation")
         return f"INT64_C({int(x)})" if int(x) >= 0 else f"(INT64_C({int(x) + 1}) - 1)"
     x = float(x)
     if math.isnan(x):
@@ -36,11 +36,12 @@ def literal(x: Any, dtype: torch.dtype) -> str:
 
 
 def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
+    """Print a multiple of an expression."""
     return x if number == 1 else f"{literal(number, dtype)} * {x}"
 
 
 def power(x: str, exponent: float) -> str | None:
-    """As torch has it for exponents that it does not leave to pow(), or None."""
+    """Print a power as torch computes it without pow(); None for other exponents."""
     if exponent in (1, 2, 3):
         return " * ".join([x] * int(exponent))
     return {
@@ -52,7 +53,7 @@ def power(x: str, exponent: float) -> str | None:
     }.get(exponent)
 
 
-# Of printed operands, to a printed result of the common type.
+# From printed operands to a printed result of the common type.
 EXACT: dict[str, Printer] = {
     "mul": lambda x, y: f"{x} * {y}",
     "neg": lambda x: f"-{x}",
@@ -81,13 +82,14 @@ LOGICAL: dict[str, Printer] = {
     "logical_or": lambda x, y: f"{x} || {y}",
     "logical_not": lambda x: f"!{x}",
 }
-BITS: dict[str, Printer] = {
+BITWISE: dict[str, Printer] = {
     "bitwise_and": lambda x, y: f"{x} & {y}",
     "bitwise_or": lambda x, y: f"{x} | {y}",
     "bitwise_xor": lambda x, y: f"{x} ^ {y}",
     "bitwise_not": lambda x: f"inverted({x})",
 }
-# Their last bits differ between libraries, and vectors of them are torch's business.
+# The last bits of these functions differ between libraries, and between torch's scalar and vector
+# versions.
 FUNCTIONS = [
     "exp",
     "log",
@@ -122,15 +124,16 @@ template <class T> inline T absolute(T x) { return std::fabs(x); }
 template <> inline int64_t absolute(int64_t x) { return x < 0 ? -x : x; }
 inline bool inverted(bool x) { return !x; }
 inline int64_t inverted(int64_t x) { return ~x; }
-// Of a number that no integer holds torch makes the least integer. The barrier keeps compilers from
-// taking a conversion forth and back for a truncation, which would keep NaN and the sign of zero.
+// Torch converts a number outside of the range of int64 to its minimum. The barrier keeps compilers
+// from replacing a conversion to an integer and back by a truncation, which would preserve NaN and
+// the sign of zero.
 template <class T> inline int64_t integer(T x) {
   int64_t i = x >= (T)-0x1p63 && x < (T)0x1p63 ? (int64_t)x : INT64_MIN;
   asm("" : "+r"(i));
   return i;
 }
-// Quotients rounded down or to zero, and remainders, as torch computes them. Division of integers
-// by zero and indices out of range are reported and give 0; division by -1 negates, and wraps.
+// Quotients rounded down or toward zero, and remainders, as torch computes them. Integer division
+// by zero and indices out of range set *refused and return 0; division by -1 negates, and wraps.
 inline int64_t trunc_quotient(int64_t a, int64_t b, int* refused) {
   if (b == 0) *refused = 2;
   return b == 0 ? 0 : b == -1 ? -a : a / b;

@@ -1,4 +1,4 @@
-"""Elementwise operations of a traced graph: their operands, and how their expression is printed."""
+"""Elementwise operations of a traced graph: their operands and C++ expressions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from adjsim._cpp.operations import BITS, EXACT, INEXACT, LOGICAL, Printer, literal, power, scaled
+from adjsim._cpp.operations import BITWISE, EXACT, INEXACT, LOGICAL, Printer, literal, power, scaled
 from adjsim._cpp.values import UnprintableError, Value
 
 
@@ -23,31 +23,30 @@ def pointwise(
 
     Args:
         base, name: the operation without its overload, and with it.
-        args, kwargs: its arguments, tensors as values.
-        dtype: in which it is computed.
-        inexact: whether functions such as exp, whose last bits differ between libraries, may be
-            printed.
+        args, kwargs: its arguments, with tensors as values.
+        dtype: the dtype in which it is computed.
+        inexact: whether to accept functions such as exp, whose last bits differ between libraries.
 
     Raises:
-        UnprintableError: the operation is not printed.
+        UnprintableError: the operation is not supported.
     """
 
     def printed(
-        function: Callable[..., str], *given: Any
+        function: Callable[..., str], *arguments: Any
     ) -> tuple[list[Value], Callable[..., str]]:
-        operands = [x for x in given if isinstance(x, Value)]
+        operands = [x for x in arguments if isinstance(x, Value)]
 
         def expression(*texts: str) -> str:
             rest = iter(texts)
             return function(
-                *(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in given)
+                *(next(rest) if isinstance(x, Value) else literal(x, dtype) for x in arguments)
             )
 
         return operands, expression
 
-    whole = dtype == torch.int64
-    # Torch refuses to divide integers by zero; in C++ it ends the process.
-    check = ", refused" if whole else ""
+    integral = dtype == torch.int64
+    # Torch raises an error for integer division by zero, which would end the process in C++.
+    status_argument = ", refused" if integral else ""
     alpha = kwargs.get("alpha", 1)
     if base == "add":
         alpha = args[2] if len(args) > 2 else alpha
@@ -68,15 +67,15 @@ def pointwise(
         mode = kwargs.get("rounding_mode")
         if mode is None:
             return printed(lambda x, y: f"{x} / {y}", *args[:2])
-        return printed(lambda x, y: f"{mode}_quotient({x}, {y}{check})", *args[:2])
+        return printed(lambda x, y: f"{mode}_quotient({x}, {y}{status_argument})", *args[:2])
     if base == "floor_divide":
-        return printed(lambda x, y: f"floor_quotient({x}, {y}{check})", *args[:2])
+        return printed(lambda x, y: f"floor_quotient({x}, {y}{status_argument})", *args[:2])
     if base == "remainder":
-        return printed(lambda x, y: f"floor_rest({x}, {y}{check})", *args[:2])
+        return printed(lambda x, y: f"floor_rest({x}, {y}{status_argument})", *args[:2])
     if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
         exponent = args[1]
         text = power("x", exponent)
-        if (whole and exponent not in (1, 2, 3)) or (text is None and not inexact):
+        if (integral and exponent not in (1, 2, 3)) or (text is None and not inexact):
             raise UnprintableError(name)
         if text is None:
             return printed(lambda x: f"std::pow({x}, {literal(exponent, dtype)})", args[0])
@@ -99,15 +98,15 @@ def pointwise(
             return x
 
         return printed(clamp, args[0], *bounds)
-    if base == "round" and not whole and len(args) == 1 and not kwargs.get("decimals"):
+    if base == "round" and not integral and len(args) == 1 and not kwargs.get("decimals"):
         return printed(EXACT["round"], args[0])
     if base in INEXACT and not inexact:
-        raise UnprintableError(f"{name}, which torch computes in vectors, to a last bit of its own")
+        raise UnprintableError(f"{name}, whose last bit differs in torch's vectorised version")
     table = (
         LOGICAL
         if base in LOGICAL
-        else BITS
-        if base in BITS
+        else BITWISE
+        if base in BITWISE
         else INEXACT
         if base in INEXACT
         else EXACT
@@ -115,7 +114,7 @@ def pointwise(
     if (
         base not in table
         or base == "round"
-        or (whole and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc"))
+        or (integral and base in ("reciprocal", "sqrt", "rsqrt", "floor", "ceil", "trunc"))
     ):
         raise UnprintableError(name)
     return printed(table[base], *args)

@@ -1,8 +1,8 @@
-"""A loop of steps as one C++ function.
+"""Compilation of a loop of steps to one C++ function.
 
-The parts of the loop are graphs: before the first iteration, whether another comes, an iteration,
-and after the last. What is carried lies in two sets of buffers, of which an iteration reads one and
-writes the other.
+The parts of the loop are graphs: its start, its condition, its body and its end. The carry (the
+tensors that each iteration takes from the one before) is in two sets of buffers. An iteration reads
+one set and writes the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from adjsim._cpp.graph import Lowering
 from adjsim._cpp.library import compiled
 from adjsim._cpp.nests import Function, Output
 from adjsim._cpp.operations import PRELUDE
-from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, laid_out
+from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
-# Constants of more numbers are read where they are.
-COPIED = 65_536
-# What a program returns instead of 0, for what torch's own operations would have refused.
+# Constants with more elements are read in place, without copying them to padded rows.
+COPY_LIMIT = 65_536
+# Nonzero return values of a program, for errors that torch's own operations would raise.
 STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
     2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
@@ -33,7 +33,12 @@ STATUS: dict[int, tuple[type[Exception], str]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A graph, and the tensors that it has read without being given them: its last inputs."""
+    """A graph, and the captured tensors that are its last inputs.
+
+    Attributes:
+        graph: the graph.
+        baked: the captured tensors.
+    """
 
     graph: GraphModule
     baked: Sequence[Tensor] = ()
@@ -44,12 +49,10 @@ class Parts:
     """The graphs of a loop.
 
     Attributes:
-        start: of constants and what is carried, to the number of the first iteration and what is
-            carried.
-        more: of the number of an iteration and of the number of steps, to whether it is carried
-            out.
-        body: of the number, what is carried, and constants, to the next number and what is carried.
-        finish: of what is carried and constants, to what is carried in the end.
+        start: (constants, carry) to (number of the first iteration, carry).
+        more: (number of an iteration, number of steps) to whether the iteration is run.
+        body: (number, carry, constants) to (next number, carry).
+        finish: (carry, constants) to the final carry.
     """
 
     start: Part
@@ -61,30 +64,31 @@ class Parts:
 def program(
     parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], exact: bool, threads: int
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]:
-    """The loop, compiled: of constants, the first of which is the number of steps, and of what is
-    carried, to the latter.
+    """Compile a loop to a function of constants and carry that returns the final carry.
 
     Args:
-        constants, carry: examples.
-        exact: whether results must have the last bit of torch's operations.
-        threads: that share large loops.
+        parts: the graphs of the loop.
+        constants, carry: example tensors; the first constant is the number of steps.
+        exact: whether results must equal those of torch's operations bit for bit.
+        threads: the number of threads that share large loops.
 
     Raises:
-        UnprintableError: the loop has operations that are not printed, or there is no compiler.
+        UnprintableError: the loop has unsupported operations, or there is no compiler.
     """
     text = _Program(parts, constants, carry, exact, threads)
-    library = compiled(text.source, text.shared)
+    library = compiled(text.source, text.parallel)
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 2, ctypes.c_int
     shapes = [(x.shape, x.dtype) for x in carry]
-    kind_in = ctypes.c_void_p * (len(constants) + len(text.baked) + len(carry))
-    kind_out = ctypes.c_void_p * len(carry)
+    InputPointers = ctypes.c_void_p * (len(constants) + len(text.baked) + len(carry))
+    OutputPointers = ctypes.c_void_p * len(carry)
 
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         inputs = [x.contiguous() for x in (*constants, *text.baked, *carry)]
         status = run(
-            kind_in(*(x.data_ptr() for x in inputs)), kind_out(*(x.data_ptr() for x in results))
+            InputPointers(*(x.data_ptr() for x in inputs)),
+            OutputPointers(*(x.data_ptr() for x in results)),
         )
         if status:
             error, message = STATUS[status]
@@ -95,13 +99,12 @@ def program(
 
 
 class _Program:
-    """The source of a loop.
+    """The C++ source of a loop.
 
     Attributes:
-        source: C++, with ``int run(const void* const* inputs, void* const* outputs)``.
-        shared: whether threads share a loop in it.
-        baked: tensors that the graphs have read without being given them, inputs after the
-            constants.
+        source: the source, with ``int run(const void* const* inputs, void* const* outputs)``.
+        parallel: whether it has a loop that threads share.
+        baked: the captured tensors of the graphs, which are inputs after the constants.
     """
 
     def __init__(
@@ -119,39 +122,57 @@ class _Program:
         self.functions: list[str] = []
         self.baked: list[Tensor] = []
         self.work = 0
-        given = [_given(f"c{i}", x) for i, x in enumerate(constants)]
-        outside = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
-        inside = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
-        after = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
+        carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
+        current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
+        next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
-        begun = self._function("start", parts.start, [*given, *outside], inside, "int64_t")
+        start_baked = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
         self._function("more", parts.more, [number, count], [], "bool")
-        each = self._function("body", parts.body, [number, *inside, *given], after, "int64_t")
-        last = self._function("finish", parts.finish, [*inside, *given], outside, None)
-        all_given = [*given, *begun, *each, *last]
-        self.source = "\n".join(
-            [PRELUDE, *self.functions, *self._run(given, begun, each, last, outside, inside, after)]
+        body_baked = self._function(
+            "body", parts.body, [number, *current, *consts], next_carry, "int64_t"
         )
-        self.shared = "omp parallel" in self.source
-        assert len(all_given) == len(constants) + len(self.baked)
+        finish_baked = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
+        all_constants = [*consts, *start_baked, *body_baked, *finish_baked]
+        self.source = "\n".join(
+            [
+                PRELUDE,
+                *self.functions,
+                *self._run(
+                    consts,
+                    start_baked,
+                    body_baked,
+                    finish_baked,
+                    carry_in,
+                    current,
+                    next_carry,
+                ),
+            ]
+        )
+        self.parallel = "omp parallel" in self.source
+        assert len(all_constants) == len(constants) + len(self.baked)
 
     def _function(
         self, name: str, part: Part, inputs: list[Buffer], outputs: list[Buffer], result: str | None
     ) -> list[Buffer]:
-        """Print a function that writes outputs, and gives back the first of its results if that has
-        a type.
+        """Print the function of one graph.
 
-        Returns: the buffers of what is baked in, its last inputs.
+        It writes the outputs. If ``result`` is a C++ type, it returns the first output.
+
+        Returns:
+            the buffers of the captured tensors, which are its last inputs.
         """
-        baked = [_given(f"c_{name}{i}", x) for i, x in enumerate(part.baked)]
+        baked = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(part.baked)]
         self.baked += part.baked
         inputs = [*inputs, *baked]
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large, self.exact)
         kept = lowering.outputs[1:] if result else lowering.outputs
-        goals = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
-        function = Function(lowering, goals, self.threads, lowering.outputs[0] if result else None)
+        targets = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
+        function = Function(
+            lowering, targets, self.threads, lowering.outputs[0] if result else None
+        )
         at, lines = 0, []
         for buffer in function.scratch:
             kind = TYPES[buffer.dtype]
@@ -180,15 +201,15 @@ class _Program:
 
     def _run(
         self,
-        given: list[Buffer],
-        begun: list[Buffer],
-        each: list[Buffer],
-        last: list[Buffer],
-        outside: list[Buffer],
-        inside: list[Buffer],
-        after: list[Buffer],
+        consts: list[Buffer],
+        start_baked: list[Buffer],
+        body_baked: list[Buffer],
+        finish_baked: list[Buffer],
+        carry_in: list[Buffer],
+        current: list[Buffer],
+        next_carry: list[Buffer],
     ) -> list[str]:
-        constants = [*given, *begun, *each, *last]
+        constants = [*consts, *start_baked, *body_baked, *finish_baked]
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -205,14 +226,16 @@ class _Program:
                 at += _bytes(buffer)
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
-        for buffer in [*inside, *after]:
+        for buffer in [*current, *next_carry]:
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)(memory + {at});")
             at += _bytes(buffer)
-        for i, buffer in enumerate(outside):
+        for i, buffer in enumerate(carry_in):
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
+
+        results = [f"y{i}" for i in range(len(carry_in))]
 
         def call(function: str, *buffers: Buffer | str) -> str:
             names = [b if isinstance(b, str) else b.name for b in buffers]
@@ -221,12 +244,12 @@ class _Program:
         lines += [
             f"char* work = memory + {at};",
             "int refused = 0;",
-            f"int64_t k = {call('start', *given, *outside, *begun, *inside)};",
-            f"while ({call('more', 'k', given[0])}) {{",
-            f"k = {call('body', 'k', *inside, *given, *each, *after)};",
-            *(f"std::swap({a.name}, {n.name});" for a, n in zip(inside, after, strict=True)),
+            f"int64_t k = {call('start', *consts, *carry_in, *start_baked, *current)};",
+            f"while ({call('more', 'k', consts[0])}) {{",
+            f"k = {call('body', 'k', *current, *consts, *body_baked, *next_carry)};",
+            *(f"std::swap({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
-            f"{call('finish', *inside, *given, *last, *(f'y{i}' for i in range(len(outside))))};",
+            f"{call('finish', *current, *consts, *finish_baked, *results)};",
         ]
         return [
             'extern "C" int run(const void* const* in, void* const* out) {',
@@ -241,20 +264,21 @@ class _Program:
 
 
 def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
-    return laid_out(name, x.dtype, x.shape, torch.empty(x.shape, device="meta").stride(), fill)
+    return make_buffer(name, x.dtype, x.shape, torch.empty(x.shape, device="meta").stride(), fill)
 
 
-def _given(name: str, x: Tensor) -> Buffer:
-    """The buffer of a constant: a variable if it is a single number; long ones are read where they
-    are.
+def _constant_buffer(name: str, x: Tensor) -> Buffer:
+    """Make the buffer of a constant.
+
+    A scalar is a variable. Rows are padded unless the constant is large.
     """
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True)
-    return _buffer(name, x, fill=x.numel() <= COPIED)
+    return _buffer(name, x, fill=x.numel() <= COPY_LIMIT)
 
 
 def _bytes(buffer: Buffer) -> int:
-    """Of a buffer, in whole cache lines."""
+    """Return the size of a buffer in bytes, rounded up to whole cache lines."""
     return -(-buffer.size * buffer.dtype.itemsize // 64) * 64
 
 

@@ -1,8 +1,8 @@
-"""Tensors of a traced graph as functions of an index.
+"""The tensors of a traced graph as functions of an index.
 
-A value is either lazy, an expression of its operands at the same index that is printed wherever it
-is read, or stored: in a buffer, or for a single number in a variable. Views map one index to
-another, so they cost nothing.
+A value is either lazy or stored. A lazy value is an expression of its operands, which is printed
+wherever it is read. A stored value is in a buffer, or in a variable if it is a scalar. Views map
+one index to another, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ TYPES = {
     torch.int64: "int64_t",
     torch.bool: "bool",
 }
-# Numbers to which short rows are filled up, so that a loop over a row consists of whole vectors.
+# Rows with more than LANES / 2 and fewer than LONG elements are padded to a multiple of LANES, so
+# that a loop over a row consists of whole vectors.
 LANES = 8
 LONG = 64
 
 
 class UnprintableError(Exception):
-    """A graph has an operation that is not printed."""
+    """Raised for a graph that has an operation without a C++ translation."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """An integer that is affine in variables of the program."""
+    """An integer that is an affine function of loop variables."""
 
     const: int = 0
     terms: tuple[tuple[str, int], ...] = ()
@@ -49,7 +50,7 @@ class Index:
         return Index(self.const * factor, tuple((name, f * factor) for name, f in self.terms))
 
     def factor(self, name: str) -> int:
-        """The factor of a variable."""
+        """Return the factor of a variable, 0 if the variable does not occur."""
         return dict(self.terms).get(name, 0)
 
     def __str__(self) -> str:
@@ -62,10 +63,11 @@ Indices = tuple[Index, ...]
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory of a value: a pointer or an array, or a variable if it holds a single number.
+    """The memory of a value: a pointer, or a variable for a scalar.
 
     Attributes:
-        row: numbers in a row of the innermost axis if rows are filled up, else 0.
+        row: the padded length of a row along the innermost axis; 0 without padding.
+        variable: whether it is a variable.
     """
 
     name: str
@@ -77,7 +79,7 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """Numbers of memory."""
+        """The number of elements in memory, including padding."""
         return (
             1
             + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -92,20 +94,22 @@ class Buffer:
         )
 
     def at(self, index: Indices) -> Index:
-        """Where an element lies."""
+        """Return the offset of an element."""
         total = Index()
         for i, stride in zip(index, self.strides, strict=True):
             total = total + i * stride
         return total
 
 
-def laid_out(
+def make_buffer(
     name: str, dtype: torch.dtype, shape: Sequence[int], like: Sequence[int], fill: bool
 ) -> Buffer:
-    """A buffer with its axes in the order of given strides.
+    """Make a dense buffer whose axes are in the order of given strides.
 
     Args:
-        fill: fill short rows up to whole vectors.
+        name, dtype, shape: those of the buffer.
+        like: strides that determine the order of the axes.
+        fill: pad short rows to whole vectors.
     """
     order = sorted(range(len(shape)), key=lambda axis: (like[axis], -axis))
     order = [axis for axis in order if shape[axis] > 1]
@@ -121,7 +125,10 @@ def laid_out(
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph. Subclasses say how an element is printed."""
+    """A tensor of the graph. Subclasses define how an element is printed.
+
+    An instance of this class itself is an input of the graph, and has a buffer.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -131,6 +138,7 @@ class Value:
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -140,28 +148,31 @@ class Value:
 
     @cached_property
     def varies(self) -> tuple[bool, ...]:
-        """Along which axes elements may differ."""
+        """For each axis, whether elements may differ along it."""
         return tuple(n > 1 for n in self.shape)
 
     @property
     def computed(self) -> bool:
-        """Whether an element costs more than reading memory."""
+        """Whether reading an element needs more than a memory access."""
         return self.buffer is None
 
     def load(self, body: Body, index: Indices) -> str:
-        """An expression for the element, with what it needs printed before it."""
+        """Return an expression for an element, and print the statements that it needs."""
         if self.buffer is not None:
             return body.read(self.buffer, index)
-        return body.once(self, index)
+        return body.compute(self, index)
 
     def print(self, body: Body, index: Indices) -> str:
-        """The expression of a lazy element."""
+        """Return the expression of an element of a lazy value.
+
+        Values that are always stored have none.
+        """
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class View(Value):
-    """Other elements of an operand, without a computation."""
+    """A view: the elements of an operand at other indices."""
 
     map: Callable[[Indices], Indices] = tuple
 
@@ -190,7 +201,7 @@ class View(Value):
 
 @dataclass(eq=False)
 class Pointwise(Value):
-    """An expression of elements of operands, which broadcast."""
+    """An elementwise expression of operands that broadcast."""
 
     expression: Callable[..., str] = str
 
@@ -200,7 +211,7 @@ class Pointwise(Value):
 
 @dataclass(eq=False)
 class Literal(Value):
-    """One number everywhere."""
+    """A constant: the same number for every element."""
 
     text: str = ""
 
@@ -217,8 +228,8 @@ class Literal(Value):
 
 
 @dataclass(eq=False)
-class Counting(Value):
-    """begin, begin + step, ... along one axis."""
+class Arange(Value):
+    """The numbers begin, begin + step, ... along one axis."""
 
     begin: float = 0
     step: float = 1
@@ -230,7 +241,10 @@ class Counting(Value):
 
 @dataclass(eq=False)
 class Gathered(Value):
-    """The elements that other values, checked to be in range, number along neighbouring axes."""
+    """Elements of the first operand, selected by index tensors along adjacent axes.
+
+    The other operands are the index tensors, already checked to be in range.
+    """
 
     axis: int = 0
 
@@ -247,32 +261,38 @@ class Gathered(Value):
 
 @dataclass(eq=False)
 class Reduced(Value):
-    """A sum over axes, which stay with length one or go; always stored."""
+    """A sum over axes, which are kept with length one or dropped; always stored."""
 
     axes: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
 class Joined(Value):
-    """Operands one after the other along an axis; always stored."""
+    """The concatenation of operands along an axis; always stored."""
 
     axis: int = 0
 
 
 @dataclass(eq=False)
-class Seen(Value):
-    """The memory of its operand, with other axes."""
+class Reinterpreted(Value):
+    """The memory of its operand, reinterpreted with other axes; always stored."""
 
 
 def broadcast(index: Indices, shape: tuple[int, ...]) -> Indices:
-    """The index of an operand that broadcasts."""
+    """Return the index of an operand of the given shape that broadcasts."""
     mine = index[len(index) - len(shape) :]
     return tuple(Index() if n == 1 else i for i, n in zip(mine, shape, strict=True))
 
 
 @dataclass
 class Body:
-    """The statements of one loop's innermost body; every element is computed once."""
+    """The statements of an innermost loop body; common subexpressions are computed once.
+
+    Attributes:
+        name: the prefix of its variables.
+        lines: the statements.
+        reads: the buffers and offsets that are read.
+    """
 
     name: str
     lines: list[str] = field(default_factory=list)
@@ -281,20 +301,22 @@ class Body:
     _expressions: dict[str, str] = field(default_factory=dict)
 
     def read(self, buffer: Buffer, index: Indices) -> str:
+        """Return the variable that holds an element of a buffer."""
         if buffer.variable:
             return buffer.name
         at = buffer.at(index)
         self.reads.append((buffer, at))
         return self.define(buffer.dtype, f"{buffer.name}[{at}]")
 
-    def once(self, value: Value, index: Indices) -> str:
+    def compute(self, value: Value, index: Indices) -> str:
+        """Return the variable that holds an element of a lazy value."""
         key = (value, index)
         if key not in self._known:
             self._known[key] = self.define(value.dtype, value.print(self, index))
         return self._known[key]
 
     def define(self, dtype: torch.dtype, expression: str) -> str:
-        """The variable that holds an expression."""
+        """Return the variable that holds an expression."""
         expression_of_type = f"{TYPES[dtype]} {expression}"
         if expression_of_type not in self._expressions:
             variable = f"{self.name}{len(self._expressions)}"

@@ -1,5 +1,6 @@
-"""Views as maps of indices: from the index of an element of the view to the index of the same
-element of its operand.
+"""Views of tensors as maps of indices.
+
+A map takes the index of an element of the view to its index in the operand.
 
 Each entry of :data:`VIEWS` makes the map from the operand's shape, the view's shape and the
 arguments of torch's operation.
@@ -16,12 +17,12 @@ IndexMap = Callable[[Indices], Indices]
 
 
 def selecting(axis: int, at: int) -> IndexMap:
-    """Map the index of one element of an axis to that of its operand."""
+    """Map the index of a tensor with one axis selected to the operand's index."""
     return lambda index: (*index[:axis], Index(at), *index[axis:])
 
 
 def slicing(axis: int, start: int, step: int) -> IndexMap:
-    """Map the index of every ``step``-th element of an axis to that of its operand."""
+    """Map the index of a tensor with one axis sliced to the operand's index."""
     return lambda index: (*index[:axis], index[axis] * step + start, *index[axis + 1 :])
 
 
@@ -48,13 +49,13 @@ def _squeeze(old: Sequence[int], new: Sequence[int], axes: Any = None) -> IndexM
 
 
 def unsqueezed(old: Sequence[int], new: Sequence[int], axis: int) -> IndexMap:
-    """Map the index of a tensor with a new axis of length one to that of its operand."""
+    """Map the index of a tensor with a new axis to the operand's index."""
     axis %= len(new)
     return lambda index: (*index[:axis], *index[axis + 1 :])
 
 
 def expanded(old: Sequence[int], new: Sequence[int], *_: Any) -> IndexMap:
-    """Map the index of a tensor that repeats axes of length one to that of its operand."""
+    """Map the index of a tensor expanded along axes to the operand's index."""
     lead = len(new) - len(old)
     return lambda index: tuple(
         Index() if n == 1 else i for i, n in zip(index[lead:], old, strict=True)

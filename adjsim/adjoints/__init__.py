@@ -1,4 +1,4 @@
-"""Adjoints: ways to take a gradient."""
+"""Adjoints: methods to compute the gradient of a simulation."""
 
 from adjsim.adjoints.backsolve import BacksolveAdjoint
 from adjsim.adjoints.base import Adjoint, ReconstructionError

@@ -1,4 +1,4 @@
-"""The continuous adjoint."""
+"""The continuous adjoint, by torchdiffeq or torchsde."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class BacksolveAdjoint(Adjoint):
 
         da/dt = -a^T df/dy        dL/dtheta = int a^T df/dtheta dt
 
-    together with y itself, which is set to the stored solution at every save time (optimise, then
+    together with y itself, which is reset to the stored solution at every save time (optimise, then
     discretise). Memory does not grow with the number of steps. The gradient is that of the exact
     flow, not of the discrete steps: it approaches the solver's own gradient as tolerances tighten.
-    Between save times the state is integrated backward, which loses it where the flow contracts or
-    is chaotic, after about 10 to 15 decay or Lyapunov times. Save more often there, or use a
-    splitting with :class:`ReversibleAdjoint`.
+    Between save times the state is integrated backward. Where the flow contracts or is chaotic, the
+    recovered state is lost after about 10 to 15 decay or Lyapunov times. Save more often there, or
+    use a splitting with :class:`ReversibleAdjoint`.
 
-    For an SDE the noise of the forward run is drawn again. Friction loses the gradient as
-    exp(friction t) between save times: with the midpoint rule at dt = 1/64, about 10 % of it at
-    friction t = 10 and all of it at 15. Runs beyond friction t = 5 are refused.
+    For an SDE the noise of the forward run is generated again. Under friction the error of the
+    gradient grows as exp(friction t) between save times: with the midpoint rule at dt = 1/64, it is
+    about 10 % at friction t = 10 and 100 % at 15. Runs beyond friction t = 5 are refused.
 
     Args:
         rtol, atol: tolerances of the backward solve of an ODE; None: the solver's own.
@@ -65,7 +65,7 @@ class BacksolveAdjoint(Adjoint):
 class _OnceDifferentiable(torch.autograd.Function):
     """The identity, differentiable once.
 
-    The libraries' adjoints would lose part of a second gradient.
+    Second derivatives through the libraries' adjoints would be incomplete.
     """
 
     @staticmethod

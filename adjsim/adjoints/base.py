@@ -1,4 +1,4 @@
-"""Adjoints: ways to run a problem so that its result can be differentiated."""
+"""The interface of adjoints, which run a problem so that its result can be differentiated."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ def refuse_graph() -> None:
 
 
 class Adjoint(ABC):
-    """A way to take a gradient.
+    """A method to compute a gradient.
 
-    ``accepts`` lists the kinds of solver that it goes with.
+    ``accepts`` lists the solver classes that it can be combined with.
     """
 
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 
     @abstractmethod
     def run(self, problem: Problem[State]) -> Result[State]:
-        """Return frames (None with a record), record (or None) and final state, with a graph."""
+        """Run the problem and return its differentiable results.
+
+        They are the frames (None with a record), the record (or None) and the final state.
+        """
 
     def check(self, problem: Problem[State]) -> None:
-        """Refuse, before any work, a problem that this adjoint cannot take."""
+        """Refuse, before the run, a problem that this adjoint does not support."""
         return
 
     def __repr__(self) -> str:

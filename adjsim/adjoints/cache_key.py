@@ -1,9 +1,9 @@
-"""Keys of compiled code, made of everything that it depends on apart from its inputs.
+"""Cache keys of compiled code, from everything that the code depends on except its inputs.
 
 Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
 record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
 attributes of classes, closures and globals. So all of these are part of the key. A value that
-cannot be inspected is refused, since a change of it would go unnoticed.
+cannot be inspected is refused, since a change of it would not be noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
 # separately.
-_OF_EVERY_MODULE = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
     "adjsim",
@@ -75,7 +75,7 @@ _PLAIN = (
 )
 
 
-# Descriptors that a class has for the slots of its instances.
+# The types of the descriptors of slots in a class.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
@@ -84,9 +84,9 @@ class UninspectableError(ValueError):
 
 
 class Identity:
-    """An object by identity, held weakly.
+    """A weak reference to an object, compared by identity.
 
-    It equals itself alone, and nothing once it is gone.
+    It equals only references to the same living object.
     """
 
     __slots__ = ("_id", "_ref")
@@ -107,16 +107,17 @@ class _KeyBuilder:
 
     Args:
         known: identities of modules that are inspected separately.
-        seen: the objects inspected so far, with their numbers, by identity. Keeping the objects
-            prevents another object from getting the identity of one of them.
+        seen: the objects inspected so far, with their numbers, by identity. References to the
+            objects prevent reuse of their identities.
     """
 
     known: set[int]
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
     def key(self, x: Any, where: str) -> Any:
+        """Build the key of an object; ``where`` names it in errors."""
         if isinstance(x, float):
-            return float, x.hex()  # equal to itself also for NaN, and different for the two zeros
+            return float, x.hex()  # NaN equals itself, and the two zeros differ.
         if isinstance(x, _PLAIN):
             return type(x), x
         if isinstance(x, np.generic):
@@ -158,7 +159,7 @@ class _KeyBuilder:
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module of the dynamics."""
         name = type(x).__name__
-        attributes = {key: value for key, value in vars(x).items() if key not in _OF_EVERY_MODULE}
+        attributes = {key: value for key, value in vars(x).items() if key not in _MODULE_ATTRIBUTES}
         parts = tuple(
             (path, Identity(part)) for path, part in x._modules.items() if part is not None
         )
@@ -170,10 +171,7 @@ class _KeyBuilder:
         )
 
     def _foreign_module(self, x: nn.Module, where: str) -> Any:
-        """Build the key of a module outside the dynamics.
-
-        Its tensors are constants too.
-        """
+        """Build the key of a module outside the dynamics, whose tensors are constants."""
         tensors = [*x.parameters(), *x.buffers()]
         return tuple(self.module(part) for part in x.modules()), *(
             self.key(y, where) for y in tensors
@@ -248,9 +246,9 @@ class _KeyBuilder:
         ]
         if not hasattr(x, "__dict__") and not slots:
             raise UninspectableError(
-                f"{where} is {type(x).__name__}, which cannot be inspected, so compiled code would "
-                "not notice a change of it. Use numbers, tensors, arrays, functions, data classes "
-                "or modules there, or leave compile=True out."
+                f"{where} is {type(x).__name__}, which cannot be inspected, so a change of it "
+                "would not be noticed by compiled code. Use numbers, tensors, arrays, functions, "
+                "data classes or modules there, or leave compile=True out."
             )
         inner = {
             **getattr(x, "__dict__", {}),

@@ -1,4 +1,4 @@
-"""The checkpoint adjoint: segments are run again from stored states."""
+"""The checkpoint adjoint, which runs segments again from stored states."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Checkpoints(History):
 
 
 class Recompute(Rewind):
-    """Earlier states, found by running a segment again.
+    """Earlier states, recovered by running a segment again.
 
     Args:
         history: the states at the ends of segments.
@@ -116,8 +116,8 @@ class Recompute(Rewind):
 
     @staticmethod
     def _compare(found: AnyState, stored: AnyState, start: int, stop: int) -> None:
-        # The same operations on the same numbers give the same bits. Kernels that add in varying
-        # order differ in the last bits, which a chaotic segment amplifies.
+        # The same operations on the same numbers give the same bits, except for kernels that sum in
+        # varying order. A chaotic segment amplifies their differences in the last bits.
         for name, x, y in zip(stored._fields, found, stored, strict=True):
             allowed = rounding_tolerance(
                 torch.float64 if not y.is_floating_point() else y.dtype

@@ -1,18 +1,19 @@
-"""Steps in compiled loops.
+"""The driver that runs steps in compiled loops.
 
-A loop is one function of tensors: many steps forward, or the backward pass over them with the
-cotangents. Its step is traced once, by running the same moves and products as an uncompiled step on
+A loop is one function of tensors: many forward steps, or the backward pass over them with the
+cotangents. Its step is traced once, by running the moves and products of an uncompiled step on
 tensors that record their operations, and is compiled together with the loop
 (:mod:`adjsim.adjoints.loops`). Everything that may differ from run to run is an input
 (:class:`~adjsim.adjoints.loop_runner.LoopConstants`): the number of steps, the state, the time,
-coefficients, noise, every parameter and buffer of the dynamics, the spacings of a lattice. So no
-number of steps, seed, value of a parameter or save time compiles again; another shape, dtype,
-scheme or record does.
+coefficients, noise, every parameter and buffer of the dynamics, and the spacings of a lattice. So
+another number of steps, seed, parameter value or save time needs no new compilation. Another shape,
+dtype, scheme or record does.
 
-A backward iteration begins in the middle of a step, where the position has just changed: it
-finishes one step and begins the one before it. Every move that needs the force at one position is
-then in one iteration, so the force and its product with the cotangents share their loop over pairs.
-The part before the first iteration and the part after the last are compiled with the loop.
+A backward iteration begins in the middle of a step, where the position has just changed. It
+finishes the backward pass over one step and begins the pass over the step before. All moves that
+need the force at one position are then in one iteration, so the force and its product with the
+cotangents share their loop over pairs. The part before the first iteration and the part after the
+last are compiled with the loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
 (:mod:`adjsim.adjoints.cache_key`).
@@ -40,8 +41,12 @@ from adjsim.solvers.base import Problem
 
 
 class ForwardCarry(NamedTuple):
-    """The carry of forward steps: the sum of a time average and the force, where there are any, and
-    the state.
+    """The carry of forward steps.
+
+    Attributes:
+        total: the sum of a time average; empty without one.
+        force: the force that the next step begins with; empty if steps do not share forces.
+        state: the fields of the state.
     """
 
     total: tuple[Tensor, ...]
@@ -50,8 +55,14 @@ class ForwardCarry(NamedTuple):
 
 
 class BackwardCarry(NamedTuple):
-    """The carry of the backward pass: the sums of the cotangents of coefficients and parameters,
-    the cotangents of the fields, and the state."""
+    """The carry of the backward pass.
+
+    Attributes:
+        coefficients: the sums of the cotangents of coefficients.
+        parameters: the sums of the cotangents of parameters.
+        cotangents: the cotangents of the fields.
+        state: the fields of the state.
+    """
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
@@ -62,8 +73,8 @@ class BackwardCarry(NamedTuple):
 class ForwardLoops:
     """Run forward steps in compiled loops.
 
-    The first step is not compiled. It shows whether a step ends with the force that the next one
-    begins with.
+    The first step is not compiled. It determines whether a step ends with the force with which the
+    next one begins.
     """
 
     def __init__(self, driver: LoopRunner, recording: Recording) -> None:
@@ -98,7 +109,7 @@ class ForwardLoops:
         return state
 
     def _total(self, state: AnyState) -> Tensor:
-        """The sum of the time average so far."""
+        """Return the sum of the time average so far."""
         recording = self.recording
         if recording.total is None:
             with torch.no_grad():
@@ -158,7 +169,7 @@ class BackwardLoops:
         rewind: Rewind,
         progress: bool,
     ) -> AnyState:
-        """Take the cotangents from the last state back to the start, and return the start."""
+        """Propagate the cotangents from the last state to the start, and return the start."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.driver.recorder.average is None:
@@ -172,9 +183,7 @@ class BackwardLoops:
     def _traverse(
         self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None
     ) -> State:
-        """Go back from the state after ``stop`` steps to the state after ``start``, with the
-        cotangents.
-        """
+        """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
         driver, fields = self.driver, cotangents.fields
         coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
         carry = BackwardCarry(
@@ -204,11 +213,11 @@ class BackwardLoops:
     def spec(
         driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
-        """Specify an iteration: the end of one step, and the beginning of the step before it."""
+        """Specify an iteration: the end of one step, and the beginning of the previous one."""
         late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
 
         class Sweep:
-            """The backward pass inside a trace, from its carry."""
+            """The backward pass inside a trace, rebuilt from its carry."""
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.stats = constants, {"energy_evaluations": 0}
@@ -222,7 +231,7 @@ class BackwardLoops:
                 )
 
             def traverse(self, part: slice, k: Tensor) -> None:
-                """Go back over a part of step number k."""
+                """Run the backward pass over the moves ``part`` of step number k."""
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 coefficients = self.constants.coefficients
                 self.state = self.program.backward(
@@ -230,7 +239,7 @@ class BackwardLoops:
                 )
 
             def add_average(self) -> None:
-                """Add the cotangent of the state that a time average contributes."""
+                """Add the contribution of a time average to the cotangent of the state."""
                 if averaging:
                     (cotangent,), state = (
                         self.constants.average,
@@ -293,8 +302,8 @@ class CompiledDriver:
 
     Args:
         stepper: the steps.
-        inputs: what the run reads.
-        problem: the run.
+        inputs: the inputs of the run.
+        problem: the problem that is run.
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:

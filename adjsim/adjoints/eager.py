@@ -1,4 +1,4 @@
-"""The eager driver, which runs steps one by one."""
+"""The eager driver, which runs steps one by one in Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EagerDriver:
 
     Args:
         stepper: the steps.
-        inputs: their inputs.
+        inputs: the inputs of the run.
         forces: evaluates the forces.
     """
 
@@ -41,7 +41,7 @@ class EagerDriver:
         rewind: Rewind,
         progress: bool,
     ) -> AnyState:
-        """Take the cotangents from the last state back to the start, and return the start."""
+        """Propagate the cotangents from the last state to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
         for step in with_progress(range(last, 0, -1), "backward", last, progress):

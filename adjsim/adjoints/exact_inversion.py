@@ -1,4 +1,4 @@
-"""Reversal of an exact run: the inverses, bit for bit, with a proof."""
+"""Bit-exact reversal of an exact run, verified by fingerprints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Fingerprints(History):
-    """The proof that a run on a lattice was reversed exactly.
+    """The stored data of a run on a lattice, with fingerprints that verify its reversal.
 
     It stores the final state with its information buffers, the spills of the buffers, and
-    fingerprints of state and buffers (128 bits) at the start, at every save time, and every so many
-    steps if asked for. The start has empty buffers, so its fingerprint proves that they are empty
-    again.
+    fingerprints (128 bits) of state and buffers. There are fingerprints at the start, at every save
+    time, and optionally every ``every`` steps. The buffers are empty at the start, so the
+    fingerprint of the start also verifies that they are empty again.
+
+    Args:
+        stepper: the steps of the run.
+        every: the number of steps between additional fingerprints; None: no additional ones.
     """
 
     def __init__(self, stepper: Stepper, every: int | None) -> None:
@@ -45,7 +49,7 @@ class Fingerprints(History):
 
 
 class ExactInversion(Rewind):
-    """Earlier states of a run on a lattice, found by inverting its moves."""
+    """Earlier states of a run on a lattice, recovered by inverting its moves exactly."""
 
     error = 0.0
 
@@ -63,10 +67,10 @@ class ExactInversion(Rewind):
         ):
             raise ReconstructionError(
                 f"reversing an exact run did not recover the state of step {step}, so the gradient "
-                "would be wrong. The force at a position had other bits backward than forward: it "
-                "is random, depends on a value that has changed (a plain attribute, a mode, the "
-                "number of threads), or comes from kernels that are not deterministic. Make it "
-                "reproducible (see torch.use_deterministic_algorithms), or use "
+                "would be wrong. The force at one position had different bits in the forward and "
+                "backward passes: it is random, depends on a value that has changed (a plain "
+                "attribute, a mode, the number of threads), or comes from nondeterministic "
+                "kernels. Make it reproducible (see torch.use_deterministic_algorithms), or use "
                 "CheckpointAdjoint() with exact=False."
             )
         return self._before_spill(step, state)

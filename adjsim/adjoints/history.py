@@ -27,7 +27,7 @@ class Rewind(ABC):
 
     @abstractmethod
     def final(self) -> AnyState:
-        """The last state, from which the sweep starts."""
+        """Return the last state, from which the sweep starts."""
 
     def before(self, step: int) -> Sequence[AnyState] | None:
         """Return the states before each move of the step ending at ``step``.
@@ -42,9 +42,9 @@ class Rewind(ABC):
 
 
 class History(ABC):
-    """The stored data of one run, gathered by observing its states.
+    """The stored data of one run, collected by observing its states.
 
-    It makes a rewind for each backward sweep.
+    It makes a :class:`Rewind` for each backward sweep.
     """
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -59,13 +59,13 @@ class History(ABC):
 
     @abstractmethod
     def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
-        """Store what is needed of the state after ``step`` steps, and of its buffers' spills."""
+        """Store the required data of the state after ``step`` steps, and of its buffers' spills."""
 
     @abstractmethod
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        """Make the rewind of one sweep.
+        """Make the rewind of one backward sweep.
 
         Args:
             inputs: the inputs of the run.

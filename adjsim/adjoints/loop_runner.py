@@ -1,4 +1,4 @@
-"""The compiled loops of one run: their inputs, the cache of loops, and how a loop is traced."""
+"""The compiled loops of one run: their inputs, their cache and their tracing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
 
-# Numbers of noise that are handed to a loop at once: four megabytes of float64.
+# Largest number of noise entries passed to a loop at once: four megabytes of float64.
 NOISE_PER_LOOP = 2**19
 # Steps between finiteness checks.
 FINITE_EVERY = 1024
@@ -31,9 +31,15 @@ FINITE_EVERY = 1024
 class LoopConstants(NamedTuple):
     """The inputs that do not change in a loop.
 
-    They are the number of its steps and of the first one, the time of step 0, the coefficients, all
-    tensors of the dynamics, the spacings of a lattice, the noise of its steps if there is any, and
-    in a backward loop the cotangent of a time average at each step if there is one.
+    Attributes:
+        steps: the number of steps of the loop.
+        first: the number of its first step.
+        begin: the time of step 0.
+        coefficients: the coefficients, by letter and name.
+        parameters: all tensors of the dynamics.
+        spacings: the spacings of a lattice.
+        noise: the noise of its steps; empty without noise.
+        average: in a backward loop, the cotangent of a time average at each step; else empty.
     """
 
     steps: Tensor
@@ -51,10 +57,11 @@ class Loop:
     """A compiled loop.
 
     Attributes:
-        function: of constants and carry.
-        path: by which it was compiled, for the statistics of a run.
-        once, each: passes over the energy around its iterations, and in each of them.
-        constants: tensors that it has read without being given them.
+        function: the compiled function of constants and carry.
+        path: how it was compiled, for the statistics of a run.
+        fixed_evaluations: energy evaluations outside of its iterations.
+        evaluations_per_step: energy evaluations in each iteration.
+        constants: the tensors that it has captured.
     """
 
     function: Callable[[LoopConstants, Any], Any] | None = None
@@ -64,31 +71,31 @@ class Loop:
     constants: list[Constant] = field(default_factory=list)
 
 
-# Compiled loops by dynamics and key, as many as may be kept for one dynamics.
+# Compiled loops by dynamics and key, up to this number for one dynamics.
 cache: ModuleCache[Loop] = ModuleCache(32)
 
 
 @dataclass(frozen=True)
 class MakeSpec:
-    """Makes the specification of a loop from a runner, whether it averages, the kind of its states,
-    and the loop, which counts its passes over the energy.
+    """A factory of loop specifications.
 
     Attributes:
-        back: whether the loop is a backward loop, which has parameters and coefficients as leaves.
-        make: to the loop's :class:`~adjsim.adjoints.loops.LoopSpec`.
+        backward: whether the loop is a backward loop, whose parameters and coefficients are leaves.
+        make: returns the :class:`~adjsim.adjoints.loops.LoopSpec` for a runner, whether the loop
+            averages, the class of its states, and the loop, which counts energy evaluations.
     """
 
-    back: bool
+    backward: bool
     make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
 
 
 class LoopRunner:
-    """Runs the loops of one run, compiled when they are first asked for.
+    """Runs the loops of one run, and compiles each when it is first used.
 
     Args:
         stepper: the steps.
-        inputs: what the run reads.
-        problem: the run.
+        inputs: the inputs of the run.
+        problem: the problem that is run.
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
@@ -132,9 +139,12 @@ class LoopRunner:
         problem.stats.setdefault("compile_seconds", 0.0)
 
     def boundaries(self, wanted: set[int]) -> list[int]:
-        """The steps after which loops have to end: those wanted, the first (which is not compiled),
-        the one before the first of a time average, those at which the buffers of an exact run or
-        finiteness are checked."""
+        """Choose the steps after which loops have to end.
+
+        These are the wanted steps, the first step (which is not compiled), the step before the
+        first of a time average, and the steps after which finiteness or the buffers of an exact run
+        are checked.
+        """
         last, growth = self.clock.last, self.stepper.growth
         found = {*wanted, 1, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
@@ -158,15 +168,15 @@ class LoopRunner:
         carry: Any,
         average: Sequence[Tensor] = (),
     ) -> Any:
-        """Carry out a loop.
+        """Run a loop and return the final carry.
 
         Args:
-            spec: makes what the loop does.
+            spec: makes the specification of the loop.
             averaging: whether its steps count for a time average.
-            kind: of the states.
-            first, count: its first step, and how many there are.
-            carry: what it carries.
-            average: on the way back, the cotangent of the averaged function at each step.
+            kind: the class of the states.
+            first, count: the number of its first step, and the number of steps.
+            carry: the initial carry.
+            average: in the backward pass, the cotangent of the averaged function at each step.
         """
         numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
         noise = self._noise(first, count)
@@ -175,10 +185,11 @@ class LoopRunner:
         )
         loop = self._look_up(spec, averaging, kind, constants, carry)
         self.problem.stats["energy_evaluations"] += (
-            loop.fixed_evaluations + (count - 1 if spec.back else count) * loop.evaluations_per_step
+            loop.fixed_evaluations
+            + (count - 1 if spec.backward else count) * loop.evaluations_per_step
         )
         assert loop.function is not None
-        self.problem.stats["compiled_backward" if spec.back else "compiled_forward"] = loop.path
+        self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
         return loop.function(constants, carry)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -189,7 +200,7 @@ class LoopRunner:
         """Return the field of a packed tensor."""
         return unpacked(x, self.batch)
 
-    # How loops are traced.
+    # Used while loops are traced.
 
     def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
         """Return the time at a share of step number ``k`` of the loop."""
@@ -209,10 +220,13 @@ class LoopRunner:
 
     @contextmanager
     def _within(
-        self, back: bool, loop: Loop, constants: LoopConstants
+        self, backward: bool, loop: Loop, constants: LoopConstants
     ) -> Generator[LoopConstants, None, None]:
-        """Run the dynamics with the tensors of a trace; tensors that need a gradient are leaves."""
-        if back:
+        """Make a context that runs the dynamics with the tensors of a trace.
+
+        In a backward loop, tensors that need a gradient are leaves.
+        """
+        if backward:
             leaves = [
                 x.detach().requires_grad_(i in self.tensors.wanted)
                 for i, x in enumerate(constants.parameters)
@@ -242,7 +256,7 @@ class LoopRunner:
     ) -> Loop:
         leaves = tree_leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
-        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.back else ()
+        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.backward else ()
         solver, threads = self.problem.solver, torch.get_num_threads()
         key = (
             spec,
@@ -263,17 +277,14 @@ class LoopRunner:
         if loop is None or any(constant.changed() for constant in loop.constants):
             if self._cache_key() != self.cache_key:
                 raise RuntimeError(
-                    f"something that {type(self.dynamics).__name__}, its potential or the record "
-                    "reads (a plain attribute, a "
-                    "mode, a "
-                    "global) has changed since the run, and its way back had not been compiled "
-                    "yet. Call backward before the "
-                    "change."
+                    f"a value that {type(self.dynamics).__name__}, its potential or the record "
+                    "reads (a plain attribute, a mode, a global) has changed since the run, and "
+                    "the backward pass had not been compiled yet. Call backward before the change."
                 )
-            begun = time.perf_counter()
+            started = time.perf_counter()
             loop = self._compile(spec, averaging, kind, constants, carry)
             cache.put(self.dynamics, key, loop)
-            self.problem.stats["compile_seconds"] += time.perf_counter() - begun
+            self.problem.stats["compile_seconds"] += time.perf_counter() - started
         return loop
 
     def _compile(
@@ -285,14 +296,13 @@ class LoopRunner:
         carry: Any,
     ) -> Loop:
         loop = Loop()
-        # Where less than a vector lies side by side, plain numbers are faster, and compile in half
-        # the time.
+        # For rows shorter than a vector, scalar code is faster and compiles in half the time.
         short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
-        made = spec.make(self, averaging, kind, loop)
-        inside, exact = partial(self._within, spec.back, loop), self.program.lattice is not None
+        specification = spec.make(self, averaging, kind, loop)
+        within, exact = partial(self._within, spec.backward, loop), self.program.lattice is not None
         loop.function, loop.path = compile_loop(
-            made, inside, constants, carry, exact=exact, short=short, what=what
+            specification, within, constants, carry, exact=exact, short=short, what=what
         )
         return loop
 
@@ -300,19 +310,22 @@ class LoopRunner:
         average = self.recorder.average
         try:
             return cache_key(self.dynamics, None if average is None else average.function)
-        except UninspectableError as unseen:
-            raise CompileError(f"compile=True: {unseen}") from unseen
+        except UninspectableError as error:
+            raise CompileError(f"compile=True: {error}") from error
 
     def _noise(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """Return the noise of the steps of a loop, as many as a loop may have, or nothing."""
+        """Return the noise of a loop's steps, padded to the largest number of steps.
+
+        Without noise, return an empty tuple.
+        """
         if self.stepper.noise is None:
             return ()
         if self._last_noise is not None and self._last_noise[:2] == (first, count):
             return (self._last_noise[2],)
-        seen = count + self.program.noise_steps - 1
-        drawn = packed(self.stepper.noise.of_steps(first, seen), self.batch, leading=2)
-        whole = drawn.new_empty((self.length + self.program.noise_steps - 1, *drawn.shape[1:]))
-        whole[:seen] = drawn
+        drawn_steps = count + self.program.noise_steps - 1
+        drawn = packed(self.stepper.noise.of_steps(first, drawn_steps), self.batch, leading=2)
+        padded = drawn.new_empty((self.length + self.program.noise_steps - 1, *drawn.shape[1:]))
+        padded[:drawn_steps] = drawn
         # The backward pass begins with the noise that the forward pass ended with.
-        self._last_noise = (first, count, whole)
-        return (whole,)
+        self._last_noise = (first, count, padded)
+        return (padded,)

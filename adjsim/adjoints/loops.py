@@ -1,10 +1,10 @@
-"""A loop of steps as one compiled function of tensors.
+"""Compilation of a loop of steps to one function of tensors.
 
-The parts of a loop are traced by running them on tensors that record their operations, one part
-after the other. Their graphs are printed as one C++ function (:mod:`adjsim._cpp`), which takes a
-compiler about a second. Torch's Inductor compiles them (:mod:`adjsim.adjoints.inductor`) where a
-graph has an operation that is not printed, on a GPU, and without a C++ compiler. Either way no
-iteration comes back to Python. The caller says in :class:`LoopSpec` what the loop does.
+A :class:`LoopSpec` defines the loop by its parts. Each part is traced by running it on tensors that
+record their operations. The graphs are printed as one C++ function (:mod:`adjsim._cpp`), which a
+compiler takes about a second to compile. On a GPU, without a C++ compiler, and for operations that
+are not supported in C++, torch's Inductor compiles them instead
+(:mod:`adjsim.adjoints.inductor`). In either case no iteration returns to Python.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
-from adjsim.adjoints.inductor import by_inductor
+from adjsim.adjoints.inductor import compile_with_inductor
 from adjsim.adjoints.versions import untested_torch
 
-# The tracer, and Inductor's options while it compiles, are those of the process, so one thread
-# compiles at a time.
+# Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
 Constants = TypeVar("Constants")
@@ -37,19 +36,21 @@ Carry = TypeVar("Carry")
 
 
 class CompileError(RuntimeError):
-    """A step could not be compiled."""
+    """Raised if a step cannot be compiled."""
 
 
 @dataclass(frozen=True)
 class LoopSpec(Generic[Constants, Carry]):
-    """What a loop does: functions of its constants, which do not change in the loop, and of what it
-    carries; both are named tuples (of tuples and dictionaries) of tensors.
+    """The functions that define a loop.
+
+    The constants do not change in the loop. The carry is passed from one iteration to the next.
+    Both are named tuples (of tuples and dictionaries) of tensors.
 
     Attributes:
-        start: before the first iteration, to the number ``k`` of the first one and what is carried.
-        more: of ``k`` and of the number of steps, whether another iteration comes.
-        body: one iteration, to the next ``k`` and what is carried.
-        finish: after the last iteration, to what is carried in the end.
+        start: runs before the first iteration and returns its number ``k`` and the initial carry.
+        more: returns, for ``k`` and the number of steps, whether to run another iteration.
+        body: runs one iteration and returns the next ``k`` and the carry.
+        finish: runs after the last iteration and returns the final carry.
     """
 
     start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
@@ -68,22 +69,22 @@ def compile_loop(
     short: bool,
     what: str,
 ) -> tuple[Callable[[Constants, Carry], Carry], str]:
-    """Compile a loop: a function of its constants, the first of which is the number of steps, and
-    of the carry.
+    """Compile a loop to a function of its constants and carry.
 
     Args:
-        spec: what the loop does.
-        within: the context in which it is traced, with the tensors that stand for the constants.
-        constants, carry: examples, by shape and type.
-        exact: whether results must have the last bit of the operations as they are carried out
-            otherwise.
-        short: whether less lies side by side than fills a vector.
-        what: whose loop it is, for the error.
+        spec: the definition of the loop.
+        within: makes the context in which the loop is traced, from traced constants; the context
+            returns the constants to use.
+        constants, carry: examples of the arguments; the first constant is the number of steps.
+        exact: whether results must equal those of uncompiled operations bit for bit.
+        short: whether contiguous rows are shorter than a vector.
+        what: a description of the loop, for errors.
 
-    Returns: the loop, and the path that was taken: "C++", or "Inductor" with the reason.
+    Returns:
+        the loop, and how it was compiled: "C++", or "Inductor" with the reason.
 
     Raises:
-        CompileError: it cannot be compiled.
+        CompileError: the loop cannot be compiled.
     """
     constants_list, constants_tree = tree_flatten(constants)
     carry_list, carry_tree = tree_flatten(carry)
@@ -127,14 +128,14 @@ def compile_loop(
                 )
             except UnprintableError as reason:
                 compiled, path = (
-                    by_inductor(parts, constants_list, carry_list, short),
+                    compile_with_inductor(parts, constants_list, carry_list, short),
                     f"Inductor ({reason})",
                 )
     except Exception as error:
         advice = untested or (
-            "Potentials and records have to be torch operations whose course does not depend on "
-            "values (no float(x), "
-            "x.item() or `if` on a tensor). Write them so, or leave compile=True out."
+            "Potentials and records have to be torch operations whose control flow does not depend "
+            "on values (no float(x), x.item() or `if` on a tensor). Write them in this form, or "
+            "leave compile=True out."
         )
         raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
     if untested is not None:
@@ -147,35 +148,36 @@ def compile_loop(
 
 
 class Constant:
-    """A tensor that a loop has read without being given it."""
+    """A captured tensor of a loop, neither an input nor registered on a module."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor, self.version = ref(x), _version(x)
 
     def check(self) -> None:
-        """Refuse one that a gradient is wanted by."""
+        """Refuse a tensor that requires grad, since its gradient would be lost."""
         x = self.tensor()
         if x is not None and x.requires_grad:
             raise ValueError(
                 f"a potential or a record reads a tensor of shape {tuple(x.shape)} that requires "
-                "grad and is not registered. "
-                "Make it an nn.Parameter (or a buffer) of the potential or the dynamics, or "
-                "detach() it."
+                "grad and is not registered. Make it an nn.Parameter (or a buffer) of the "
+                "potential or the dynamics, or detach() it."
             )
 
     def changed(self) -> bool:
-        """Whether it was written to since."""
+        """Test whether the tensor has been modified in place since the trace."""
         x = self.tensor()
         return x is not None and _version(x) != self.version
 
 
 class NoCapture(TorchFunctionMode):
-    """Refuses, while a loop is traced, a tensor that is reached past its module: it would be a
-    constant, and have no gradient.
+    """A mode that refuses registered tensors that are not read from their module.
+
+    It is active while a loop is traced. Such a tensor would be baked in as a constant, without a
+    gradient.
 
     Args:
-        registered: the tensors for which inputs stand.
-        constants: where those go that are read and will be constants.
+        registered: the registered tensors, for which the loop has inputs.
+        constants: receives the captured tensors.
     """
 
     def __init__(self, registered: Sequence[Tensor], constants: list[Constant]) -> None:
@@ -186,9 +188,9 @@ class NoCapture(TorchFunctionMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(id(x) in self.registered for x in tensors):
             raise ValueError(
-                "a potential or a record reads a parameter or buffer of the dynamics past its "
-                "module, as a variable of its "
-                "own; read it as an attribute of the module, such as dynamics.kT or self.k."
+                "a potential or a record reads a parameter or buffer of the dynamics as a captured "
+                "variable instead of from its module. Read it as an attribute of the module, such "
+                "as dynamics.kT or self.k."
             )
         found = [Constant(x) for x in tensors if not isinstance(x, FakeTensor)]
         for constant in found:
@@ -198,7 +200,7 @@ class NoCapture(TorchFunctionMode):
 
 
 def clone(x: Tensor) -> Tensor:
-    """A copy: nothing that a loop takes or gives may share memory."""
+    """Copy a tensor, since no inputs or outputs of a loop may share memory."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -207,7 +209,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Part:
-    """A part of a loop, traced by itself, since no gradient is taken inside of a loop."""
+    """Trace one part of a loop separately, since autograd does not differentiate the loop."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -215,7 +217,7 @@ def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Part:
 
 
 def _lift(graph: Any) -> list[Tensor]:
-    """Make inputs of the constants of a graph, and return them."""
+    """Turn the captured constants of a graph into inputs, and return them."""
     constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
         constants.append(clone(getattr(graph, node.target)))

@@ -1,4 +1,4 @@
-"""The saved frames or record of a run, and their part in the backward sweep."""
+"""The saved frames or record of a run, and their cotangents in the backward sweep."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from adjsim.dynamics.forces import ForceEvaluator
 
 
 class Recorder:
-    """The part of its states that a run saves. Immutable.
+    """The definition of the data that a run saves. Immutable.
 
-    This is the states, a function of them, or its time average.
+    The data are the states, a function of the states, or its time average.
 
     Args:
         record: the argument ``record=`` of the run.
         clock: the times of the run.
 
     Attributes:
-        average: the time average, if the record is one.
+        average: the time average, if the record is one; else None.
         frames: the number of the frame that is saved after a step, by step.
         first: the first step whose end counts for the time average.
         weight: the weight of one step in the time average.
@@ -63,14 +63,14 @@ class Recorder:
 
 
 class Recording:
-    """The frames or values saved so far: an observer of the states of one run."""
+    """An observer of the states of one run, which saves frames or values."""
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
         self.states: list[AnyState] = []
         self.values: list[Tensor] = []
-        # For a time average: the sum so far in double precision, the dtype of its terms, the last
-        # step in it.
+        # For a time average: the sum so far in double precision, the dtype of its terms, and the
+        # last step in the sum.
         self.total: Tensor | None = None
         self.dtype: torch.dtype | None = None
         self.last_step = 0
@@ -106,14 +106,14 @@ class Recording:
 
 
 class RecordSweep:
-    """The part of the saved frames or record in one backward sweep.
+    """The contributions of the saved frames or record to one backward sweep.
 
-    The sweep computes the values of a function again and compares them with the saved values: a
-    function that is random, or that has changed since the run, has no gradient.
+    The sweep evaluates a recorded function again and compares the values with the saved values,
+    since a function that is random, or that has changed since the run, has no gradient.
 
     Args:
-        recorder: of the run.
-        cotangents: of the saved fields, or of the record.
+        recorder: the recorder of the run.
+        cotangents: the cotangents of the saved fields, or of the record.
         saved: the record, if the run saved one.
         tolerance: allowed relative difference between the values and the saved values.
     """
@@ -143,7 +143,7 @@ class RecordSweep:
     def accumulate(
         self, step: int, state: AnyState, cotangents: Cotangents, forces: ForceEvaluator
     ) -> None:
-        """Add the cotangents of what was saved after ``step`` steps."""
+        """Add the cotangents of the data saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
         if recorder.average is not None:
             cotangent = self.average_cotangent
@@ -183,8 +183,8 @@ class RecordSweep:
         known = torch.isfinite(saved) & torch.isfinite(found)
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
-        # A value that cancels, such as a conserved total momentum, is compared with the terms of
-        # its sum.
+        # The error of a value in which terms cancel, such as a conserved total momentum, is
+        # compared with the size of the terms.
         if float(error) > self.tolerance * float(size) and float(
             error
         ) > self.tolerance * self._terms(state):
@@ -196,9 +196,9 @@ class RecordSweep:
             )
 
     def _terms(self, state: AnyState | None) -> float:
-        """Return the size of the terms in the function's value.
+        """Estimate the size of the terms in the function's value.
 
-        It is the derivative at a state, times the state.
+        The estimate is the sum of absolute products of the derivative at a state with the state.
         """
         if state is None:
             return 0.0
@@ -222,7 +222,7 @@ def sum_dtype(value: Tensor) -> torch.dtype:
 def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
     """Choose the dtype of a time average.
 
-    It is that of the values, and floating-point for counts and bools.
+    This is the dtype of the values, or a floating-point dtype for counts and bools.
     """
     floating = value.is_floating_point() or value.is_complex()
     return (

@@ -1,4 +1,4 @@
-"""The reversible adjoint: steps are undone by the inverses of their flows."""
+"""The reversible adjoint, which undoes steps by the inverses of their flows."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class ReversibleAdjoint(Adjoint):
     product at the recovered state. Rounding makes the recovered states differ from those of the
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
     friction. It is measured wherever the true state is known: at the start, at frames that save
-    whole states, and at checkpoints. From there the sweep continues with the true state. After
+    complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
     divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
     equal those of the run bit for bit, in chaos and under friction, at any length. A fingerprint of
     state and buffers proves this at the start and at save times.
 
     Args:
-        checkpoint_every: store the state every so many steps, so that the error grows over so many
-            steps only. None: without friction none are stored; with friction, as many as keep the
-            error due to friction well under ``tol``
-            (``trajectory.stats["checkpoint_every"]`` is the number). In float32 rounding alone
-            comes near the default ``tol``: give a larger one. An exact run needs no checkpoints; it
-            takes a fingerprint every so many steps, so that a force that is not reproducible is
-            found sooner.
+        checkpoint_every: number of steps between stored states, over which the error can grow.
+            None: without friction no states are stored; with friction the number is chosen to keep
+            the error due to friction well under ``tol``, and is given in
+            ``trajectory.stats["checkpoint_every"]``. In float32 rounding alone comes near the
+            default ``tol``, so give a larger ``tol``. An exact run needs no checkpoints; it takes a
+            fingerprint every ``checkpoint_every`` steps, so that a force that is not reproducible
+            is found sooner.
         tol: the error above which backward raises instead of returning a wrong gradient.
     """
 
@@ -90,9 +90,9 @@ class ReversibleAdjoint(Adjoint):
 def _spacing(problem: Problem[State], tol: float) -> int | None:
     """Choose the number of steps between checkpoints under friction; None without friction.
 
-    Over n steps rounding adds up to about eps sqrt(n), and friction amplifies the first of these
-    errors by exp(friction dt n). A third of the digits between eps and tol is spent on friction;
-    the others are left for the chaos of the potential.
+    Over n steps rounding accumulates to about eps sqrt(n), and friction amplifies the earliest of
+    these errors by exp(friction dt n). Amplification by friction may use a third of the digits
+    between eps and tol; the others are reserved for chaos of the potential.
     """
     rate = problem.dynamics.damping(problem.state)
     if rate == 0:
@@ -149,7 +149,7 @@ class Resets(History):
 
 
 class FloatInversion(Rewind):
-    """Earlier states, found by inverting the moves in floating point, and the error of this.
+    """Earlier states, recovered by inverting the moves in floating point, and their error.
 
     Args:
         history: the stored states of the run.
@@ -159,7 +159,7 @@ class FloatInversion(Rewind):
 
     def __init__(self, history: Resets, known: Mapping[int, AnyState], final: AnyState) -> None:
         self.history, self.known, self._final, self.error = history, known, final, 0.0
-        # A function of the state may be this much more sensitive than the state is wrong.
+        # The relative error of a function of the state may exceed that of the state by this factor.
         self.tolerance = max(rounding_tolerance(final[0].dtype), 1e3 * history.tol)
 
     def final(self) -> AnyState:

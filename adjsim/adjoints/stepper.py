@@ -1,4 +1,4 @@
-"""The steps of a run, and the one loop that runs them."""
+"""The steps of a run, and the loop over stops that runs them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Inputs(NamedTuple):
     """The inputs of a run, read once at its start.
 
     Attributes:
-        state: the start.
-        coefficients: by letter and name.
+        state: the initial state.
+        coefficients: the coefficients of the terms, by letter and name.
         parameters: the tensors of the dynamics, each once, in the order of
             :class:`adjsim._module.ModuleTensors`.
     """
@@ -45,7 +45,7 @@ class Clock:
 
     Attributes:
         begin: the time of the start.
-        dt: the step.
+        dt: the step size.
         saves: the numbers of the steps after which the state is saved; the first is 0.
     """
 
@@ -73,9 +73,9 @@ class StepNoise:
 
     Attributes:
         noise: the noise of the run.
-        draws: fields of noise that a step draws.
-        noise_steps: number of steps whose draws one step uses, its own among them.
-        like: a position.
+        draws: number of noise fields that a step draws.
+        noise_steps: number of steps whose draws one step uses, including its own.
+        like: a position, for its shape, dtype and device.
     """
 
     noise: Noise
@@ -84,10 +84,7 @@ class StepNoise:
     like: Tensor
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
-        """Return the noise that step number ``step`` uses.
-
-        It is the same whenever it is asked for.
-        """
+        """Return the noise that step number ``step`` uses, the same in every call."""
         return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
     def of_steps(self, step: int, count: int) -> Tensor:
@@ -197,13 +194,13 @@ class Stepper:
         observers: Sequence[Observer],
         problem: Problem[State],
     ) -> AnyState:
-        """Run all steps from a start, call the observers, return the end.
+        """Run all steps, call the observers, and return the final state.
 
-        The start is on the lattice, if there is one.
+        The initial state is on the lattice, if there is one.
 
         Raises:
-            FloatingPointError: a number is no longer finite; the message names the step.
-            OverflowError: a number has left the lattice of an exact run; the message names the
+            FloatingPointError: a number is not finite; the message names the step.
+            OverflowError: a number is outside of the lattice of an exact run; the message names the
                 step.
         """
         last, lattice = self.clock.last, self.program.lattice
@@ -277,7 +274,7 @@ def prepare(
 
     Args:
         problem: the problem to run.
-        parameters: tensors in place of those of the dynamics; None: its own.
+        parameters: tensors that replace those of the dynamics; None: its own tensors.
     """
     if parameters is not None:
         with problem.tensors.substituted(parameters):

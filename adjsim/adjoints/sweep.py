@@ -1,19 +1,20 @@
-"""The backward sweep that checkpoint and reversible adjoints share.
+"""The backward sweep that the checkpoint and reversible adjoints share.
 
-With state z_k after k steps, step map Phi and cotangent lambda_k = dL/dz_k, from the last step to
-the first::
+Let z_k be the state after k steps, Phi the step map and lambda_k = dL/dz_k. From the last step to
+the first, the sweep computes::
 
-    lambda_k     = lambda_k + (the cotangent of what was saved of z_k)
+    lambda_k     = lambda_k + (cotangent of the saved data of z_k)
     z_{k-1}      = Phi^{-1}(z_k)  or  computed again from a stored state
     lambda_{k-1} = (dPhi/dz)^T lambda_k,     theta_bar += (dPhi/dtheta)^T lambda_k
 
 move by move, so that the inverse and the product share their work. The sweep sums the cotangents
-of the coefficients and returns them as those of inputs; autograd takes them to the parameters
-once, at the end. Memory is that of one step plus the :class:`~adjsim.adjoints.history.History`.
+of the coefficients and returns them as cotangents of inputs; autograd propagates them to the
+parameters once, at the end. The sweep needs the memory of one step and of the
+:class:`~adjsim.adjoints.history.History`.
 
 The run uses copies of the parameters, forward and backward, and in a sweep these are leaves. So
-autograd meets the user's own tensors, with their hooks and graphs, once, and a change of these
-tensors in between has no effect.
+autograd reaches the user's own tensors, with their hooks and graphs, once. A change of these
+tensors between forward and backward has no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
         problem: the problem to run.
         make_history: makes the history of the run from its steps.
     """
-    # Copies, through which autograd reaches the user's own tensors.
+    # Copies with a graph, through which autograd reaches the user's own tensors.
     stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
     outputs = _SweptFunction.apply(run, *run.flat(inputs))
@@ -124,11 +125,12 @@ class _SweptRun:
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
         # Detached: an output with its graph would keep this run alive, and the run the output.
         outputs = tuple(x.detach() for x in outputs)
-        final, given = self.kind._make(outputs[-self.width :]), cotangents[-self.width :]
+        final = self.kind._make(outputs[-self.width :])
+        final_cotangents = cotangents[-self.width :]
         sums = Cotangents(
             {
                 n: torch.zeros_like(x) if c is None else c
-                for n, x, c in zip(final._fields, final, given, strict=True)
+                for n, x, c in zip(final._fields, final, final_cotangents, strict=True)
             },
             trainable,
         )

@@ -1,4 +1,4 @@
-"""The torch that compiled loops are tested with."""
+"""The version of torch with which compiled loops are tested."""
 
 import torch
 
@@ -6,8 +6,9 @@ TESTED = "2.13"
 
 
 def untested_torch() -> str | None:
-    """Say that compiled loops, which use private parts of torch, are not tested with this one; None
-    where they are.
+    """Return a warning if compiled loops are not tested with this version of torch.
+
+    Compiled loops use private parts of torch. Return None for the tested version.
     """
     if torch.__version__.split(".")[:2] == TESTED.split("."):
         return None

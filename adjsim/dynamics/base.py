@@ -54,7 +54,7 @@ class Term(Generic[State]):
     def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
         """Compute the amplitude of its white noise, by field.
 
-        It must not depend on the state, and is empty without noise.
+        It must not depend on the state. Without noise it is empty.
         """
         return {}
 
@@ -87,8 +87,7 @@ class Dynamics(nn.Module, Generic[State]):
         if not isinstance(potential, nn.Module):
             raise TypeError(
                 "potential must be an nn.Module mapping position to energy; got "
-                f"{type(potential).__name__}. "
-                "Wrap a function in one."
+                f"{type(potential).__name__}. Wrap a function in a module."
             )
         self.potential = potential
 
@@ -101,7 +100,7 @@ class Dynamics(nn.Module, Generic[State]):
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
     ) -> State:
-        """Make a start at a position, drawing whatever is not given from the generator.
+        """Make a start at a position, and draw the fields that are not given.
 
         Args:
             position: ``(*batch, atoms, dim)``, a tensor or an array or list of numbers; integers
@@ -116,7 +115,7 @@ class Dynamics(nn.Module, Generic[State]):
         )
 
     def drift(self, t: Any, state: State) -> State:
-        """Compute dy/dt without its noise: a state of rates, one for each field."""
+        """Compute dy/dt without the noise, as a state of rates."""
         total: dict[str, Tensor] = {}
         for term in self.terms.values():
             for name, rate in term.drift(t, state).items():
@@ -129,10 +128,7 @@ class Dynamics(nn.Module, Generic[State]):
         return self.state_type(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
-        """Compute the amplitude of the white noise in each field.
-
-        It is zero without noise: dy = drift dt + diffusion dW.
-        """
+        """Compute the diffusion of ``dy = drift dt + diffusion dW``, zero without noise."""
         amplitude = {name: torch.zeros_like(value) for name, value in state._asdict().items()}
         for term in self.terms.values():
             for name, value in term.diffusion(t, state).items():
@@ -147,20 +143,20 @@ class Dynamics(nn.Module, Generic[State]):
     def damping(self, state: State) -> float:
         """Return the fastest rate (1/time) at which momenta decay.
 
-        Reversed steps lose the momenta at this rate.
+        In reversed steps rounding errors grow at this rate.
         """
         return 0.0
 
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
-        """Return the sizes that fields reach over a time, by field, where they are known.
+        """Return the sizes that fields reach over a time, for fields where they are known.
 
-        They set the lattice of exact runs.
+        They determine the lattice of exact runs.
         """
         return {}
 
     def invariant(self, state: State) -> Energies:
         """Compute a conserved quantity of the exact dynamics, ``(*batch,)``."""
-        raise TypeError(f"{type(self).__name__} conserves nothing.")
+        raise TypeError(f"{type(self).__name__} has no conserved quantity.")
 
     def reduced_energy(self, state: State) -> Energies:
         """Compute minus the logarithm of the sampled density, up to a constant, ``(*batch,)``.
@@ -172,13 +168,12 @@ class Dynamics(nn.Module, Generic[State]):
         if isinstance(self.potential, ForceField):
             raise TypeError(
                 f"{type(self).__name__} has no known stationary density: "
-                f"{type(self.potential).__name__} is a force "
-                "that need not come from an energy. Use Pathwise, Girsanov or FiniteDifference."
+                f"{type(self.potential).__name__} is a force that need not come from an energy. "
+                "Use Pathwise, Girsanov or FiniteDifference."
             )
         raise TypeError(
             f"{type(self).__name__} has no stationary density that is known up to a constant; use "
-            "dynamics with a temperature, "
-            "such as Langevin."
+            "dynamics with a temperature, such as Langevin."
         )
 
     def check(self, state: AnyState) -> None:
@@ -228,7 +223,7 @@ class MassiveDynamics(Dynamics[MomentumState]):
     def masses(self, like: Tensor) -> Tensor:
         """Return the masses in a field's dtype, a scalar or ``(atoms, 1)``.
 
-        They are per atom also where atoms equals dim.
+        The trailing axis keeps them per atom where the number of atoms equals dim.
         """
         return per_atom(self.mass, like)
 
@@ -257,8 +252,7 @@ class MassiveDynamics(Dynamics[MomentumState]):
         if state.momentum.shape != state.position.shape:
             raise ValueError(
                 f"momentum has shape {tuple(state.momentum.shape)} and position "
-                f"{tuple(state.position.shape)}; "
-                "they must be equal."
+                f"{tuple(state.position.shape)}; they must be equal."
             )
 
     def thermal_momentum(
@@ -266,8 +260,8 @@ class MassiveDynamics(Dynamics[MomentumState]):
     ) -> Positions:
         """Draw momenta sqrt(m kT) xi, zero on pinned atoms.
 
-        They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size. A
-        seed for the generator may serve the run too.
+        They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size.
+        The seed may also be that of the run, which has a separate stream.
         """
         at, _ = as_start(position)
         return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)

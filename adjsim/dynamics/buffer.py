@@ -1,6 +1,6 @@
-"""Information buffers, for the bits that a scale would lose.
+"""Information buffers, which keep the bits that a scale on the lattice would lose.
 
-Scales on the lattice (:mod:`adjsim.dynamics.lattice`) use them.
+:mod:`adjsim.dynamics.lattice` describes the scale.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 @dataclass(frozen=True)
 class Spill:
-    """The low 32 bits of a field's buffers, in some systems.
+    """The low 32 bits of a field's buffers, in systems with a full buffer.
 
-    These are the systems of the batch in which a buffer was full. ``systems`` lists these systems
-    as one bit for each system of the batch, or as their numbers (``numbered``), whichever is
-    shorter.
+    ``systems`` lists these systems as one bit for each system of the batch, or as their numbers
+    (``numbered``), whichever is shorter.
     """
 
     field: str
@@ -46,9 +45,9 @@ def buffer_name(field: str) -> str:
 
 
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
-    """Spill a field's buffers, in systems where one is full.
+    """Move the low bits of a field's buffers to a spill, where one is full.
 
-    Their low bits move to the spill. A system's buffers do not depend on its batch.
+    All buffers of a system with a full buffer are spilled, so they do not depend on its batch.
 
     Raises:
         OverflowError: a buffer has reached the limit.
@@ -59,8 +58,8 @@ def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, 
         return state, None
     if top >= limit:
         raise OverflowError(
-            f"the information buffer of {field} overflowed: the thermostat halves it in less than "
-            "a step. Use a smaller dt."
+            f"the information buffer of {field} overflowed: the thermostat more than halves "
+            f"{field} in a step. Use a smaller dt."
         )
     rows = buffer.reshape(systems, -1).clone()
     full = rows.amax(1) >= 2**FULL
@@ -103,9 +102,9 @@ def fingerprint(state: AnyState) -> bytes:
 
 
 def fractions(what: str, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Find fractions n/d near factors.
+    """Find a fraction n/d near every factor.
 
-    They are within 1e-7 of every factor, relative to the factor's distance from 1.
+    The error is at most 1e-7 of the factor's distance from 1, and of the factor itself.
     """
     values = factor.reshape(-1).tolist()
     known = {value: _fraction(what, value) for value in set(values)}

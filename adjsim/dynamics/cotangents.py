@@ -20,12 +20,12 @@ STACK = 16_384
 class Cotangents:
     """The cotangents of the state, coefficients and parameters in one sweep.
 
-    Those of coefficients and parameters are sums. The cotangent of the position is complete only
-    with the products of the forces that have received cotangents. These products are taken when the
+    The cotangents of coefficients and parameters are sums. The cotangent of the position also needs
+    the products of the forces that have received cotangents. These products are taken when the
     cotangent of the position is read.
 
     Args:
-        state: by field.
+        state: the cotangents of the state, by field.
         parameters: leaves that stand for the parameters, by name.
         coefficient_sums: sums of an earlier part of the sweep, by letter and name.
         parameter_sums: sums of an earlier part of the sweep, by name.
@@ -82,10 +82,7 @@ class Cotangents:
         self.parameter_sums[name] = value if old is None else old + value
 
     def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
-        """Add a cotangent's product with a function's derivative.
-
-        It is added for the state's leaves and the parameters.
-        """
+        """Differentiate a value, and add the products for the state's leaves and the parameters."""
         if not value.requires_grad:
             return
         found = torch.autograd.grad(
@@ -145,6 +142,6 @@ def select_link(value: Tensor, link: int | None) -> Tensor:
 
 def replace_link(value: Tensor, link: int | None, part: Tensor) -> Tensor:
     """Return the field with one link, or all of it, replaced."""
-    # Links read links: without storage the compiler would compute a field again for every reader,
-    # and again for theirs.
+    # Each link reads its neighbour. Without storage the compiler would recompute a field for every
+    # reader, and for every reader of that reader.
     return part if link is None else materialise(torch.select_scatter(value, part, -3, link))

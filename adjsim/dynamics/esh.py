@@ -135,13 +135,12 @@ class ESH(Dynamics[ESHState]):
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
     ) -> ESHState:
-        """Make a start at speed 1 along ``momentum``, which may be drawn."""
+        """Make a start at speed 1 along ``momentum``, or along a random direction."""
         at, p = as_start(position, momentum)
         if at.shape[-1] * at.shape[-2] < 2:
             raise ValueError(
                 "ESH needs at least two dimensions in all (atoms x dim): in one the direction "
-                "never turns. "
-                "Use a Nose-Hoover chain there."
+                "never turns. Use a Nose-Hoover chain there."
             )
         if p is None:
             p = standard_normal(at, generator)

@@ -13,10 +13,10 @@ from adjsim.potentials.base import DeferredVJP, ForceField, force, force_vjp
 
 
 class LinearForce:
-    """A force at one position, and the cotangent that it has received so far.
+    """A force at one position, and its cotangent so far.
 
-    The product with the Jacobian is linear in the cotangent, so it is taken once for the sum of all
-    cotangents that the moves at this position add.
+    The vector-Jacobian product is linear in the cotangent, so it is taken once, for the sum of all
+    cotangents that the moves at this position contribute.
     """
 
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
@@ -31,9 +31,10 @@ class LinearForce:
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
     def product(self) -> tuple[Tensor, DeferredVJP | dict[str, Tensor]] | None:
-        """Take the cotangent's product with the Jacobian, for the position and for the parameters.
+        """Take the vector-Jacobian product with respect to the position and the parameters.
 
-        The latter is deferred, or by name. The result is None without a cotangent.
+        The product for the parameters is deferred, or a dict by name. The result is None without a
+        cotangent.
         """
         if self.cotangent is None:
             return None
@@ -52,14 +53,14 @@ class ForceEvaluator:
     """The force of one potential for one run or sweep, evaluated once at each position.
 
     States are immutable, so the identity of a position tensor is its version. A force is cached for
-    the position object at which it was evaluated, until another position is asked for.
+    the position object at which it was evaluated, until the force at another is evaluated.
 
     Args:
         potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
         grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
-        parameters: the potential's tensors that a gradient is wanted for, as leaves, by name.
+        parameters: the potential's tensors to differentiate with respect to, as leaves, by name.
         known: a position and the force there, if it was evaluated before.
         stats: its ``energy_evaluations`` counts the passes over the energy: one for a force, one
             for a product.
@@ -113,6 +114,6 @@ class ForceEvaluator:
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on an unknown tensor that requires grad.
 
-        Unknown is a tensor that is neither in ``known`` nor a parameter of the run.
+        An unknown tensor is neither in ``known`` nor a parameter of the run.
         """
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)

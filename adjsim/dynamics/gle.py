@@ -1,4 +1,4 @@
-"""Generalised Langevin dynamics: friction with a memory."""
+"""Generalised Langevin dynamics: friction with a memory kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MemoryState(NamedTuple):
 
 
 class Bath(Term[MemoryState]):
-    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1, ..., z_n)::
+    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1..z_n)::
 
         dp   = -sum c_i z_i dt
         dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i
@@ -46,7 +46,7 @@ class Bath(Term[MemoryState]):
         L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
 
     E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
-    scales. So the flow is made of coupling steps. The pivots start at one and must stay positive,
+    scales. So the flow is made of coupling steps. The pivots are one at h = 0 and must be positive,
     which bounds h.
     """
 
@@ -76,11 +76,10 @@ class Bath(Term[MemoryState]):
             raise ValueError(
                 f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
                 f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of "
-                "times G occurs in "
-                "the scheme), or SDESolver."
+                "times G occurs in the scheme), or SDESolver."
             )
-        # Memory first, so that its draws are, to leading order in h, the Brownian increments of the
-        # SDE.
+        # The memory comes first in the Cholesky factor, so that its draws are, to leading order in
+        # h, the Brownian increments of the SDE.
         scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
         like = state.momentum
         found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
@@ -151,7 +150,7 @@ def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GeneralizedLangevin(MassiveDynamics[MemoryState]):
-    """Langevin dynamics with a friction kernel, and the noise of fluctuation and dissipation::
+    """Langevin dynamics with a memory kernel, and noise by the fluctuation-dissipation theorem::
 
         dq = p/m dt
         dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise
@@ -220,8 +219,8 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     def bath_flow(self, h: float) -> tuple[Tensor, Tensor]:
         """Compute E = exp(-M h) and 1 - E E^T, float64.
 
-        The covariance comes from Van Loan's block exponential. The difference would leave none of
-        the digits of its smallest entry, of order h^3.
+        The covariance 1 - E E^T comes from Van Loan's block exponential. Subtraction would lose all
+        digits of its smallest entry, which is of order h^3.
         """
         M, r = self.bath_matrix(), self.rates.double()
         source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))

@@ -43,12 +43,12 @@ from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
-# A field may grow this far beyond its scale. Scaled fields get a finer lattice, since a scale has
-# an error of d units.
+# The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a move
+# that scales has an error of d units.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
-# Steps over which the rate at the start gives a scale to a field that starts at zero.
+# Steps over which the drift at the start shows how large a field becomes.
 AHEAD = 256
-# The largest number of steps between two checks of the buffers.
+# Largest number of steps between two checks of the buffers.
 LONGEST_WAIT = 4096
 # The denominator of factors that depend on the state.
 DENOMINATOR = 2**22
@@ -59,7 +59,7 @@ class Lattice:
 
     Spacings are powers of two, one for each system of a batch (and each link of a field), so a
     system does not depend on its batch. They follow from the largest entry of the start, the
-    thermal momentum, and the change over 256 steps at the rate of the start.
+    thermal momentum, and the change over 256 steps at the initial drift.
 
     Args:
         dynamics: the dynamics of the run.
@@ -75,10 +75,10 @@ class Lattice:
         moves: Mapping[str, tuple[Move, ...]],
         dt: float,
     ) -> None:
-        _refuse(dynamics, state, moves)
-        every = [(letter, move) for letter, group in moves.items() for move in group]
+        _check_supported(dynamics, state, moves)
+        all_moves = [(letter, move) for letter, group in moves.items() for move in group]
         self.scaled = tuple(
-            dict.fromkeys(move.field for _, move in every if isinstance(move, Scale))
+            dict.fromkeys(move.field for _, move in all_moves if isinstance(move, Scale))
         )
         self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
         self._kind: type[AnyState] = type(state)
@@ -91,29 +91,29 @@ class Lattice:
         }
         kicked = [
             self.grids[m.field]
-            for _, m in every
+            for _, m in all_moves
             if isinstance(m, Shear) and isinstance(m.source, Force)
         ]
-        # For contributions to forces, which have one more axis; at least as fine as the spacing of
-        # their increments.
+        # The grid of contributions to forces, which have one axis more. It is at least as fine as
+        # the spacing of the momentum increments.
         self.force_grid = (
             Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
         )
         if kicked:
             _check_force(dynamics.potential)
-        self._constant = [
+        self._constant_factors = [
             (a, m.source.name)
-            for a, m in every
+            for a, m in all_moves
             if isinstance(m, Scale) and isinstance(m.source, Coefficient)
         ]
         self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
         self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
-        self._varies = any(
-            isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in every
+        self._state_dependent = any(
+            isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in all_moves
         )
 
     def spacings(self) -> dict[str, Tensor]:
-        """Return the spacing of each field, and of contributions to the force as ``"force"``."""
+        """Return the spacing of each field, and as ``"force"`` that of force contributions."""
         found = {name: grid.spacing for name, grid in self.grids.items()}
         return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
 
@@ -143,9 +143,9 @@ class Lattice:
         )
 
     def rationals(self, coefficients: dict[str, Coefficients]) -> dict[str, Coefficients]:
-        """Add to the coefficients a fraction n/d for each that is a factor."""
+        """Add to the coefficients a fraction n/d for each coefficient that scales a field."""
         found: dict[str, Coefficients] = dict(coefficients)
-        for letter, name in dict.fromkeys(self._constant):
+        for letter, name in dict.fromkeys(self._constant_factors):
             n, d = fractions(f"{name!r} of term {letter!r}", found[letter][name].detach())
             found[letter] = {**found[letter], f"{name} n": n, f"{name} d": d}
         return found
@@ -153,33 +153,34 @@ class Lattice:
     def growth(
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
-        """Compute how the scales of a step fill the buffers."""
+        """Compute how fast the scales of a step fill the buffers."""
         bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
-        largest = DENOMINATOR if self._varies else 1
+        largest = DENOMINATOR if self._state_dependent else 1
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):
                 n, d = (coefficients[letter][f"{move.source.name} {part}"] for part in "nd")
                 bits[move.field] = bits[move.field] + torch.log2(d.double() / n.double())
                 largest = max(largest, int(d.max()), int(n.max()))
-        # A factor that depends on the state is assumed to be above a half; the check of the buffers
-        # finds one that is not.
+        # Factors that depend on the state are assumed to be above 1/2. The check of the buffers
+        # finds smaller ones.
         fastest = max(
-            [1.0 if self._varies else 0.0, *(float(x.abs().max()) for x in bits.values())]
+            [1.0 if self._state_dependent else 0.0, *(float(x.abs().max()) for x in bits.values())]
         )
-        spare = LONGEST - FULL - math.log2(largest)
-        if fastest > spare:
+        spare_bits = LONGEST - FULL - math.log2(largest)
+        if fastest > spare_bits:
             raise ValueError(
-                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta, and an "
-                "information buffer can take "
-                f"{spare:.3g}. Use a smaller dt, or exact=False."
+                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta into an "
+                f"information buffer, which can take {spare_bits:.3g}. Use a smaller dt, or "
+                "exact=False."
             )
-        wait = max(1, min(LONGEST_WAIT, int(spare / max(fastest, 1e-9))))
-        # Half a bit more than planned for, so that a buffer that grew by the plan has not
-        # overflowed.
-        return BufferGrowth(None if self._varies else bits, wait, 2.0 ** (FULL + spare + 0.5))
+        check_every = max(1, min(LONGEST_WAIT, int(spare_bits / max(fastest, 1e-9))))
+        # Half a bit above the planned growth, so that a buffer that grew as planned is below it.
+        return BufferGrowth(
+            None if self._state_dependent else bits, check_every, 2.0 ** (FULL + spare_bits + 0.5)
+        )
 
     def to_lattice(self, state: AnyState) -> AnyState:
-        """Return the nearest state of the lattice, with empty buffers."""
+        """Round a state to the lattice, and add empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
         buffers = [
             torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
@@ -195,7 +196,7 @@ class Lattice:
         return max(self._used_fractions(state).values()) <= 1.0
 
     def describe(self, state: AnyState) -> str:
-        """Describe which field has left the lattice, and how large it may be."""
+        """Describe, for an error message, which field has left the lattice, and its limit."""
         used_fraction = self._used_fractions(state)
         name = max(used_fraction, key=lambda n: used_fraction[n])
         return (
@@ -210,7 +211,7 @@ class Lattice:
         }
 
     def spill(self, state: State, limit: float) -> tuple[State, list[Spill]]:
-        """Spill the buffers that are full."""
+        """Move the low bits of full buffers to spills."""
         entries = []
         for name in self.scaled:
             state, entry = spill(state, name, self.systems, limit)
@@ -234,12 +235,12 @@ class Lattice:
 
 @dataclass(frozen=True)
 class BufferGrowth:
-    """How a step fills the buffers.
+    """The growth of the buffers.
 
     Attributes:
-        bits: added by a step, by field; None if this depends on the state.
+        bits: bits that a step adds, by field; None if this number depends on the state.
         check_every: steps between two checks of the buffers.
-        limit: the size that no buffer may have reached at a check.
+        limit: the upper bound of the buffers at a check.
     """
 
     bits: dict[str, Tensor] | None
@@ -247,7 +248,7 @@ class BufferGrowth:
     limit: float
 
     def mean(self, state: AnyState) -> float | None:
-        """Return the bits a step and degree of freedom."""
+        """Return the mean number of bits that a step adds per degree of freedom."""
         if self.bits is None:
             return None
         return (
@@ -273,7 +274,7 @@ class LatticeShear(Shear):
 
 @dataclass(frozen=True)
 class LatticeScale(Scale):
-    """A scale by a fraction, with its remainders in the buffer."""
+    """A scale by a fraction, with the remainders in the buffer."""
 
     grid: Grid = field(kw_only=True)
     denominator: Tensor = field(kw_only=True)
@@ -298,13 +299,13 @@ class LatticeScale(Scale):
             return context.coefficients[self.source.name + " n"], context.coefficients[
                 self.source.name + " d"
             ]
-        # To the nearest integer: a half is added before truncation.
+        # Adding a half before truncation rounds to the nearest integer.
         return torch.add(self.half, factor.detach(), alpha=DENOMINATOR).to(torch.int64).clamp(
             min=1
         ), self.denominator
 
     def _rescale(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
+        """Compute y n/d and the new buffer, or with n and d exchanged their inverse."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
@@ -329,7 +330,9 @@ def _lattice_type(kind: type[Any], scaled: tuple[str, ...]) -> Any:
     return NamedTuple(f"{kind.__name__}OnLattice", fields)
 
 
-def _refuse(dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]) -> None:
+def _check_supported(
+    dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]
+) -> None:
     for letter, group in moves.items():
         if not all(isinstance(move, Shear | Scale) for move in group):
             raise TypeError(
@@ -359,7 +362,7 @@ def _check_force(potential: nn.Module) -> None:
 
 
 def _scales(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Tensor]:
-    """Compute the size of the entries of each field, for each system and link."""
+    """Estimate the largest entry of each field, for each system and link."""
     start = detached(state)
     with torch.no_grad():
         known_scales = dynamics.characteristic_scales(start, AHEAD * dt)

@@ -24,8 +24,8 @@ from adjsim.dynamics.terms import Kick, Stream
 class ChainState(NamedTuple):
     """Position and momentum of the particles and of the chain.
 
-    Those of the particles are ``(*batch, atoms, dim)``, those of the chain ``(*batch, length, 1,
-    1)``.
+    The fields of the particles are ``(*batch, atoms, dim)``, those of the chain
+    ``(*batch, length, 1, 1)``.
     """
 
     position: Positions
@@ -43,9 +43,9 @@ class _WithChain(AnyMomentumState, Protocol):
 
 
 class Chain(Term[ChainState]):
-    """The Nose-Hoover chain, N: each thermostat drives the one before it, the first the particles.
+    """The Nose-Hoover chain, N, whose first link acts on the particles.
 
-    ::
+    Each further link acts on the link before it::
 
         dp/dt    = -p v_1                          v_j = b_j / Q_j
         dx_j/dt  = v_j
@@ -69,12 +69,12 @@ class Chain(Term[ChainState]):
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
-        heat = torch.stack([_chain_force(state, c, j) for j in range(self.dynamics.length)], -3)
+        drive = torch.stack([_chain_force(state, c, j) for j in range(self.dynamics.length)], -3)
         damping = torch.cat([v[..., 1:, :, :], torch.zeros_like(v[..., :1, :, :])], -3)
         return {
             "momentum": -state.momentum * v[..., 0, :, :],
             "bath_position": v,
-            "bath_momentum": heat - b * damping,
+            "bath_momentum": drive - b * damping,
         }
 
     def coefficients(self, h: float, state: ChainState) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ class Chain(Term[ChainState]):
 def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
     """Compute the force on link j of the chain.
 
-    It is twice the kinetic energy that the link controls, less the equilibrium value.
+    It is twice the kinetic energy that the link controls, minus the equilibrium value.
     """
     if j == 0:
         return (state.momentum**2 * c["1/m"]).sum((-1, -2), keepdim=True) - c["target"][0]
@@ -149,34 +149,37 @@ class ChainForce:
     damped_by: int | None
 
     def value(self, state: Any, context: MoveContext) -> Tensor:
-        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        impulse = _chain_force(state, context.coefficients, self.link) * self.h
         return (
-            heat
+            impulse
             if self.damped_by is None
-            else heat * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
+            else impulse * _scaling(state, context.coefficients, self.damped_by, self.h / 2)
         )
 
     def vjp(
         self, state: Any, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
-        heat = _chain_force(state, context.coefficients, self.link) * self.h
+        impulse = _chain_force(state, context.coefficients, self.link) * self.h
         if self.damped_by is None:
-            return heat, lambda cotangent: self._chain_force_vjp(
+            return impulse, lambda cotangent: self._chain_force_vjp(
                 cotangent * self.h, state, context, cotangents
             )
-        k, drag = self.damped_by, _scaling(state, context.coefficients, self.damped_by, self.h / 2)
-        value = heat * drag
+        k, damping = (
+            self.damped_by,
+            _scaling(state, context.coefficients, self.damped_by, self.h / 2),
+        )
+        value = impulse * damping
 
         def accumulate(cotangent: Tensor) -> None:
             _scaling_vjp(k, self.h / 2, cotangent * value, state, context, cotangents)
-            self._chain_force_vjp(cotangent * drag * self.h, state, context, cotangents)
+            self._chain_force_vjp(cotangent * damping * self.h, state, context, cotangents)
 
         return value, accumulate
 
     def _chain_force_vjp(
         self, cotangent: Tensor, state: _WithChain, context: MoveContext, cotangents: Cotangents
     ) -> None:
-        """Take the cotangent of G_j to the fields and coefficients in it."""
+        """Add the products of the cotangent of G_j to its fields and coefficients."""
         c, j = context.coefficients, self.link
         _add_to_link(context, cotangents, "target", j, -cotangent)
         if j == 0:
@@ -202,7 +205,7 @@ def _scaling_vjp(
     context: MoveContext,
     cotangents: Cotangents,
 ) -> None:
-    """Take the cotangent of the scaling factor, times the factor, to b_j and 1/Q_j."""
+    """Add the products of the scaling factor's cotangent, times the factor, to b_j and 1/Q_j."""
     _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
     _add_to_link(
         context, cotangents, "1/Q", j, cotangent * select_link(state.bath_momentum, j) * -h
@@ -305,11 +308,11 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
 
         Momenta that are not given are drawn as sqrt(m kT) xi.
         """
-        context, p = as_start(position, momentum)
+        at, p = as_start(position, momentum)
         if p is None:
-            p = self.thermal_momentum(context, self.kT, generator)
-        bath = context.new_zeros((*context.shape[:-2], self.length, 1, 1))
-        state = ChainState(context, p, bath, bath)
+            p = self.thermal_momentum(at, self.kT, generator)
+        bath = at.new_zeros((*at.shape[:-2], self.length, 1, 1))
+        state = ChainState(at, p, bath, bath)
         self.check(state)
         return state
 
@@ -324,8 +327,8 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
 
     def characteristic_scales(self, state: ChainState, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
-        # The energy weights the first link's position by dof, so it is smaller; one is the scale of
-        # the others.
+        # In the extended energy x_1 has the weight dof kT and the other x_j have kT. So the others
+        # are of order one, and x_1 is smaller.
         return {
             **super().characteristic_scales(state, time),
             "bath_momentum": torch.sqrt(Q * target),

@@ -93,9 +93,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
     ) -> PositionState:
         """Make a start, without a momentum."""
         if momentum is not None:
-            raise ValueError(
-                "OverdampedLangevin has no momentum; use Langevin where momenta matter."
-            )
+            raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
         state = PositionState(as_start(position)[0])
         self.check(state)
         return state
@@ -112,8 +110,8 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def damping(self, state: PositionState) -> float:
         """Estimate the largest curvature of the potential at the state, divided by the friction.
 
-        This is the rate at which two paths on the same noise meet, found by power iteration on the
-        Hessian. It holds near the state only.
+        This is the rate at which two paths with the same noise converge. It is found by power
+        iteration on the Hessian, and holds near the state only.
         """
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(

@@ -20,17 +20,16 @@ from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
 Coefficients = Mapping[str, Tensor]
-# Adds the products of a value's cotangent to the cotangents of its inputs; None if there is nothing
-# to differentiate.
+# Takes the cotangent of a value, and adds its products to the cotangents of the value's inputs. It
+# is None if there is nothing to differentiate.
 Accumulate = Callable[[Tensor], None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MoveContext:
-    """The context of a move: time, coefficients, noise, forces.
+    """The context of a move: time, letter of its term, coefficients, noise, forces.
 
-    It also has the letter of the move's term. The noise is a tensor of the shape of position for
-    each draw, or None where the term draws none.
+    The noise is a tensor of the shape of position for each draw, or None where the term draws none.
     """
 
     t: Any
@@ -77,9 +76,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Random:
-    """A draw of the stage's noise, not differentiated.
+    """A draw of the stage's noise: standard normal numbers of the shape of position.
 
-    It is standard normal numbers of the shape of position.
+    It is not differentiated.
     """
 
     draw: int = 0
@@ -167,7 +166,7 @@ class Force:
 
 @dataclass(frozen=True)
 class Function:
-    """``function(coefficients, *fields)`` of the fields it names, differentiated automatically."""
+    """The value of ``function(coefficients, *fields)``, differentiated automatically."""
 
     function: Callable[..., Tensor]
     reads: tuple[str, ...]
@@ -201,7 +200,7 @@ class Function:
 
 
 def as_leaves(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:
-    """Detach coefficients into leaves, and list the names of those whose cotangent is wanted."""
+    """Detach coefficients into leaves, and list the names of those that require grad."""
     leaves = {name: c.detach().requires_grad_(c.requires_grad) for name, c in coefficients.items()}
     return leaves, [name for name, c in leaves.items() if c.requires_grad]
 

@@ -1,6 +1,7 @@
 """Gradients of expectations."""
 
-from adjsim.estimators.base import Estimator, GradientEstimate, Simulation
+from adjsim.estimators.base import Estimator, Simulation
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.finite_difference import FiniteDifference
 from adjsim.estimators.forward_sensitivity import ForwardSensitivity
 from adjsim.estimators.girsanov import Girsanov

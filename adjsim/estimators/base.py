@@ -1,13 +1,12 @@
 """The interface of estimators.
 
-An estimator answers: how does the mean of this observable, over replicas of this simulation, change
-with the parameters of its dynamics? This is two different questions, and every estimate carries the
-label of its question:
+An estimator computes how the mean of an observable changes with the parameters of the dynamics.
+There are two such means, and every estimate carries the label of its own, the *estimand*:
 
 ``"path"``
-    how the mean over runs from the given starts, after the given time, changes;
+    the mean over runs from the given starts, for the given time;
 ``"stationary"``
-    how the equilibrium mean changes, which does not depend on a start.
+    the equilibrium mean, which does not depend on a start.
 
 Replicas are run in chunks. Standard errors come from the spread of independent chunks, so intervals
 are Student's t with one degree of freedom fewer than the number of chunks.
@@ -15,7 +14,6 @@ are Student's t with one degree of freedom fewer than the number of chunks.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -24,8 +22,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Generic
 
 import torch
-from scipy.special import stdtrit
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
@@ -35,19 +32,13 @@ from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
 Observable = TimeAverage | Final | Callable[[Trajectory[State]], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
-
-# With fewer independent samples an error bar is unreliable too.
-FEW_SAMPLES = 50
-# With fewer contributing replicas the error bar is uncertain by more than a tenth.
-FEW_CONTRIBUTING = 20
-# If tangents grow by more along the run, few paths dominate the mean.
-LARGE_GROWTH = 1e2
 
 
 @dataclass(frozen=True)
@@ -56,14 +47,14 @@ class Simulation(Generic[State]):
 
     Args:
         dynamics: the physics; gradients are with respect to its named parameters.
-        initial: ``initial(replicas, generator) -> state`` with a leading axis of that length. It is
-            called without gradients: every estimator holds the starts fixed.
+        initial: ``initial(replicas, generator) -> state``, whose leading axis is the replicas. It
+            is called without gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
         compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a
-            fixed step. Pathwise then takes :class:`~adjsim.ReversibleAdjoint`. Girsanov and
-            ForwardSensitivity handle every step in Python and are not compiled. Chunks of one size
-            compile once.
+            fixed step. Pathwise then needs :class:`~adjsim.ReversibleAdjoint`. Girsanov and
+            ForwardSensitivity run every step in Python and are not compiled. Chunks of equal size
+            share one compilation.
     """
 
     dynamics: Dynamics[State]
@@ -94,153 +85,13 @@ class Simulation(Generic[State]):
 
     @property
     def duration(self) -> float:
-        """The time from the start to the last save."""
+        """The time from the start to the last save time."""
         return float(self.ts[-1] - self.ts[0])
 
 
 @dataclass
-class GradientEstimate:
-    """A mean, its gradient, their standard errors, and their cost.
-
-    Attributes:
-        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
-            one chunk).
-        grad, grad_stderr: by parameter name, ``(..., *parameter)``.
-        estimand: "path" or "stationary".
-        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
-            ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
-            runs were compiled), ``ess`` (the number of independent samples that the estimate is
-            worth), ``chunks``, ``replicas``, and more from some estimators.
-    """
-
-    value: Tensor
-    value_stderr: Tensor
-    grad: dict[str, Tensor]
-    grad_stderr: dict[str, Tensor]
-    estimand: str
-    diagnostics: dict[str, Any] = field(default_factory=dict)
-
-    def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Compute the confidence interval of the gradient of a parameter, or of the value.
-
-        It is Student's t over the chunks.
-        """
-        middle, error = (
-            (self.value, self.value_stderr)
-            if name is None
-            else (self.grad[name], self.grad_stderr[name])
-        )
-        half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
-        return middle - half, middle + half
-
-    def surrogate(self, module: nn.Module) -> Tensor:
-        """Return a tensor with this value, whose gradient is the estimate.
-
-        It is for use in a larger loss.
-
-        Args:
-            module: the dynamics that was estimated.
-        """
-        parameters = self._parameters(module)
-        total = self.value.detach()
-        for name, grad in self.grad.items():
-            parameter = parameters[name]
-            shift = parameter - parameter.detach()
-            axes = list(range(-parameter.ndim, 0))
-            product = grad.to(parameter) * shift
-            total = total + (product.sum(axes) if axes else product)
-        return total
-
-    def accumulate(self, module: nn.Module) -> None:
-        """Add the gradient into the ``.grad`` of the module's parameters, as ``backward()`` does.
-
-        Args:
-            module: the dynamics that was estimated.
-        """
-        if self.value.numel() != 1:
-            raise ValueError(
-                "accumulate needs a scalar observable; its mean has shape "
-                f"{tuple(self.value.shape)}."
-            )
-        parameters = self._parameters(module)
-        for name, grad in self.grad.items():
-            parameter = parameters[name]
-            grad = grad.reshape(parameter.shape).to(parameter)
-            parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
-
-    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        parameters = dict(module.named_parameters())
-        missing = [name for name in self.grad if name not in parameters]
-        if missing:
-            raise ValueError(
-                f"{missing[0]!r} is no parameter of {type(module).__name__}: pass the dynamics "
-                "that was estimated."
-            )
-        return parameters
-
-    @property
-    def warnings(self) -> list[str]:
-        """Reasons not to trust the estimate, a sentence each; empty if none is known."""
-        info, found = self.diagnostics, []
-        ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
-        if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
-            found.append(
-                f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
-            )
-        contributing = info.get("contributing")
-        if contributing is not None and contributing < FEW_CONTRIBUTING:
-            found.append(
-                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its "
-                "error is uncertain too"
-                if contributing > 0
-                else "the observable was the same in all replicas, so its score cannot show what "
-                "none of them saw"
-            )
-        if error is not None and error > 1e-6:
-            found.append(
-                f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
-            )
-        lost = info.get("lost_at")
-        if growth is not None and (
-            growth * info["duration"] > math.log(LARGE_GROWTH)
-            or (lost or math.inf) < info["duration"]
-        ):
-            beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
-            found.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
-        if info.get("smooth") is False:
-            found.append(
-                "the observable has no derivative along a path (is it a step?), so its zero means "
-                "nothing"
-            )
-        if info.get("truncate") is not None:
-            found.append(
-                f"it was cut off after {info['truncate']:g}, which leaves out effects that last "
-                "longer"
-            )
-        drift = info.get("equilibration")
-        if drift is not None and drift > 4:
-            found.append(
-                f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
-                "come to equilibrium"
-            )
-        return found
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.estimand} estimate",
-            f"  value {_with_error(self.value, self.value_stderr)}",
-        ]
-        lines += [
-            f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}"
-            for name, grad in self.grad.items()
-        ]
-        lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
-        return "\n".join(lines)
-
-
-@dataclass
 class Chunk:
-    """The results of a group of replicas: mean, gradient, and data that all chunks combine."""
+    """The results of a group of replicas: mean, gradient, and data to combine."""
 
     value: Tensor
     grad: dict[str, Tensor]
@@ -272,12 +123,12 @@ class Estimator(ABC):
             replicas: number of independent runs.
             chunks: number of groups, as even as possible, in which the replicas run. Their spread
                 gives the standard errors. The noise of a replica does not depend on the chunks.
-            generator: seeds starts and noise, as a generator or a whole number; None: torch's
+            generator: seeds starts and noise, as a generator or an integer; None: torch's
                 default generator.
         """
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
-        """Return whether its runs can be compiled."""
+        """Return whether the runs can be compiled."""
         return isinstance(simulation.solver, SteppingSolver)
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
@@ -358,7 +209,7 @@ class ChunkedEstimator(Estimator):
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        """Finish the chunks where that needs all of them, and return more diagnostics."""
+        """Complete the chunks with data of all of them, and return additional diagnostics."""
         return {}
 
 
@@ -385,10 +236,7 @@ def observe(
 
 
 def evaluate(observable: Observable[State], trajectory: Trajectory[State]) -> Tensor:
-    """Return the observable of a trajectory.
-
-    A time average was recorded by the run.
-    """
+    """Evaluate an observable on a trajectory, or return the time average that it recorded."""
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None
         return trajectory.record
@@ -408,9 +256,9 @@ def checked(values: Tensor, start: AnyState) -> Tensor:
 
 
 def jacobian(mean: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the derivative of each entry of the mean, by input.
+    """Compute the derivative of each entry of the mean with respect to each input.
 
-    It is zero where there is no dependence.
+    It is zero where the mean does not depend on the input.
     """
     if not inputs or not mean.requires_grad:
         return {name: x.new_zeros((*mean.shape, *x.shape)) for name, x in inputs.items()}
@@ -471,10 +319,3 @@ def mean_and_stderr(means: list[Tensor], sizes: list[int]) -> tuple[Tensor, Tens
         ((value - mean) * (size / total)) ** 2 for value, size in zip(means, sizes, strict=True)
     ]
     return mean, (torch.stack(squares).sum(0) * count / (count - 1)).sqrt()
-
-
-def _with_error(value: Tensor, stderr: Tensor) -> str:
-    if value.numel() != 1:
-        return f"tensor {tuple(value.shape)}, norm {float(value.norm()):.6g}"
-    error = float(stderr)
-    return f"{float(value):.6g}" if error != error else f"{float(value):.6g} +- {error:.2g}"

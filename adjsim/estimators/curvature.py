@@ -2,8 +2,8 @@
 
 At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat*
 (zero to rounding), *stiff* (above the square root of machine epsilon), or *soft* (in between). A
-linear system is solved in the stiff directions alone. A soft direction costs the solution more than
-half of its digits, and is an error.
+linear system is solved in the stiff directions alone. A soft direction would cost the solution more
+than half of its digits, so it is an error.
 
 The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
 applied to a right-hand side with a component along a flat direction diverges. So flat directions
@@ -30,15 +30,15 @@ DENSE = 600
 ROUNDING = 4096
 # Residual of a linear system relative to its right-hand side.
 RESIDUAL = 1e-8
-# Flat directions that are searched for in addition to translations and rotations, where the Hessian
-# is not formed.
+# Largest number of flat directions, in addition to translations and rotations, that the search
+# without a Hessian matrix finds.
 SEARCHED = 32
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
 
 
 class Hessian(LinearOperator):
-    """The Hessian of the energy, by its products with vectors."""
+    """The Hessian of the energy as a linear operator."""
 
     def __init__(self, potential: nn.Module, q: Tensor) -> None:
         super().__init__(np.dtype(np.float64), (q.numel(), q.numel()))
@@ -53,7 +53,7 @@ class Hessian(LinearOperator):
 
 
 class PseudoInverse(ABC):
-    """Curvatures at a position, and the solutions of least length of ``H x = b``.
+    """Curvatures at a position, and least-norm solutions of ``H x = b``.
 
     Attributes:
         largest_curvature: the largest absolute curvature.
@@ -82,36 +82,36 @@ class PseudoInverse(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse a saddle, and an ill-conditioned minimum.
+        """Refuse a saddle and an ill-conditioned minimum.
 
-        May find more flat directions.
+        The check may add flat directions.
         """
 
     @abstractmethod
     def estimate(self, b: np.ndarray) -> np.ndarray:
-        """Estimate the solution of least length of ``H x = b``.
+        """Estimate the least-norm solution of ``H x = b``.
 
         The part of b along flat directions is left out.
         """
 
     def solve(self, b: np.ndarray) -> np.ndarray:
-        """Compute this solution, or raise if its residual is not small."""
+        """Compute the least-norm solution, or raise if its residual is not small."""
         x, wanted = self.estimate(b), self.project(b)
         size = float(np.linalg.norm(wanted))
         residual = float(np.linalg.norm(self.project(self.hessian.matvec(x)) - wanted))
-        # A loss that depends on flat directions alone leaves the rounding of its projection.
+        # If b is along flat directions alone, its projection is rounding, and any x will do.
         if not residual <= max(
             RESIDUAL, ROUNDING * self.epsilon
         ) * size + ROUNDING * self.epsilon * float(np.linalg.norm(b)):
             raise RuntimeError(
                 f"the linear system of the minimum was not solved: {residual / size:.1e} of its "
-                "right-hand side is left. The minimum is ill-conditioned; hold the soft "
-                "coordinate, or measure it in units in which it is stiffer."
+                "right-hand side is left as residual. The minimum is ill-conditioned; hold the "
+                "soft coordinate, or measure it in units in which it is stiffer."
             )
         return x
 
     def project(self, b: np.ndarray) -> np.ndarray:
-        """Remove the part of b along flat directions, twice, since once leaves rounding of it."""
+        """Remove the part of b along flat directions, twice, since once leaves its rounding."""
         for _ in range(2):
             b = b - self.flat @ (self.flat.T @ b)
         return b
@@ -159,7 +159,7 @@ class DenseInverse(PseudoInverse):
 class IterativeInverse(PseudoInverse):
     """The pseudo-inverse from products with the Hessian alone.
 
-    Translations and rotations are tested for being flat; other flat directions are searched for.
+    Translations and rotations are tested for flatness; other flat directions are searched for.
     """
 
     def _largest(self) -> float:
@@ -170,7 +170,7 @@ class IterativeInverse(PseudoInverse):
     def _flat(self) -> np.ndarray:
         rigid = rigid_motions(self.q.double().cpu().numpy())
         curvature = np.stack([self.hessian.matvec(motion) for motion in rigid.T], 1)
-        # Combinations too: a rotation about one axis may be flat where single motions are not.
+        # A combination, such as a rotation about one axis, may be flat where its parts are not.
         _, sizes, mixtures = np.linalg.svd(curvature, full_matrices=False)
         return rigid @ mixtures[sizes <= self.rounding].T
 
@@ -182,7 +182,7 @@ class IterativeInverse(PseudoInverse):
             _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
             direction = self.project(direction)
             direction /= np.linalg.norm(direction)
-            # The error of Rayleigh's quotient is the square of the vector's error.
+            # The error of Rayleigh's quotient is of second order in the vector's error.
             lowest = float(direction @ self.hessian.matvec(direction))
             if abs(lowest) > self.rounding:
                 self._check_lowest(lowest)
@@ -190,7 +190,7 @@ class IterativeInverse(PseudoInverse):
             self.flat = np.concatenate([self.flat, direction[:, None]], 1)
         raise RuntimeError(
             f"the minimum has more than {SEARCHED} directions without curvature in addition to "
-            "translations and rotations. Hold the atoms that no force holds."
+            "translations and rotations. Restrain the atoms on which no force acts."
         )
 
     def estimate(self, b: np.ndarray) -> np.ndarray:
@@ -240,7 +240,7 @@ class _Deflated(LinearOperator):
 
 
 def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
-    """Make the pseudo-inverse of the Hessian at one system's position ``(atoms, dim)``."""
+    """Make the pseudo-inverse of the Hessian at the position ``(atoms, dim)`` of one system."""
     return (DenseInverse if q.numel() <= DENSE else IterativeInverse)(potential, q)
 
 

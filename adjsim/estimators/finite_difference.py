@@ -22,11 +22,11 @@ class FiniteDifference(ChunkedEstimator):
     evaluates the observable and the force. It costs two runs for every entry of every parameter.
     Where single paths depend smoothly on the parameter, it has the variance of the pathwise
     gradient and an error of step^2. Where they do not (chaos, discontinuous observables), its
-    variance grows as the step shrinks, so take larger steps there.
+    variance grows as the step shrinks, so use a larger step there.
 
-    The values are written into the parameter itself, and the former values back, while no other
-    thread runs the dynamics. So they reach a force or an observable that reads the parameter
-    behind ``float()`` or ``detach()``, too.
+    The shifted values are written into the parameter, and the former values are restored, while no
+    other thread runs the dynamics. So a force or an observable that reads the parameter behind
+    ``float()`` or ``detach()`` gets the shifted values too.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
@@ -79,7 +79,7 @@ class FiniteDifference(ChunkedEstimator):
 
 
 class _TemporaryValue:
-    """A context in which a parameter has another value."""
+    """A context manager that gives a parameter another value."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self.parameter, self.value = parameter, value

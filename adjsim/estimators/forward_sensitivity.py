@@ -1,4 +1,4 @@
-"""Forward sensitivity: tangents propagated with the run."""
+"""Forward sensitivity: forward-mode differentiation of the run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from adjsim.estimators.functional import captured_parameter, refuse_captured_for
 class ForwardSensitivity(ChunkedEstimator):
     """The pathwise gradient in forward mode: the run propagates the tangent of the state.
 
-    It equals :class:`Pathwise` to rounding. Every entry of every parameter takes a run, in the
-    memory of a run without a gradient. Further observables along the run cost nothing more. Use it
-    for few parameters and many observables, such as a whole curve in time, and :class:`Pathwise`
-    for many parameters.
+    It equals :class:`Pathwise` to rounding. Every entry of every parameter costs one run, with the
+    memory of a run without a gradient. Additional observables along the run are free. Use it for
+    few parameters and many observables, such as a whole curve in time, and :class:`Pathwise` for
+    many parameters.
 
     Raises:
-        ValueError: an observable that reads a parameter as a tensor of its own, which no tangent
-            reaches, instead of from the module.
+        ValueError: an observable that reads a parameter as a captured tensor, which no tangent
+            reaches, instead of as an attribute of its module.
         TypeError: exact steps, which have no forward derivative.
     """
 
@@ -38,7 +38,7 @@ class ForwardSensitivity(ChunkedEstimator):
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError(
-                "ForwardSensitivity does not go with exact=True, which has no forward derivative; "
+                "ForwardSensitivity is not for exact=True, which has no forward derivative; "
                 "use Pathwise."
             )
         refuse_captured_force("ForwardSensitivity", simulation)
@@ -46,7 +46,7 @@ class ForwardSensitivity(ChunkedEstimator):
         if name is not None:
             raise ValueError(
                 f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its "
-                f"own, where no tangent reaches; read it from the module, as dynamics.{name}, or "
+                f"own, which no tangent reaches; read it from the module, as dynamics.{name}, or "
                 "use Pathwise."
             )
 

@@ -1,4 +1,4 @@
-"""Runs at other values of the parameters, passed instead of set."""
+"""Evaluation of a module at parameter values that are passed, not set."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
 
 
 def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None:
-    """Refuse dynamics that read a parameter past its module.
+    """Refuse dynamics whose force reads a parameter other than from its module.
 
-    A passed value does not reach it there.
+    A value that is passed to the module would not reach such a force.
     """
     dynamics = simulation.dynamics
     start = simulation.starts(1, torch.Generator().manual_seed(0))
@@ -43,13 +43,13 @@ def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
             f"{estimator}: the force reads a parameter past its module (from a list, or as a "
-            "variable of its own), where no other value reaches it. Read it as an attribute of "
+            "captured variable), so no other value can be passed to it. Read it as an attribute of "
             "the module, or in an nn.ParameterList, or use Pathwise."
         )
 
 
 def captured_parameter(simulation: Simulation[State], observable: Observable[State]) -> str | None:
-    """Find a parameter that an observable reads past the module."""
+    """Find a parameter that an observable reads other than from its module."""
     parameters = simulation.dynamics.trainable()
     start = simulation.starts(1, torch.Generator().manual_seed(0))
 

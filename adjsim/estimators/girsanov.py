@@ -1,7 +1,4 @@
-"""The score of the path, for parameters of the drift.
-
-It is the derivative of the path's log-likelihood.
-"""
+"""The score of the path: the derivative of its log-likelihood, for parameters of the drift."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ from adjsim.solvers.splitting import Splitting
 
 # The effective sample size is that of weights for a parameter changed by this share of itself.
 RELATIVE_SHIFT = 0.1
-# Starts at which an observable is tested before any work, and states of a time average at which it
-# is tested during the run.
+# Numbers of states at which an observable is tested for a dependence on momenta: starts, before any
+# work, and states of a time average, during the run.
 PROBED, PROBED_STEPS = 8, 8
 STACKED_STEPS = 32
 
@@ -54,10 +51,11 @@ class Girsanov(ChunkedEstimator):
 
         d<O>/dtheta = <dO/dtheta> + <(O - b) S>,     S = d log P(path)/dtheta
 
-    It answers the path question. It only evaluates the observable, which may be discontinuous, and
-    propagates no tangents, so chaos does no harm. The variance of S grows in proportion to the
-    time. P is the density of the positions (and momenta) that the scheme samples, all of them held
-    fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the noise:
+    It answers the path question. The observable is only evaluated, so it may be discontinuous, and
+    no tangents are propagated, so chaos does no harm. The variance of S grows in proportion to the
+    time. P is the density of the path of positions (and momenta) that the scheme samples. The path
+    is held fixed while theta changes. With F' = dF/dtheta at the visited positions and xi the
+    noise:
 
     =============================== ================================================================
     EulerMaruyama                   ``S = sum_k (dt/friction)/s  xi_k . F'_k``,
@@ -67,29 +65,31 @@ class Girsanov(ChunkedEstimator):
                                     w_0 = 1/2, else 1
     =============================== ================================================================
 
-    with c, sigma those of the Ornstein-Uhlenbeck flow. Under BAOAB, the momenta follow from the
-    positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. (Its positions alone have a density,
-    so the observable must not depend on momenta; under OBABO both have one.) The control variate b
-    is the mean of the observable over the other chunks, which does not change the mean.
+    with c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``). Under BAOAB, the
+    momenta follow from the positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. Only the
+    positions then have a path density, so the observable must not depend on momenta; under OBABO
+    both have one. The control variate b is the mean of the observable over the other chunks. It
+    reduces the variance and adds no bias.
 
-    ``diagnostics["ess"]`` is the number of paths that would be left if a parameter changed by a
-    tenth of itself and the paths were reweighted. It falls exponentially with the time.
+    ``diagnostics["ess"]`` is the effective number of paths if a parameter changed by a tenth of
+    itself and the paths were reweighted. It falls exponentially with the time.
     ``diagnostics["contributing"]`` is the number of replicas that make up the variance,
     ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``. It is a third of the replicas
-    for Gaussian y, the count for an event in few replicas, and zero where the observable was the
-    same in all. The relative uncertainty of an error bar is about one over twice its root.
+    for Gaussian y, at most the number of replicas in which a rare event happened, and zero where
+    the observable was the same in all. The relative uncertainty of an error bar is about one over
+    twice its square root.
 
     Raises:
         ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: the path
-            densities of two values do not overlap as dt goes to zero, and the score diverges. An
-            observable that depends on momenta under BAOAB.
+            densities of two of its values do not overlap as dt goes to zero, and the score
+            diverges. Or the observable depends on momenta under BAOAB.
         TypeError: another dynamics or solver.
     """
 
     estimand: ClassVar[str] = "path"
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
-        """Return False: it handles every step in Python."""
+        """Return False: the score reads every step in Python."""
         return False
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
@@ -135,7 +135,7 @@ class Girsanov(ChunkedEstimator):
         recording = Recording(recorder, stepper)
         score = _score(dynamics, solver, stepper, inputs)
         explicit = _ExplicitDerivative(dynamics, average)
-        # A dependence on momenta that the starts do not show may show at the visited states.
+        # The observable may depend on momenta at the visited states only.
         momentum_check = (
             _MomentumCheck(observable, times)
             if isinstance(solver, Splitting) and solver.scheme == "BAOAB"
@@ -160,7 +160,7 @@ class Girsanov(ChunkedEstimator):
         values = seen.detach()
         own = explicit.mean() if average is not None else jacobian(mean, dynamics.trainable())
         value, S = values.mean(0), score.total
-        # <O S> and <S>: the control variate is computed from the other chunks.
+        # <O S> and S are kept apart, since the control variate comes from the other chunks.
         OS = {name: outer_mean(values, scores) for name, scores in S.items()}
         return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
 
@@ -180,27 +180,27 @@ class Girsanov(ChunkedEstimator):
                 found = part.extra["OS"][name] - outer(b, part.extra["S"][name].mean(0))
                 part.grad[name] = part.extra["explicit"][name] + found
         parameters = simulation.dynamics.trainable()
-        left = float("inf")
+        ess = float("inf")
         for name, p in parameters.items():
             scores = torch.cat([part.extra["S"][name].flatten() for part in parts]).reshape(
                 sum(sizes), -1
             )
             for j, size in enumerate(p.detach().reshape(-1).abs().tolist()):
                 weight = torch.softmax(RELATIVE_SHIFT * (size or 1.0) * scores[:, j], 0)
-                left = min(left, 1.0 / float((weight**2).sum()))
-        return {"ess": left, "contributing": self._contributing(parts, sizes)}
+                ess = min(ess, 1.0 / float((weight**2).sum()))
+        return {"ess": ess, "contributing": self._contributing(parts, sizes)}
 
     @staticmethod
     def _contributing(parts: list[Chunk], sizes: list[int]) -> float:
-        """Count the replicas that make up the variance.
+        """Compute the number of replicas that make up the variance.
 
         This is ``(sum y^2)^2 / sum y^4`` of the contributions y = (O - b) S. The result is the
         minimum over parameters and over entries of the observable.
         """
         seen = torch.cat([part.extra["O"] for part in parts]).reshape(sum(sizes), -1)
         squares, least = (seen - seen.mean(0)).square(), float(sum(sizes))
-        # A constant entry has no event to miss where other entries vary, and a parameter that no
-        # force depends on has none either.
+        # An entry that is constant (where others vary) has no event to miss, and neither has a
+        # parameter whose score is zero.
         squares = squares[:, squares.sum(0) > 0]
         if squares.shape[1] == 0:
             return 0.0
@@ -219,9 +219,9 @@ class Girsanov(ChunkedEstimator):
 
 
 class _PathObserver:
-    """Passes steps to the score and states to the other observers.
+    """An observer that feeds the score, the explicit derivative and the momentum test.
 
-    These are the explicit derivative and the test of momenta.
+    The score takes steps, the others take states.
     """
 
     def __init__(
@@ -263,11 +263,11 @@ class _PathObserver:
 
 
 class _MomentumCheck:
-    """Tests whether an observable depends on momenta, which have no path density under BAOAB.
+    """A test of whether an observable depends on momenta, without a path density under BAOAB.
 
-    Momenta are displaced and values compared, since automatic differentiation does not see a
-    dependence behind ``detach()`` or through a comparison. Differentiation then finds a dependence
-    that makes no difference at the tested states.
+    Momenta are displaced and values are compared, since automatic differentiation does not see a
+    dependence behind ``detach()`` or through a comparison. In addition, differentiation finds a
+    dependence that does not change the value at the tested states.
     """
 
     def __init__(self, observable: Observable[Any], times: Tensor) -> None:
@@ -290,9 +290,9 @@ class _MomentumCheck:
             self._refuse()
 
     def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
-        """Evaluate the observable with displaced momenta, in the frames by different amounts.
+        """Evaluate the observable with displaced momenta.
 
-        So differences between frames change too.
+        The displacements of the frames differ, so differences between frames change too.
         """
         if isinstance(self.observable, TimeAverage | Final):
             return self.observable.function(state)
@@ -373,8 +373,8 @@ class _Score(ABC):
             name: p.new_zeros((replicas, *p.shape))
             for name, p in self.parameter_vjp.parameters.items()
         }
-        # A time-dependent force is differentiated at its time. Others are collected, since one call
-        # for many steps saves overhead.
+        # A time-dependent force is differentiated step by step. Other forces are differentiated at
+        # the positions of many steps in one call, which saves overhead.
         self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
         self.pending: list[tuple[Tensor, Tensor]] = []
 
@@ -384,7 +384,7 @@ class _Score(ABC):
             self.flush(step)
 
     def flush(self, step: int) -> None:
-        """Add what was collected."""
+        """Differentiate the collected steps, and add them to the total."""
         if self.pending and self.total:
             positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
             for name, found in self.parameter_vjp(
@@ -430,7 +430,8 @@ class _BAOAB(_Score):
     def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
         super().__init__(dynamics, stepper, inputs)
         group = inputs.coefficients["O"]
-        # The first step gets half a kick ("h" is half of dt); the others follow another half kick.
+        # A position gets two half kicks ("h" is dt/2): the last of one step and the first of the
+        # next. The initial position gets one.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
         self.alternating_sum = torch.zeros_like(inputs.state.position)
         for step in range(stepper.clock.last - 1, -1, -1):
@@ -443,7 +444,7 @@ class _BAOAB(_Score):
 
 
 def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
-    """Divide drift by noise; zero for pinned atoms, which have neither."""
+    """Divide drift by noise; the ratio is zero for pinned atoms, which have neither."""
     return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
 
 

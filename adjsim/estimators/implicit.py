@@ -33,12 +33,12 @@ class ImplicitDifferentiation:
 
     ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
     energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
-    with any n along the flat directions. The solution of least length has n = 0. It is the
-    derivative of a minimiser that follows forces: where the energy is flat for every theta, forces
-    have no component along flat directions, so the centre stays and nothing turns. A loss that
+    with any n along the flat directions. The least-norm solution has n = 0. It is the derivative of
+    a minimiser that follows forces: where the energy is flat for every theta, forces have no
+    component along flat directions, so the cluster is neither translated nor rotated. A loss that
     depends on the position or orientation of the cluster gets the derivative of this minimiser. If
-    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), no minimum
-    exists at another value of it, which is an error.
+    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), there is no
+    minimum at another value of the parameter, which is an error.
 
     Args:
         tol: the largest residual force component, relative to the largest curvature times the size
@@ -46,11 +46,10 @@ class ImplicitDifferentiation:
         max_iterations: of the minimiser.
 
     Raises:
-        RuntimeError: the minimiser did not converge; it arrived at a saddle (a direction of
-            negative curvature is left); the minimum is ill-conditioned (a curvature that is not
-            zero is below the square root of machine epsilon, 1.5e-8 in float64, as a share of the
-            largest), so that no digits of the derivative are left; a parameter pushes along a flat
-            direction.
+        RuntimeError: the minimiser did not converge; it converged to a saddle (a direction has
+            negative curvature); the minimum is ill-conditioned (a nonzero curvature, as a share of
+            the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that no
+            digits of the derivative are left; a parameter pushes along a flat direction.
     """
 
     def __init__(self, tol: float = 1e-10, max_iterations: int = 10_000) -> None:
@@ -95,8 +94,7 @@ class ImplicitDifferentiation:
             inverse = nearer
         raise RuntimeError(
             f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
-            "allowed): start nearer to a minimum, "
-            "or raise max_iterations or tol."
+            "allowed): start nearer to a minimum, or raise max_iterations or tol."
         )
 
     @staticmethod
@@ -166,8 +164,8 @@ def _check_flat_directions(
 ) -> None:
     """Refuse a parameter that pushes along a flat direction.
 
-    The force must exceed a share of the force along a direction that is not flat, and, over a
-    change as large as the parameter itself, the rounding of forces.
+    A push counts if it exceeds both a share of the push along a direction that is not flat and, for
+    a change as large as the parameter itself, the rounding of forces.
     """
     if not inverse.flat.shape[1]:
         return
@@ -182,6 +180,7 @@ def _check_flat_directions(
             if float(g.norm()) > FLAT_SHARE * float(scale.norm()) + rounding / size:
                 raise RuntimeError(
                     f"parameter {name!r} pushes along a direction in which the energy has no "
-                    "curvature, so that there is no minimum at another value of it, and no "
-                    "derivative. Hold that direction: a weak spring on the centre does."
+                    "curvature, so there is no minimum at another value of the parameter, and "
+                    "no derivative. Restrain that direction, for example by a weak spring on the "
+                    "centre."
                 )

@@ -1,9 +1,9 @@
-"""How much memory a piece of work takes at its peak.
+"""Measurement of peak memory.
 
-On a GPU the allocator knows. On a CPU torch keeps no count, and Python's own tracer does not see
-tensors; so the resident set of the process is sampled every millisecond, from a baseline taken
-after freed memory has been given back. It is good to about a megabyte; for figures to rely on,
-measure in a fresh process, as the command line does.
+On a GPU torch's allocator counts. On a CPU torch keeps no count, and Python's tracemalloc does not
+see tensors. So the resident set of the process is sampled every millisecond, and compared with a
+baseline taken after freed memory has been returned to the system. The result is good to about a
+megabyte. For reliable figures measure in a new process, as the command line does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 
 
 def release() -> None:
-    """Collect what nobody holds, and give freed memory back to the system: what a method finds to
-    reuse would not be counted as its own. It takes about a tenth of a second."""
+    """Collect garbage, and return freed memory to the system.
+
+    A method that reuses freed memory would seem to need less. The call takes about 0.1 seconds.
+    """
     gc.collect()
     _trim()
 
@@ -31,15 +33,14 @@ def _trim() -> None:
 
 
 class PeakMemory:
-    """Context manager; afterwards ``bytes`` is the growth at the peak."""
+    """A context manager; afterwards ``bytes`` is the growth of memory at the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        # Young garbage only: to release() all of it would take a tenth of a second from every
-        # estimate.
+        # The young generations only: a full release() would cost every estimate 0.1 seconds.
         gc.collect(1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

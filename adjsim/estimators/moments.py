@@ -1,7 +1,4 @@
-"""The moments of a covariance at equal times.
-
-They are a function of the state, averaged over steps.
-"""
+"""The moments of an equal-time covariance, as one function of the state."""
 
 from __future__ import annotations
 
@@ -22,16 +19,16 @@ class Moments:
     """The moments of an observable O and of ``du/dtheta`` at a state.
 
     The result is one vector in float64: O of every replica, and the means over replicas of O^2, of
-    ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Nothing is stored between calls, so it
-    may be averaged in a compiled loop. A loop is looked up by the function that it averages, so one
-    object serves all chunks.
+    ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Calls change nothing on the object, so a
+    compiled loop can average it. The cache of compiled loops is keyed by the averaged function, so
+    one object serves all chunks.
 
     Args:
         dynamics: the dynamics with reduced energy u and parameters theta.
         function: the observable, from the state to ``(replicas, ...)``.
         bath: whether u has the terms of the bath.
-        start: a state. The observable's mean there is subtracted before products are taken, so that
-            they keep their digits.
+        start: a state. The observable's mean at this state is subtracted before products are taken,
+            so that they keep their digits.
     """
 
     def __init__(
@@ -48,10 +45,7 @@ class Moments:
         self.names = list(dynamics.trainable())
 
     def matches(self, dynamics: Dynamics[Any], function: Callable[[Any], Tensor]) -> bool:
-        """Return whether it belongs to these dynamics and this observable.
-
-        The parameters must be the current ones.
-        """
+        """Return whether the moments are of these dynamics, parameters and observable."""
         return (
             self.dynamics is dynamics
             and self.function == function
@@ -68,7 +62,7 @@ class Moments:
             if all(p.requires_grad for p in parameters.values()):
                 seen, u = self._evaluate(state)
             else:
-                # In a compiled loop inputs stand for the parameters, and do not require grad.
+                # In a compiled loop the parameters are inputs, which do not require grad.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
                 seen, u = with_values(self.dynamics, parameters, lambda: self._evaluate(state))
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
@@ -76,7 +70,7 @@ class Moments:
             values = rows.detach() - self.shift
             columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
-            # A curve and a network have many of these; an observable without parameters has none.
+            # Skipped for an observable without parameters; a curve and a network have many of them.
             explicit = (
                 [self._slopes(entry, parameters, None) for entry in entries]
                 if seen.requires_grad
@@ -104,10 +98,7 @@ class Moments:
         return torch.cat(flat) if flat else output.new_zeros(0)
 
     def unpack(self, average: Tensor, values: Tensor) -> dict[str, Any]:
-        """Return the averages by name, in float64.
-
-        They have the shapes of ``values`` and of the parameters.
-        """
+        """Return the averages by name, in float64, in the shapes of ``values`` and parameters."""
         shape, count = values.shape[1:], values[0].numel()
         trainable = self.dynamics.trainable()
         sizes = [p.numel() for p in trainable.values()]

@@ -1,4 +1,4 @@
-"""The pathwise gradient, which differentiates the run itself."""
+"""The pathwise gradient: differentiation through the run."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ class Pathwise(ChunkedEstimator):
 
     It answers the path question, with little variance at short times. In a chaotic system the
     gradient of a single path grows as exp(lambda T) while the gradient of the mean does not. Beyond
-    a few Lyapunov times its variance makes it useless, however exact each path's gradient is.
+    a few Lyapunov times its variance makes it useless, even if the gradient of each path is exact.
 
-    ``diagnostics["growth"]`` is the rate lambda: from the derivative of the observable with respect
-    to the start divided by that with respect to the end, root mean square over replicas. It is
-    positive where some paths part. ``diagnostics["lost_at"]`` is the time at which the standard
-    error reaches the gradient at this rate. Where only a rare path parts, as at a barrier, that
-    path carries the gradient, and no number computed from a batch without it can show that it is
-    missing. :class:`Girsanov` does not depend on it.
+    ``diagnostics["growth"]`` is the rate lambda. It comes from the derivative of the observable
+    with respect to the start, divided by the derivative with respect to the end, as a root mean
+    square over replicas. It is positive where neighbouring paths of some replicas diverge.
+    ``diagnostics["lost_at"]`` is the time at which, at this rate, the standard error becomes as
+    large as the gradient. If only rare paths diverge, as at a barrier, they carry the gradient, and
+    no diagnostic of a batch without such a path shows that it is missing. :class:`Girsanov` does
+    not have this weakness.
 
     Args:
         adjoint: how each path is differentiated.
-        truncate: a time, a multiple of dt, after which the backward sweep is cut. With a
-            :class:`Final`, parameters act only through the last part of the run. With a
-            :class:`TimeAverage` the run is cut into parts of that length, and parameters act only
-            within each. This bounds the growth and changes the question: effects that last longer
-            are left out, and the error bar does not contain them. The estimate carries a warning.
+        truncate: length of the backward sweep, a time that is a multiple of dt. With a
+            :class:`Final`, parameters act only through the last part of the run, of this length.
+            With a :class:`TimeAverage` the run is cut into parts of this length, and parameters act
+            only within each part. This bounds the growth and changes the question: effects that
+            last longer are left out, and the error bar does not contain them. The estimate carries
+            a warning.
     """
 
     estimand: ClassVar[str] = "path"
@@ -68,7 +70,7 @@ class Pathwise(ChunkedEstimator):
         self.adjoint, self.truncate = adjoint, truncate
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
-        """Return whether the backward sweep of its adjoint can be compiled too."""
+        """Return whether forward run and backward sweep can be compiled."""
         return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
@@ -81,12 +83,12 @@ class Pathwise(ChunkedEstimator):
             return
         if not isinstance(simulation.solver, SteppingSolver):
             raise TypeError(
-                "truncate goes with solvers of a fixed step, not with "
+                "truncate is for solvers of a fixed step, not for "
                 f"{type(simulation.solver).__name__}."
             )
         if not isinstance(observable, TimeAverage | Final):
             raise TypeError(
-                "truncate goes with Final(fn) and TimeAverage(fn), whose parts are known."
+                "truncate is for Final(fn) and TimeAverage(fn), which can be computed in parts."
             )
         step_numbers(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
 
@@ -107,11 +109,11 @@ class Pathwise(ChunkedEstimator):
                 values, final, runs = self._truncated_run(simulation, observable, begin, noise)
             mean = values.mean(0)
         found = jacobian(mean, {**parameters, "": begin.position})
-        growth, reaches = self._growth(observable, found.pop(""), detached(final))
-        # An observable of parameters alone is smooth; a step times a parameter has lost a part of
-        # its derivative.
-        alone = mean.requires_grad and bool((values == values[:1]).all())
-        smooth = alone or (mean.requires_grad if reaches is None else reaches)
+        growth, in_state = self._growth(observable, found.pop(""), detached(final))
+        # An observable of parameters alone is smooth. A step function times a parameter is not: its
+        # derivative through the state is missing.
+        parameters_only = mean.requires_grad and bool((values == values[:1]).all())
+        smooth = parameters_only or (mean.requires_grad if in_state is None else in_state)
         errors = [e for stats in runs if (e := stats.get("reconstruction_error")) is not None]
         stats = {
             "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
@@ -149,12 +151,11 @@ class Pathwise(ChunkedEstimator):
     def _growth(
         observable: Observable[State], at_start: Tensor, final: State
     ) -> tuple[float | None, bool | None]:
-        """Compute the growth of derivatives from end to start, and whether the observable is
-        smooth.
+        """Compute the growth of derivatives from end to start, and the observable's smoothness.
 
-        The growth is squared, the mean over replicas: the few paths that part make up the variance.
-        Whether the observable has a derivative with respect to the state is None where that is
-        unknown.
+        The growth is the mean square over replicas, since the few paths that diverge make up the
+        variance. The smoothness is whether the observable has a derivative with respect to the
+        state, None where this is unknown.
         """
         if not isinstance(observable, TimeAverage | Final):
             return None, None
@@ -180,9 +181,9 @@ class Pathwise(ChunkedEstimator):
         state: State,
         noise: Noise | None,
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
-        """Run with the graph cut at the last part's start, or at every part's.
+        """Run with the graph cut at the start of the last or of every part.
 
-        Returns the observable, the end, and the stats of the parts.
+        Returns the observable, the final state, and the stats of the parts.
         """
         assert isinstance(simulation.solver, SteppingSolver)
         assert self.truncate is not None

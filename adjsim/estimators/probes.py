@@ -1,7 +1,7 @@
-"""Tests of which fields an observable depends on, from its values.
+"""Tests of whether an observable depends on a field, from its values.
 
 Automatic differentiation does not see a dependence behind ``detach()`` or through a comparison. So
-fields are displaced, by sizes over several decades, and the values compared.
+the fields are displaced by sizes over several decades, and the values are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def depends_on(function: Callable[[Any], Tensor], state: AnyState, name: str) ->
 def depends_on_bath(
     dynamics: Dynamics[State], function: Callable[[Any], Tensor], state: State
 ) -> bool:
-    """Return whether an observable depends on variables of the bath at these states.
+    """Return whether an observable depends on bath variables at these states.
 
     Raises:
         ValueError: it depends on a field that has no stationary density, such as the position of a
@@ -55,7 +55,7 @@ def depends_on_bath(
         if not depends_on(dynamics.reduced_energy, state, name):
             raise ValueError(
                 f"the observable reads {name}, which has no stationary density under "
-                f"{type(dynamics).__name__}, so that its mean has no equilibrium value. Use "
+                f"{type(dynamics).__name__}, so its mean has no equilibrium value. Use "
                 "Pathwise or FiniteDifference for its mean along a path."
             )
     return any(name in dynamics.bath_fields for name in others)
@@ -64,9 +64,9 @@ def depends_on_bath(
 def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tensor:
     """Compute the reduced energy, with or without the terms of the bath.
 
-    An observable that does not depend on the bath is independent of it. The bath's terms would add
-    nothing to the mean of a covariance, only to its variance. They are Gaussian about zero, where
-    their value and derivative vanish.
+    An observable that does not depend on the bath is statistically independent of the bath. The
+    bath's terms would then add nothing to the mean of a covariance, only to its variance. They are
+    left out by setting the bath's variables to zero, where the terms and their derivatives vanish.
     """
     if not bath:
         state = state._replace(
@@ -76,7 +76,7 @@ def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tenso
 
 
 def evenly_spaced(first: int, last: int, count: int) -> set[int]:
-    """Choose whole numbers from first to last, as evenly as possible, including the last."""
+    """Choose integers from first to last, as evenly as possible, including the last."""
     return {last - (last - first) * i // count for i in range(count)}
 
 

@@ -19,13 +19,13 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import (
     Chunk,
     Estimator,
-    GradientEstimate,
     Observable,
     Simulation,
     chunk_slices,
     jacobian,
     weighted_mean,
 )
+from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
@@ -35,27 +35,27 @@ from adjsim.solvers.base import SteppingSolver
 
 
 class Reweighting(Estimator):
-    """Equilibrium means and gradients at parameters near the sampled ones, from stored samples::
+    """Equilibrium means and gradients from stored samples, for nearby parameters too::
 
         <O>_theta = sum_i w_i O_i / sum_i w_i,     u = H/kT
         w_i = exp(-(u_i(theta) - u_i(theta_0)))
 
-    Known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and thermodynamic
-    perturbation. It answers the stationary question. Frames of a run at theta_0 are stored and used
-    again as long as the weights leave enough of them, so a fit needs few simulations. The first
-    call samples. A later call samples again if the effective share of the samples at the current
-    parameters, ``(sum w)^2 / sum w^2 / n``, is below ``threshold``. One object serves one
-    simulation; with another simulation, or another number of replicas, it samples again.
+    The method is known as DiffTRe (Thaler and Zavadlav, Nat. Commun. 12, 6884 (2021)) and
+    thermodynamic perturbation. It answers the stationary question. The frames of a run at theta_0
+    are stored and used again while their effective share at the current parameters theta,
+    ``(sum w)^2 / sum w^2 / n``, is at least ``threshold``, so a fit needs few simulations. One
+    object serves one simulation; with another simulation, number of replicas, number of chunks or
+    burn_in, it samples again.
 
-    ``diagnostics["weights_ess"]`` is this share, ``["sampled"]`` whether this call sampled,
-    ``["ess"]`` the number of independent samples left. :meth:`surrogate` returns the weighted mean
-    itself, differentiable.
+    ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
+    sampled, and ``["ess"]`` the number of independent samples that are left. :meth:`surrogate`
+    returns the weighted mean as a differentiable tensor.
 
     Args:
         every: time between stored frames; None: ten steps.
-        burn_in: time to equilibrate, left out. If a ``TimeAverage`` has one too, the two must
-            agree.
-        threshold: the effective share of samples below which it samples again.
+        burn_in: time at the start that is left out, to equilibrate. If the ``TimeAverage`` has a
+            burn_in too, the two must agree.
+        threshold: the effective share of samples below which the estimator samples again.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -123,7 +123,7 @@ class Reweighting(Estimator):
     def surrogate(self, observable: TimeAverage) -> Tensor:
         """Compute the weighted mean over the stored samples, differentiable in the parameters.
 
-        Value and gradient are right also where the observable depends on the parameters.
+        The observable may depend on the parameters too.
         """
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
@@ -139,7 +139,7 @@ class Reweighting(Estimator):
     def _combine(parts: list[Chunk], sizes: list[int]) -> dict[str, Any]:
         """Linearise the ratio A/B of means over chunks.
 
-        The chunks' values average to the ratio, and their spread is its error.
+        The linearised values of the chunks average to the ratio, and their spread gives its error.
         """
         A, B = (weighted_mean([part.extra[key] for part in parts], sizes) for key in ("A", "B"))
         R = A / B
@@ -171,7 +171,7 @@ class Reweighting(Estimator):
         }
 
     def _frames(self, simulation: Simulation[State], skip: float) -> list[float]:
-        """List the start and the times of the stored frames."""
+        """List the time of the start and the times of the stored frames."""
         assert isinstance(simulation.solver, SteppingSolver)
         times, dt = check_times(simulation.ts), simulation.solver.dt
         last, begin = step_numbers(times, dt)[-1], float(times[0])
@@ -180,8 +180,8 @@ class Reweighting(Estimator):
         steps = range(first - 1 + width, last + 1, width)
         if len(steps) < 2:
             raise ValueError(
-                f"Reweighting: {last} steps leave {len(steps)} frames; run longer, or give a "
-                "smaller every."
+                f"Reweighting: a run of {last} steps has only {len(steps)} frames; run longer, or "
+                "give a smaller every."
             )
         return [begin, *(begin + k * dt for k in steps)]
 
@@ -240,7 +240,7 @@ class Reweighting(Estimator):
         """Compute one chunk's means of w O and of w, and their derivatives.
 
         Weights are relative to the largest of all chunks. This changes neither the ratio of the
-        means nor its gradient, and a constant added to the energy does not overflow.
+        means nor its gradient, and prevents overflow if a constant is added to the energy.
         """
         parameters = samples.simulation.dynamics.trainable()
         with torch.enable_grad():

@@ -43,10 +43,10 @@ class ScoreFunction(ChunkedEstimator):
     gradients are better.
 
     Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
-    Nose-Hoover chain) have a density too. Its terms are used if the observable is found to depend
-    on them, at the starts or at the ends, by displacing them. Parameters that are not in the
-    density have gradient zero, exactly: friction, rates, strengths, and tau unless the observable
-    depends on chain momenta.
+    Nose-Hoover chain) have a density too. Its terms enter u if the observable depends on these
+    variables, which is tested by displacing them at the starts and at the ends of the run.
+    Parameters that are not in the density have a gradient of exactly zero: friction, rates,
+    strengths, and tau unless the observable depends on chain momenta.
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.
@@ -54,8 +54,8 @@ class ScoreFunction(ChunkedEstimator):
             density.
 
     Args:
-        burn_in: time to equilibrate, left out. If a ``TimeAverage`` has one too, the two must
-            agree.
+        burn_in: time at the start that is left out, to equilibrate. If the ``TimeAverage`` has a
+            burn_in too, the two must agree.
     """
 
     estimand: ClassVar[str] = "stationary"
@@ -65,7 +65,7 @@ class ScoreFunction(ChunkedEstimator):
         if not burn_in >= 0:
             raise ValueError(f"burn_in must be zero or a positive time; got {burn_in}.")
         self.burn_in = burn_in
-        # The moments of the last calls, by which compiled loops are found again.
+        # Kept between calls, since the cache of compiled loops is keyed by this object.
         self._moments: dict[bool, Moments] = {}
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
@@ -97,9 +97,9 @@ class ScoreFunction(ChunkedEstimator):
         noise: Noise | None,
         bath: bool,
     ) -> tuple[State, int, dict[str, Any]]:
-        """Run, and return the end, the passes over the energy, and the moments.
+        """Run, and return the final state, the passes over the energy, and the moments.
 
-        The run is made in two parts, whose averages are compared to test for equilibrium.
+        The run has two parts, whose averages are compared to test for equilibrium.
         """
         assert isinstance(simulation.solver, SteppingSolver)
         dynamics, function = simulation.dynamics, observable.function
@@ -147,14 +147,14 @@ class ScoreFunction(ChunkedEstimator):
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        """Compute every chunk's covariance about the means of all chunks.
+        """Compute the covariance of every chunk about the means of all chunks.
 
-        Their mean is the covariance of all, and their spread its error.
+        The mean of these covariances is that of all samples, and their spread gives its error.
         """
         ess = ess_of([part.extra for part in parts], sizes)
-        # The covariance about the sample's own mean is too small by one part in the number of
-        # independent samples.
-        whole = ess / max(ess - 1, 1)
+        # Bessel's correction: the covariance about the sample mean is too small by the factor
+        # 1 - 1/ess.
+        correction = ess / max(ess - 1, 1)
         mean, dtype = weighted_mean([part.value for part in parts], sizes), parts[0].extra["dtype"]
         parameters = simulation.dynamics.trainable()
         for name, p in parameters.items():
@@ -164,7 +164,7 @@ class ScoreFunction(ChunkedEstimator):
                 centred = (
                     part.extra["OG"][name] - outer(mean, g) - outer(part.value, G) + outer(mean, G)
                 )
-                part.grad[name] = (part.extra["dO"][name] - whole * centred).to(p.dtype)
+                part.grad[name] = (part.extra["dO"][name] - correction * centred).to(p.dtype)
         for part in parts:
             part.value = part.value.to(dtype)
         halves = torch.stack([part.extra["halves"] for part in parts])
@@ -186,10 +186,10 @@ def outer_mean(values: Tensor, grads: Tensor) -> Tensor:
 
 
 def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
-    """Count the independent samples that the time averages of the observable are worth.
+    """Compute the effective sample size of the time averages of the observable.
 
-    This is its variance over the variance of its mean, from the spread of the replicas' own
-    averages; the minimum over entries.
+    This is the variance of the observable over the variance of its mean, which comes from the
+    spread of the replicas' averages. The result is the minimum over entries.
     """
     each = torch.cat([part["each"] for part in parts])
     if len(each) < 2:
@@ -202,7 +202,7 @@ def ess_of(parts: list[dict[str, Any]], sizes: list[int]) -> float:
 
 
 def equilibration(halves: Tensor) -> float | None:
-    """Compute by how many standard errors, over chunks, the means of the two halves differ."""
+    """Compute the difference between the halves of the run, in standard errors over chunks."""
     if len(halves) < 3:
         return None
     score = (halves.mean(0) / (halves.std(0) / len(halves) ** 0.5)).abs()
@@ -217,13 +217,13 @@ def check_stationary(
     name = type(estimator).__name__
     if not isinstance(observable, TimeAverage):
         raise TypeError(
-            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). What "
-            "happens at a given time, such as a first passage or a final state, is a path "
+            f"{name} estimates how an equilibrium mean changes, so it takes TimeAverage(fn). An "
+            "observable at a given time, such as a first passage or a final state, is a path "
             "question: use Pathwise, Girsanov or FiniteDifference."
         )
     if not isinstance(simulation.solver, SteppingSolver):
         raise TypeError(
-            f"{name} takes a solver of a fixed step, not {type(simulation.solver).__name__}."
+            f"{name} needs a solver of a fixed step, not {type(simulation.solver).__name__}."
         )
     probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -233,7 +233,7 @@ def check_stationary(
 
 
 def common_burn_in(estimator: Estimator, own: float, observable: TimeAverage) -> float:
-    """Combine the burn-ins of estimator and observable."""
+    """Return the burn-in of estimator or observable, and refuse two that differ."""
     if own and observable.burn_in and own != observable.burn_in:
         raise ValueError(
             f"{type(estimator).__name__} has burn_in = {own:g} and the observable "

@@ -1,4 +1,4 @@
-"""SciPy's initial value solver with gradients."""
+"""SciPy's initial value problem solver, with gradients."""
 
 from adjsim.ivp.events import GrazingError
 from adjsim.ivp.result import DenseSolution, OdeResult

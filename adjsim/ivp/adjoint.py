@@ -1,6 +1,6 @@
 r"""The adjoint of an initial value problem.
 
-For a loss that reads the states :math:`y(t_k)` with cotangents :math:`w_k`, the adjoint
+For a loss that depends on the states :math:`y(t_k)`, with cotangents :math:`w_k`, the adjoint
 :math:`\lambda(t) = dL/dy(t)` obeys
 
 .. math::
@@ -10,14 +10,15 @@ For a loss that reads the states :math:`y(t_k)` with cotangents :math:`w_k`, the
 backward from the last :math:`t_k`, and the gradients are :math:`dL/dy_0 = \lambda(t_0)` and
 :math:`dL/d\theta = \int_{t_0} \lambda^T \partial f/\partial\theta \, dt`.
 
-It jumps at every time that is read. An explicit method that went forward goes back as well, with
-the step size carried across the jumps, and the integral is taken afterwards, over the steps of the
-way forward, with an error of its own (:mod:`adjsim.ivp.quadrature`), so that it is in no norm of
-the error. The linear equation of a stiff problem is solved by collocation
-(:mod:`adjsim.ivp.collocation`), which has no history for a jump to void and takes the integral at
-its own points: so what decays at once behind a jump need not be resolved. A large one is solved by
-Radau, in the way of the explicit methods. Times carry their gradient outside of it, as :math:`\dot
-y = f`.
+The adjoint jumps at every time :math:`t_k`. If the forward method is explicit, the same method
+integrates the adjoint backward, and the step size is carried across the jumps. The integral is
+computed afterwards over the forward steps, with an error control of its own
+(:mod:`adjsim.ivp.quadrature`), so that it does not enter the error norm of the adjoint. The linear
+adjoint equation of a stiff problem is solved by collocation (:mod:`adjsim.ivp.collocation`).
+Collocation is a one-step method, so a jump invalidates no history. It evaluates the integral at its
+collocation points, so the boundary layer behind a jump need not be resolved. If the state is large,
+Radau is used instead, in the same way as an explicit method. The gradient with respect to times is
+computed separately, from :math:`\dot y = f`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import torch
 from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
-from adjsim.ivp.paths import Backsolved, Checkpointed, StoredInterpolants
-from adjsim.ivp.rhs import Array, RightHandSide, refuse_second, to_numpy
-from adjsim.ivp.sweep import ByCollocation, BySolver, Sweep
-from adjsim.ivp.unchanged import RateCheck
+from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
+from adjsim.ivp.rate_check import RateCheck
+from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
+from adjsim.ivp.sweep import CollocationSweep, SolverSweep, Sweep
 
 METHODS: dict[str, type[OdeSolver]] = {
     "RK23": RK23,
@@ -45,22 +46,22 @@ METHODS: dict[str, type[OdeSolver]] = {
 }
 IMPLICIT = (Radau, BDF, LSODA)
 
-# Of real entries of a state, up to which the adjoint of a stiff problem is solved as one system of
-# linear equations a step.
-SMALL = 32
+# Largest number of real state entries for which the adjoint of a stiff problem is solved by
+# collocation, which solves one dense linear system per step.
+MAX_COLLOCATION_SIZE = 32
 
 Path = StoredInterpolants | Checkpointed | Backsolved
 
 
 @dataclass
 class AdjointSolver:
-    """How the adjoint of a problem is integrated.
+    """The settings with which the adjoint of a problem is integrated.
 
     Args:
-        field: its right-hand side.
-        method: SciPy's solver.
-        rtol, atol: of the adjoint; atol is relative to the largest entry of the cotangents.
-        max_step: as forward.
+        rhs: the right-hand side of the problem.
+        method: SciPy's solver class for the forward solution.
+        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
+        max_step: largest step size, as in the forward solution.
     """
 
     rhs: RightHandSide
@@ -72,49 +73,57 @@ class AdjointSolver:
     def backward(
         self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array
     ) -> tuple[Array, list[Tensor]]:
-        """The cotangents of start and parameters for those ``(n, times)`` of states at times."""
-        self.rhs.reads.refuse_changed()
+        """Compute the cotangents of the initial state and of the parameters.
+
+        Args:
+            piece: the piece of the solution.
+            path: its forward states.
+            times: the times at which the states are used.
+            cotangents: the cotangents of these states, ``(n, times)``.
+            states: the states, ``(n, times)``.
+        """
+        self.rhs.inputs.refuse_modified()
         piece.rate_check.compare(self.rhs)
         sweep = self._sweep(np.zeros(len(states), states.dtype))
-        read = np.flatnonzero(np.any(cotangents != 0, axis=0))
-        waiting = list(read[np.argsort(-piece.sign * times[read], kind="stable")])
+        nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
+        waiting = list(nonzero[np.argsort(-piece.sign * times[nonzero], kind="stable")])
         if not waiting:
             return sweep.adjoint, sweep.integral.sums
         now = float(times[waiting[0]])
         stops = [(float(times[k]), states[:, k]) for k in waiting]
-        for end, inside in path.back(stops) if now != piece.start else [(now, None)]:
+        for end, states_of in path.backward(stops) if now != piece.start else [(now, None)]:
             while True:
                 while waiting and times[waiting[0]] == now:
                     sweep.adjoint = sweep.adjoint + cotangents[:, waiting.pop(0)]
-                if now == end or inside is None:
+                if now == end or states_of is None:
                     break
                 reached = waiting and piece.sign * (times[waiting[0]] - end) >= 0
                 until = float(times[waiting[0]]) if reached else end
-                sweep.integrate(now, until, inside, abs(until - piece.start))
+                sweep.integrate(now, until, states_of, abs(until - piece.start))
                 now = until
         return sweep.adjoint, sweep.integral.sums
 
     def _sweep(self, adjoint: Array) -> Sweep:
         settings = self.rhs, self.rtol, self.atol, self.max_step, adjoint
         if not issubclass(self.method, IMPLICIT):
-            return BySolver(*settings, self.method)
+            return SolverSweep(*settings, self.method)
         return (
-            ByCollocation(*settings)
-            if (1 + np.iscomplexobj(adjoint)) * adjoint.size <= SMALL
-            else BySolver(*settings, Radau)
+            CollocationSweep(*settings)
+            if (1 + np.iscomplexobj(adjoint)) * adjoint.size <= MAX_COLLOCATION_SIZE
+            else SolverSweep(*settings, Radau)
         )
 
 
 @dataclass
 class Piece:
-    """A solution from one time to another, as its adjoint needs it.
+    """The data that the adjoint needs of one piece of a solution, between two resets.
 
     Args:
-        start, end: times.
-        way: 1 where the solution goes on in time, -1 where it goes back.
-        path: its states on the way back; None: no gradient was asked for.
-        witness: rates of the right-hand side on the way forward.
-        adjoint: how.
+        start, end: its first and last time.
+        sign: 1 if it is integrated forward in time, -1 if backward.
+        path: the source of its states in the backward pass; None: no gradient is wanted.
+        rate_check: stored rates of the right-hand side in the forward solution.
+        adjoint: the settings of the adjoint.
     """
 
     start: float
@@ -125,9 +134,7 @@ class Piece:
     adjoint: AdjointSolver
 
     def states(self, times: Array, states: Array, start: Tensor) -> Tensor:
-        """The states ``(n, times)`` that were found at times, as functions of the start and of the
-        parameters.
-        """
+        """Connect states ``(n, times)`` to the initial state and the parameters in autograd."""
         rhs = self.adjoint.rhs
         values = torch.as_tensor(states).to(rhs.like)
         if (
@@ -139,7 +146,7 @@ class Piece:
         return _States.apply(self, np.asarray(times, float), states, values, start, *rhs.parameters)
 
     def states_at(self, times: Tensor, states: Array, start: Tensor) -> Tensor:
-        """The same with the derivative by these times, where they require grad."""
+        """Connect states to start, parameters and, if they require grad, the times."""
         return self.adjoint.rhs.with_time_derivative(
             self.states(times.detach().cpu().numpy(), states, start), times
         )
@@ -157,13 +164,13 @@ class _States(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         ctx.piece, ctx.times, ctx.states = piece, times, states
-        # Not to be read, but torch then refuses those that were written to in the meantime.
+        # The values are not used, but torch raises an error if one is modified before backward.
         ctx.save_for_backward(*parameters)
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second()
+        refuse_second_derivative()
         parameters: tuple[Tensor, ...] = ctx.saved_tensors
         start, sums = ctx.piece.adjoint.backward(
             ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states

@@ -1,23 +1,21 @@
-r"""Events of an initial value problem: their times as functions of what the solution depends on,
-and resets.
+r"""Events of an initial value problem: their differentiable times, and resets.
 
-An event happens at the time :math:`t_e` at which :math:`g(t_e, y(t_e)) = 0`. Where the solution
-crosses it,
+An event happens at the time :math:`t_e` at which :math:`g(t_e, y(t_e)) = 0`. If the solution
+crosses the surface g = 0, a change of the problem moves the event by
 
 .. math::
     dt_e = -\frac{dg|_{t_e}}{\dot g}, \qquad \dot g = \partial_t g + \partial_y g \cdot f,
 
-where :math:`dg|_{t_e}` is the change of g at a held time. A reset takes the state to :math:`y^+ =
-r(t_e, y(t_e))`, from which a new piece starts at :math:`t_e`; since start time and start state both
-carry their derivatives, the saltation matrix
-:math:`\partial_y r + (f^+ - \partial_y r f^- - \partial_t r) \, \partial_y g / \dot g` is the chain
-rule. The rates
-:math:`f^-` and :math:`f^+` are limits from before and after, which differ where ``fun`` jumps on
-the surface (:mod:`adjsim.ivp.jumps`).
+where :math:`dg|_{t_e}` is the change of g at fixed time. A reset maps the state to :math:`y^+ =
+r(t_e, y(t_e))`, from which a new piece starts at :math:`t_e`. Both the start time and the start
+state carry derivatives, so the saltation matrix :math:`\partial_y r + (f^+ - \partial_y r f^- -
+\partial_t r) \, \partial_y g / \dot g` follows from the chain rule. The rates :math:`f^-` and
+:math:`f^+` are the limits before and after the event. They differ if ``fun`` jumps on the surface
+(:mod:`adjsim.ivp.jumps`).
 
-Where the solution only touches, :math:`t_e` has no derivative: an error of the size of the
-tolerance, :math:`\delta g`, makes two events or none when :math:`\dot g^2 \le 2 |\ddot g| \delta
-g`. Such grazing is refused, with an event and without.
+If the solution only touches the surface, :math:`t_e` has no derivative: an error :math:`\delta g`
+of the size of the tolerance makes two events or none when :math:`\dot g^2 \le 2 |\ddot g| \delta
+g`. Such grazing raises an error, whether or not the solver has found an event there.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ from scipy.integrate import OdeSolver
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from adjsim.ivp.foreign import computes_with_numpy, refusal, refused
-from adjsim.ivp.rhs import Array, RightHandSide, refuse_second, to_numpy
+from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
+from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
 
 
 class GrazingError(ValueError):
@@ -40,7 +38,13 @@ class GrazingError(ValueError):
 
 
 class _Side(NamedTuple):
-    """Of a surface: how fast the solution leaves by it, the rate of the state, and a step to it."""
+    """One side of an event's surface, next to a state on the surface.
+
+    Attributes:
+        outward: the speed at which the solution moves away from the surface into this side.
+        flow: the rate of the state on this side.
+        shift: the displacement of the state from the surface into this side.
+    """
 
     outward: float
     flow: Array
@@ -48,13 +52,13 @@ class _Side(NamedTuple):
 
 
 class Event:
-    """An event of the user's, as SciPy calls it and as its time is differentiated.
+    """A user's event function, in the form that SciPy calls, with a differentiable event time.
 
     Args:
         function: ``event(t, y, *args)``, with SciPy's attributes ``terminal`` and ``direction`` and
             our ``reset``.
-        field: the right-hand side.
-        number: which one it is, for messages.
+        rhs: the right-hand side.
+        number: the index of the event, for messages.
     """
 
     def __init__(self, function: Callable[..., Any], rhs: RightHandSide, number: int) -> None:
@@ -64,23 +68,23 @@ class Event:
             raise ValueError(
                 "The `terminal` attribute of each event must be a boolean or positive integer."
             )
-        self.left = int(terminal) if terminal else None
+        self.terminal_left = int(terminal) if terminal else None
         self.direction: float = getattr(function, "direction", 0)
         self.reset: Callable[..., Any] | None = getattr(function, "reset", None)
         self.times: list[Tensor] = []
         self.states: list[Tensor] = []
         self._start: tuple[float, float] | None = None
-        self._of_arrays = False
+        self._uses_numpy = False
 
     @property
     def terminal(self) -> int | None:
-        """After how many more of them SciPy's call has to end."""
-        return 1 if self.reset is not None else self.left
+        """The number of further occurrences after which SciPy's call ends."""
+        return 1 if self.reset is not None else self.terminal_left
 
     def __call__(self, t: float, y: Array) -> float:
         if self._start is not None and t == self._start[0]:
             return self._start[1]
-        if self._of_arrays:
+        if self._uses_numpy:
             return float(self.function(t, y, *self.rhs.args))
         with torch.no_grad():
             return float(self.value(self.rhs.time(t), self.rhs.tensor(y)))
@@ -89,24 +93,37 @@ class Event:
         return self.function(t, y, *self.rhs.args)
 
     def reads_gradient(self, t: Tensor, y: Tensor) -> bool:
-        """Whether it reads a tensor that requires grad, besides time and state. Called first, with
-        the start: a function that computes with NumPy is found by calling it."""
+        """Test whether the function reads a tensor that requires grad, other than time and state.
+
+        It is called first, with the start of the solution, and also finds out whether the function
+        computes with NumPy.
+        """
         at, x = t.detach().to(y.real.dtype), y.detach()
         with torch.no_grad():
-            self._of_arrays = computes_with_numpy(self.function, at, x, self.rhs.args)
-        value = None if self._of_arrays else self.value(at, x)
+            self._uses_numpy = computes_with_numpy(self.function, at, x, self.rhs.args)
+        value = None if self._uses_numpy else self.value(at, x)
         return isinstance(value, Tensor) and value.requires_grad
 
     def take_side(
         self, t: float, before: Array, after: Array, flow: Array, sign: float, stopped: bool
     ) -> None:
-        """Say on which side of the event a piece starts after a reset, where it starts at it and
-        rounding would decide: behind it, if it has happened; else before it, so that it happens
-        next. ``flow`` is the rate of the state after the reset."""
+        """Fix the side of the event's surface on which a piece starts after a reset.
+
+        This applies if the piece starts on the surface, where rounding would decide. If the event
+        has just happened, the piece starts behind the surface. Otherwise it starts before it, so
+        that the event happens next.
+
+        Args:
+            t: the start time.
+            before, after: the state before and after the reset.
+            flow: the rate of the state after the reset.
+            sign: 1 if the solution is integrated forward in time, -1 if backward.
+            stopped: whether this event ended the previous piece.
+        """
         self._start = None
         (left, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after, flow)
         near = self._rounding(t, after, weights, abs(old) + abs(new))
-        # What happened has left a value that should be zero.
+        # If this event ended the piece, its exact value is zero, so the value found is an error.
         if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
         rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
@@ -116,8 +133,8 @@ class Event:
         if stopped and new == 0:
             raise RuntimeError(
                 f"the reset of event {self.number} at t = {t:.9g} leaves the solution at rest on "
-                "the event, where it would "
-                "happen for ever. Let it end the solution (terminal), or reset to what moves away."
+                "the event, which would happen again without end. Let the event end the solution "
+                "(terminal), or reset to a state that moves away from it."
             )
         self._start = (
             t,
@@ -125,66 +142,73 @@ class Event:
         )
 
     def check_start(self, t: float, y: Array) -> None:
-        """Refuse to start at an event with a reset whose direction is not said: it would happen at
-        once, or not.
+        """Refuse a start at an event that has a reset and no direction.
+
+        The event could happen at once or not.
         """
         if self.reset is not None and self.direction == 0 and self(t, y) == 0:
             raise ValueError(
                 f"the solution starts at event {self.number}, which has a reset: set its "
-                "direction, so that it is known "
-                "whether it happens there."
+                "direction, which determines whether the event happens at the start."
             )
 
     def found_times(self, like: Tensor) -> Tensor:
+        """Return the times of the event so far."""
         return torch.stack(self.times).to(like.real.dtype) if self.times else like.detach().real[:0]
 
     def found_states(self, like: Tensor) -> Tensor:
-        """As rows ``(events, n)``."""
+        """Return the states at the times of the event so far, ``(events, n)``."""
         return torch.stack(self.states) if self.states else like.detach()[:0]
 
     def slopes(self, t: float, y: Array, flow: Array | None = None) -> tuple[float, float, Array]:
-        """Its value, its rate along the solution, and how strongly it depends on each entry of the
-        state. ``flow`` is the rate of the state; None: that of ``fun`` at this very state."""
-        value, by_time, by_state = self._gradient(t, y)
+        """Compute the value, its rate along the solution, and its absolute gradient.
+
+        The gradient is with respect to the state. ``flow`` is the rate of the state; None: the
+        rate that ``fun`` returns at this state.
+        """
+        value, dg_dt, dg_dy = self._gradient(t, y)
         flow = self.rhs.rate(t, y) if flow is None else flow
-        return value, by_time + float((by_state.conj() * flow).sum().real), np.abs(by_state)
+        return value, dg_dt + float((dg_dy.conj() * flow).sum().real), np.abs(dg_dy)
 
     def _gradient(self, t: float, y: Array) -> tuple[float, float, Array]:
-        """Its value and the derivatives by time and state."""
-        if self._of_arrays:
-            raise refusal(f"event {self.number}, which has a reset or a gradient is asked for,")
-        with torch.enable_grad(), refused(f"event {self.number}"):
+        """Compute the value and its derivatives with respect to time and state."""
+        if self._uses_numpy:
+            raise numpy_error(f"event {self.number}, which has a reset or needs a gradient,")
+        with torch.enable_grad(), naming_function(f"event {self.number}"):
             at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
             value = self._scalar(self.value(at, x))
-        by_time, by_state = (
+        dg_dt, dg_dy = (
             torch.autograd.grad(value, (at, x), allow_unused=True)
             if value.requires_grad
             else (None, None)
         )
-        gradient = np.zeros_like(y) if by_state is None else to_numpy(by_state)
-        return float(value.detach()), 0.0 if by_time is None else float(by_time), gradient
+        gradient = np.zeros_like(y) if dg_dy is None else to_numpy(dg_dy)
+        return float(value.detach()), 0.0 if dg_dt is None else float(dg_dt), gradient
 
-    def arriving(self, t: float, y: Array, sign: float) -> Array:
-        """The rate of a state on the event's surface, as the limit along the solution from before.
+    def rate_before(self, t: float, y: Array, sign: float) -> Array:
+        """Compute the limit, from before the event, of the rate at a state.
 
-        ``way`` is 1 where the solution goes on in time, -1 where it goes back. The derivation is in
-        :mod:`adjsim.ivp.jumps`.
+        The state is on the event's surface. ``sign`` is 1 if the solution is integrated forward in
+        time, -1 if backward. The derivation is in :mod:`adjsim.ivp.jumps`.
         """
-        found = [side.flow for side in self._beside(t, y, -sign, 0.0) if side.outward > 0]
+        found = [side.flow for side in self._sides(t, y, -sign, 0.0) if side.outward > 0]
         if len(found) == 2:
             raise self._sliding(t)
         return found[0] if found else self.rhs.rate(t, y)
 
-    def leaving(self, t: float, before: Array, y: Array, sign: float) -> tuple[Array, Array]:
-        """The rate of a state behind a reset, as the limit along the solution from after, and what
-        moves the state off the event's surface to the side by which it leaves, where ``fun`` jumps
-        there. A state that is off the surface has the rate of ``fun`` and stays.
+    def rate_after(self, t: float, before: Array, y: Array, sign: float) -> tuple[Array, Array]:
+        """Compute the limit, from after the event, of the rate at a state.
+
+        Returns:
+            the rate, and a shift of the state. If ``fun`` jumps on the event's surface, the shift
+            moves the state off the surface, to the side into which the solution leaves. A state
+            off the surface has the rate of ``fun`` and no shift.
 
         Raises:
-            RuntimeError: the rates of both sides point at the surface, along which the solution
-                slides.
+            RuntimeError: the rates on both sides point at the surface, so the solution slides
+                along it.
         """
-        sides = self._beside(t, y, sign, self(t, before))
+        sides = self._sides(t, y, sign, self(t, before))
         if len(sides) == 2 and all(side.outward < 0 for side in sides):
             raise self._sliding(t)
         found = [side for side in sides if side.outward > 0]
@@ -200,29 +224,37 @@ class Event:
     def _sliding(self, t: float) -> RuntimeError:
         return RuntimeError(
             f"the solution slides along event {self.number} from t = {t:.9g} on: fun points at "
-            "the surface from both sides. "
-            "Let the event end the solution (terminal), or reset to an equation of the sliding."
+            "the surface from both sides. Let the event end the solution (terminal), or switch to "
+            "an equation of the sliding motion in the reset."
         )
 
-    def _beside(self, t: float, y: Array, sense: float, off: float) -> list[_Side]:
-        """Either side of the event's surface, next to a state and in a sense of time; nothing for a
-        state off the surface by more than rounding and ``off``."""
-        value, by_time, by_state = self._gradient(t, y)
-        rate = by_time + float((by_state.conj() * self.rhs.rate(t, y)).sum().real)
-        near = 4 * self._rounding(t, y, np.abs(by_state), abs(rate)) + 4 * abs(off)
-        steep = float((np.abs(by_state) ** 2).sum())
-        if abs(value) > near or by_time**2 + steep == 0:
+    def _sides(self, t: float, y: Array, sense: float, off: float) -> list[_Side]:
+        """Evaluate both sides of the event's surface next to a state.
+
+        Args:
+            t, y: time and state.
+            sense: the direction of time in which ``outward`` is measured, 1 or -1.
+            off: a value of the event that also counts as zero, in addition to rounding.
+
+        Returns:
+            two sides; an empty list if the state is not on the surface.
+        """
+        value, dg_dt, dg_dy = self._gradient(t, y)
+        rate = dg_dt + float((dg_dy.conj() * self.rhs.rate(t, y)).sum().real)
+        near = 4 * self._rounding(t, y, np.abs(dg_dy), abs(rate)) + 4 * abs(off)
+        steep = float((np.abs(dg_dy) ** 2).sum())
+        if abs(value) > near or dg_dt**2 + steep == 0:
             return []
         found = []
         for side in (1.0, -1.0):
             near_t, shift = (
-                side * near * by_time / (by_time**2 + steep),
-                side * near * by_state / (steep or 1.0),
+                side * near * dg_dt / (dg_dt**2 + steep),
+                side * near * dg_dy / (steep or 1.0),
             )
             flow = self.rhs.rate(t + near_t, y + shift)
             found.append(
                 _Side(
-                    side * sense * (by_time + float((by_state.conj() * flow).sum().real)),
+                    side * sense * (dg_dt + float((dg_dy.conj() * flow).sum().real)),
                     flow,
                     shift,
                 )
@@ -230,15 +262,17 @@ class Event:
         return found
 
     def _rounding(self, t: float, y: Array, weights: Array, rate: float) -> float:
-        """What rounding of time and state leaves of an event's value."""
+        """Estimate the error of an event's value due to rounding of time and state."""
         rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
         return rounding * (float(np.sum(weights * np.abs(y))) + (1 + abs(t)) * rate)
 
     def event_time(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
-        """When it happens: the time that was found, with the derivative that the state at this time
-        gives it. ``rate`` gives the event's rate as the solution arrives."""
+        """Return the time of the event, with its derivative with respect to the state there.
+
+        ``rate`` returns the rate of the event's value as the solution arrives.
+        """
         found = torch.tensor(time, dtype=torch.float64, device=state.device)
-        value = None if self._of_arrays else self.value(self.rhs.time(time), state)
+        value = None if self._uses_numpy else self.value(self.rhs.time(time), state)
         if not isinstance(value, Tensor) or not value.requires_grad:
             return found
         return _EventTime.apply(self._scalar(value).double(), found, rate())
@@ -253,7 +287,10 @@ class Event:
 
 
 class _EventTime(torch.autograd.Function):
-    """The time of an event, whose derivative by the event's value is the inverse of its rate."""
+    """The time of an event, as a differentiable function of the event's value.
+
+    Its derivative is minus one over the rate.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, time: Tensor, rate: float) -> Tensor:
@@ -262,22 +299,22 @@ class _EventTime(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second()
+        refuse_second_derivative()
         return -grad_outputs[0] / ctx.rate, None, None
 
 
-class Grazing:
-    """Watches a SciPy solver for events that are touched and not crossed.
+class GrazingCheck:
+    """An observer of a SciPy solver that finds events that are touched but not crossed.
 
     Args:
-        events: whose.
-        rtol, atol: what errors the solution may have.
+        events: the events.
+        rtol, atol: the tolerances of the solution.
     """
 
     def __init__(self, events: Sequence[Event], rtol: Any, atol: Any) -> None:
         self.events, self.rtol, self.atol = events, rtol, atol
         self.touches: list[tuple[float, Event]] = []
-        # Steps that events happen in: between which times, and their rates at the first.
+        # For each event the steps in which it happens: both end times, and the rate at the first.
         self.crossings: dict[Event, list[tuple[float, float, float]]] = {
             event: [] for event in events
         }
@@ -290,7 +327,7 @@ class Grazing:
             for event, (value, rate, _), (g, r, _) in zip(self.events, before, slopes, strict=True):
                 if value * g <= 0:
                     self.crossings[event].append((begin, now, rate))
-                # On one side at both ends, and nearer in between.
+                # Both ends are on one side, and the event's value is closer to zero in between.
                 elif value * rate * solver.direction < 0 < g * r * solver.direction:
                     self._between(solver, event, begin)
         self._before = (now, slopes)
@@ -303,31 +340,29 @@ class Grazing:
             lambda t: side * event(t, dense(t)), bounds=bounds, method="bounded"
         )
         state = dense(nearest.x)
-        if side * event(nearest.x, state) <= self._uncertain(
+        if side * event(nearest.x, state) <= self._uncertainty(
             event.slopes(nearest.x, state)[2], state
         ):
             self.touches.append((float(nearest.x), event))
 
-    def _uncertain(self, gradient: Array, state: Array) -> float:
-        """What the solution's own tolerance makes uncertain in an event's value."""
+    def _uncertainty(self, gradient: Array, state: Array) -> float:
+        """Compute the uncertainty of an event's value due to the tolerance of the solution."""
         return float(np.sum(gradient * (self.atol + self.rtol * np.abs(state))))
 
     def refuse(self, end: float, sign: float) -> None:
-        """Raise for an event that was touched before the end, which is known once a piece has
-        ended.
-        """
+        """Raise an error if an event was touched before the end of a finished piece."""
         for time, event in self.touches:
             if sign * (end - time) >= 0:
                 raise GrazingError(
                     f"the solution touches event {event.number} near t = {time:g}, or crosses it "
-                    "twice within a step, so its "
-                    "time has no derivative. Where it does cross, a smaller max_step or rtol "
-                    "tells it apart."
+                    "twice within a step, so its time has no derivative. If it does cross, use a "
+                    "smaller max_step or rtol to resolve both crossings."
                 )
 
     def rate(self, event: Event, time: float, state: Array, flow: Array) -> float:
-        """The rate of an event where it happens, which must not vanish; ``flow`` is that of the
-        state as it arrives.
+        """Return the rate of an event's value where it happens, which must not vanish.
+
+        ``flow`` is the rate of the state as it arrives.
         """
         _, rate, gradient = event.slopes(time, state, flow)
         inside = [
@@ -341,10 +376,9 @@ class Grazing:
                 f"event {event.number} at t = {time:g} does not depend on t or y in a way that "
                 "has a derivative."
             )
-        if rate * rate <= 2 * curvature * self._uncertain(gradient, state):
+        if rate * rate <= 2 * curvature * self._uncertainty(gradient, state):
             raise GrazingError(
                 f"the solution touches event {event.number} at t = {time:g} and hardly crosses it "
-                f"(rate {rate:.3g}), so its "
-                "time has no derivative."
+                f"(rate {rate:.3g}), so its time has no derivative."
             )
         return rate

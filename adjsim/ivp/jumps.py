@@ -1,31 +1,31 @@
-r"""Right-hand sides that jump, and how a solution is differentiated across a jump.
+r"""Discontinuous right-hand sides, and the derivative of a solution across a jump.
 
 Let :math:`f` jump where :math:`g(t, y, \theta) = 0`, and let the solution cross this surface at
-:math:`t_e` with the rates
-:math:`f^- = \lim_{t \uparrow t_e} f(t, y(t))` before and :math:`f^+ = \lim_{t \downarrow t_e} f(t,
-y(t))` after. A change
-:math:`dy`, :math:`d\theta` of the problem moves the crossing by
+:math:`t_e` with the rates :math:`f^- = \lim_{t \uparrow t_e} f(t, y(t))` before and :math:`f^+ =
+\lim_{t \downarrow t_e} f(t, y(t))` after. A change :math:`dy`, :math:`d\theta` of the problem moves
+the crossing by
 
 .. math:: dt_e = -\frac{\partial_y g \, dy + \partial_\theta g \, d\theta}{\dot g^-}, \qquad
           \dot g^- = \partial_t g + \partial_y g \, f^-.
 
-The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing takes time from
-the piece behind, so seen at the old time that piece starts at :math:`dy^+ = dy + (f^- - f^+) \,
-dt_e`. With :math:`d\theta = 0` that is the saltation matrix
+The state at the crossing then changes by :math:`dy + f^- dt_e`. A later crossing shortens the piece
+after it, so at the old crossing time the change of that piece is :math:`dy^+ = dy + (f^- - f^+) \,
+dt_e`. With :math:`d\theta = 0`, :math:`dy^+ = S \, dy` with the saltation matrix
 
 .. math:: S = 1 + \frac{(f^+ - f^-) \, \partial_y g}{\dot g^-}.
 
 The state at the crossing lies on the surface up to rounding, and there ``fun`` may return either
-limit or neither. So both limits are taken next to the surface, at :math:`(t, y) \pm \delta
-(\partial_t g, \partial_y g)`, with :math:`\delta` a few times what rounding leaves of g. A solution
-that goes on in time leaves by the side into which the rate of that side points, and has arrived by
-the side into which the rate of that side points backward in time. Where both rates point at the
-surface the solution slides along it (Filippov), and ``fun`` alone does not say how: refused.
+limit or neither. So both limits are evaluated next to the surface, at :math:`(t, y) \pm \delta
+(\partial_t g, \partial_y g)`, with :math:`\delta` a few times the rounding error of g. A solution
+that is integrated forward in time leaves into the side whose rate points away from the surface. It
+has arrived from the side whose rate points away from the surface backward in time. Where the rates
+of both sides point at the surface, the solution slides along it (Filippov). Its sliding motion is
+not determined by ``fun`` alone, so an error is raised.
 
-A jump that no event marks leaves :math:`S` out, and the gradient is wrong by any amount at any
-tolerance. Solvers resolve a jump by short steps, and within these bisection tells a jump from a
-rapid change: only a jump keeps its height. A jump at a fixed time has :math:`\partial_y g = 0`, so
-:math:`S = 1`, and needs no event.
+If no event marks a jump, :math:`S` is missing and the gradient is wrong by any amount at any
+tolerance. Solvers resolve a jump by short steps. Within these, bisection distinguishes a jump from
+a rapid change, since only a jump keeps its height. A jump at a fixed time has :math:`\partial_y g =
+0`, so :math:`S = 1`, and needs no event.
 """
 
 from __future__ import annotations
@@ -37,41 +37,42 @@ import numpy as np
 import torch
 from scipy.integrate import OdeSolver
 
+from adjsim.ivp.rate_check import StepRates
 from adjsim.ivp.rhs import Array, RightHandSide
-from adjsim.ivp.unchanged import StepRates
 
-# A rate that changes so many times faster over a step than over the step before it is looked into.
+# A step is searched for a jump if the rate changes this many times faster than over the step
+# before.
 STEEPER = 3.0
-# Steps this much shorter than the longest one pile up, and after so many of them the next few are
-# looked at.
+# A step counts as short if it is below this fraction of the longest one.
 SHORT = 1e-2
+# After every so many consecutive short steps, as many steps ahead are searched for a jump.
 AHEAD = 8
-# To 1e-7 of a step: narrower than what any step resolves, and not so narrow that rounding puts a
-# state on the surface itself.
+# Bisection to 1e-7 of a step is finer than any step resolves, and coarse enough that rounding does
+# not put a state on the surface itself.
 HALVINGS = 24
-# A height above the scatter of fun to either side that rounding does not reach.
+# Smallest height of a jump relative to the variation of fun on either side of it.
 SCATTER = 10.0
 
 Rate = Callable[[float], Array]
 
 
 class DiscontinuityCheck:
-    """Watches a SciPy solver for jumps of the right-hand side that no event marks.
+    """An observer of a SciPy solver that finds jumps that no event marks.
 
     Args:
-        field: the right-hand side, whose declared tensors may set the time of a jump.
-        rates: those of a solver's states, as the solver sees them.
-        rtol, atol: what errors the solution may have.
-        span: of the times to be solved.
+        rhs: the right-hand side, whose declared tensors may determine the time of a jump.
+        rates: the rates at a solver's states, as the solver evaluates them.
+        rtol, atol: the tolerances of the solution.
+        span: the length of the time span.
     """
 
     def __init__(
         self, rhs: RightHandSide, rates: StepRates, rtol: Any, atol: Any, span: float
     ) -> None:
         self.rhs, self.rates, self.rtol, self.atol, self.span = rhs, rates, rtol, atol, span
-        #: Time and state of the jump in the last step, and how well its time is known.
+        #: Time and state of the jump in the last step, and the uncertainty of its time.
         self.found: tuple[float, Array, float] | None = None
-        # A jump that lies ahead of short steps, and a time by which an event would have marked it.
+        # A jump ahead of short steps, and a time before which an event would have marked it.
         self._ahead: tuple[tuple[float, Array, float], float] | None = None
         self._begin: float | None = None
         self._before: tuple[float, Array, float] | None = None
@@ -99,8 +100,9 @@ class DiscontinuityCheck:
         self._before = (now, rate, steepness)
 
     def _look_ahead(self, now: float, step: float, state: Array, rate: Array) -> None:
-        """Short steps may pile up in front of a jump without one across it, as where the solution
-        slides.
+        """Search ahead of short steps.
+
+        Where the solution slides, short steps accumulate in front of a jump, and none crosses it.
         """
         self._longest = max(self._longest, abs(step))
         self._short = self._short + 1 if abs(step) < SHORT * self._longest else 0
@@ -109,8 +111,9 @@ class DiscontinuityCheck:
             self._ahead = None if jump is None else (jump, now + 2 * AHEAD * step)
 
     def refuse(self, end: float, sign: float, marked: bool) -> None:
-        """Raise for a jump in the last step, unless an event has ended the solution at or before
-        it.
+        """Raise an error for a jump in the last step.
+
+        There is no error if the piece was ended by an event (``marked``) at or before the jump.
         """
         if self.found is not None and not (
             marked and sign * (end - self.found[0]) <= self.found[2]
@@ -118,9 +121,7 @@ class DiscontinuityCheck:
             self._raise()
 
     def _size(self, change: Array, now: float, state: Array) -> float:
-        """What a change of the rate makes of the solution until its end, relative to the error it
-        may have.
-        """
+        """Estimate the effect of a rate change on the final state, relative to the tolerance."""
         span = self.span if np.isfinite(self.span) else abs(now - (self._begin or 0.0))
         return float(
             np.max(np.abs(change) * span / (self.atol + self.rtol * np.abs(state)), initial=0.0)
@@ -129,8 +130,11 @@ class DiscontinuityCheck:
     def _jump(
         self, path: Rate, begin: float, end: float, state: Array
     ) -> tuple[float, Array, float] | None:
-        """The jump of the rate between two times along a path, if there is one: its time and state,
-        and how well the time is known."""
+        """Search for a jump of the rate between two times along a path.
+
+        Returns:
+            its time and state, and the uncertainty of the time; None without a jump.
+        """
         a, b, of_a, of_b = (
             begin,
             end,
@@ -171,8 +175,9 @@ class DiscontinuityCheck:
     def _at_fixed_time(
         self, a: float, b: float, path: Rate, at: tuple[float, Array, float]
     ) -> bool:
-        """Whether the rate jumps between two times whatever the state, and no declared tensor can
-        have set the time.
+        """Test whether a jump is at a fixed time.
+
+        The rate then jumps for any state, and no declared tensor determines the time of the jump.
         """
         end, state, height = at
         generic = (
@@ -186,7 +191,7 @@ class DiscontinuityCheck:
             ]
             if max(self._size(value - values[0], end, state) for value in values) > 0.5 * height:
                 return False
-        return not self.rhs.unread((a, path(a)), (b, path(b)))
+        return not self.rhs.has_unused_parameter((a, path(a)), (b, path(b)))
 
     def _raise(self) -> None:
         assert self.found is not None
@@ -194,8 +199,7 @@ class DiscontinuityCheck:
         shown = np.array2string(state[:6], precision=6, separator=", ")
         raise ValueError(
             f"fun jumps at t = {time:.9g}, y = {shown}{' ...' if state.size > 6 else ''}, where "
-            "no event restarts the "
-            "solution: its derivative across the jump would be wrong. Give solve_ivp() an event "
-            "that is zero on the switching "
-            "surface, with the identity for a reset: event.reset = lambda t, y, *args: y."
+            "no event restarts the solution, so its derivative across the jump would be wrong. "
+            "Give solve_ivp() an event that is zero on the switching surface, with the identity "
+            "as its reset: event.reset = lambda t, y, *args: y."
         )

@@ -1,4 +1,4 @@
-"""A solution in the making, from reset to reset."""
+"""Solution of an initial value problem piece by piece, from reset to reset."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
 from adjsim.ivp.adjoint import AdjointSolver, Path, Piece
-from adjsim.ivp.events import Event, Grazing
+from adjsim.ivp.events import Event, GrazingCheck
+from adjsim.ivp.forward_states import (
+    Backsolved,
+    Checkpointed,
+    StoredInterpolants,
+    observed,
+    solution,
+)
 from adjsim.ivp.jumps import DiscontinuityCheck
-from adjsim.ivp.paths import Backsolved, Checkpointed, StoredInterpolants, solution, watched
+from adjsim.ivp.rate_check import RateCheck, StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
-from adjsim.ivp.unchanged import RateCheck, StepRates
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
-# Of the time to be solved: resets that follow each other within it accumulate.
+# Resets closer than this fraction of the time span count as accumulating.
 ZENO = 1e-10
 
 Rates = Callable[[float, Array], Array]
@@ -30,20 +36,21 @@ Rates = Callable[[float, Array], Array]
 
 @dataclass
 class PiecewiseSolve:
-    """Goes from a start to the end, with a call to SciPy for each piece, and connects what is found
-    to what it depends on.
+    """The solution over the time span, with one call to SciPy per piece.
+
+    The states and event times of each piece are connected to their inputs in autograd.
 
     Args:
         rhs: the right-hand side.
-        method: SciPy's solver.
-        kind: what is kept for the adjoint, one of :data:`ADJOINTS`.
-        adjoint: how it is integrated.
-        begin, end: times, as tensors of no axis.
-        t_eval: times at which the solution is wanted.
-        dense_output: whether interpolants are.
-        events: those of the user.
-        options: SciPy's, its tolerances among them.
-        asked: whether a gradient is.
+        method: SciPy's solver class.
+        kind: the source of the forward states for the adjoint, one of :data:`ADJOINTS`.
+        adjoint: the settings of the adjoint.
+        begin, end: the time span, as tensors without axes.
+        t_eval: times at which the solution is returned; None: those of the solver's steps.
+        dense_output: whether the solution is also returned as a function of time.
+        events: the user's events.
+        options: SciPy's options, including its tolerances.
+        wants_gradient: whether a gradient is wanted.
     """
 
     rhs: RightHandSide
@@ -63,18 +70,18 @@ class PiecewiseSolve:
     counts: dict[str, int] = field(default_factory=lambda: {"nfev": 0, "njev": 0, "nlu": 0})
 
     def __post_init__(self) -> None:
-        self.last = float(self.end.detach())
-        self.span = abs(self.last - float(self.begin.detach()))
-        self.sign = 1.0 if self.last >= float(self.begin.detach()) else -1.0
+        self.final_time = float(self.end.detach())
+        self.span = abs(self.final_time - float(self.begin.detach()))
+        self.sign = 1.0 if self.final_time >= float(self.begin.detach()) else -1.0
 
     def run(self, start: Tensor) -> Any:
-        """From the start to the end; returns SciPy's last word."""
-        begin, close, leaving = self.begin, 0, None
+        """Solve from the start to the end, and return SciPy's result for the last piece."""
+        begin, close, rate_after = self.begin, 0, None
         for event in self.events:
             event.check_start(float(begin.detach()), to_numpy(start))
         while True:
-            found, stopped = self._piece(begin, start, leaving)
-            if stopped is None or stopped.reset is None or stopped.left == 0:
+            found, stopped = self._piece(begin, start, rate_after)
+            if stopped is None or stopped.reset is None or stopped.terminal_left == 0:
                 return found
             before, begin, state = float(begin.detach()), stopped.times[-1], stopped.states[-1]
             now = float(begin.detach())
@@ -83,8 +90,8 @@ class PiecewiseSolve:
             if close > len(self.events):
                 raise RuntimeError(
                     f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there "
-                    "is no solution beyond. "
-                    "End before, or let the event end the solution (terminal)."
+                    "is no solution beyond this time. End the time span before it, or let the "
+                    "event end the solution (terminal)."
                 )
             start = as_state(
                 stopped.reset(begin.to(state.real.dtype), state.clone(), *self.rhs.args)
@@ -95,55 +102,61 @@ class PiecewiseSolve:
                     f"{tuple(state.shape)}."
                 )
             old, new = to_numpy(state), to_numpy(start)
-            leaving, aside = stopped.leaving(now, old, new, self.sign)
-            start = start + torch.as_tensor(aside).to(start) if aside.any() else start
+            rate_after, shift = stopped.rate_after(now, old, new, self.sign)
+            start = start + torch.as_tensor(shift).to(start) if shift.any() else start
             for event in self.events:
-                event.take_side(now, old, new, leaving, self.sign, event is stopped)
+                event.take_side(now, old, new, rate_after, self.sign, event is stopped)
 
     def _piece(
-        self, begin: Tensor, start: Tensor, leaving: Array | None
+        self, begin: Tensor, start: Tensor, rate_after: Array | None
     ) -> tuple[Any, Event | None]:
-        """From one start to the end or to the next reset, and the event that ended it. ``leaving``:
-        the rate after a reset.
+        """Solve from one start to the end or to the next reset.
+
+        Args:
+            begin, start: the start time and state.
+            rate_after: the rate after a reset; None at the start of the time span.
+
+        Returns:
+            SciPy's result, and the event that ended the piece.
         """
         t0 = float(begin.detach())
-        behind = None if leaving is None else leaving[:, None]
-        # A start that is later by dt has come from one that lay back by f dt.
-        later = self.rhs.with_time_derivative(start[:, None].detach(), begin.reshape(1), behind)[
-            :, 0
-        ]
+        rate_column = None if rate_after is None else rate_after[:, None]
+        # A start that is later by dt is equivalent to a start state that is smaller by f dt.
+        later = self.rhs.with_time_derivative(
+            start[:, None].detach(), begin.reshape(1), rate_column
+        )[:, 0]
         start = start - (later - start.detach())
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
         if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
-        numpy = (
+        batched_rate = (
             self.rhs.numpy
-            if leaving is None
-            else _starting(self.rhs.numpy, t0, to_numpy(start), leaving)
+            if rate_after is None
+            else _with_rate_at_start(self.rhs.numpy, t0, to_numpy(start), rate_after)
         )
         rate = (
             self.rhs.rate
-            if leaving is None
-            else _starting(self.rhs.rate, t0, to_numpy(start), leaving)
+            if rate_after is None
+            else _with_rate_at_start(self.rhs.rate, t0, to_numpy(start), rate_after)
         )
         tolerances = self.options["rtol"], self.options["atol"]
         path = self._path(t0) if wants_gradient else None
-        grazing = Grazing(self.events, *tolerances) if wants_gradient and self.events else None
+        grazing = GrazingCheck(self.events, *tolerances) if wants_gradient and self.events else None
         rates = StepRates(rate)
         rate_check, jumps = (
             RateCheck(rates),
-            DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.last - t0)),
+            DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0)),
         )
-        watchers: list[Any] = (
-            [watcher for watcher in (path, grazing, rate_check, jumps) if callable(watcher)]
+        observers: list[Any] = (
+            [observer for observer in (path, grazing, rate_check, jumps) if callable(observer)]
             if wants_gradient
             else []
         )
         found = self._call(
-            numpy, t0, start, watched(self.method, watchers) if watchers else self.method
+            batched_rate, t0, start, observed(self.method, observers) if observers else self.method
         )
-        watchers.clear()
-        stopped, end = self._count(found)
+        observers.clear()
+        stopped, end = self._stop(found)
         piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
         if self.dense_output:
             self.pieces.append(
@@ -152,18 +165,18 @@ class PiecewiseSolve:
         jumps.refuse(end, self.sign, stopped is not None)
         if grazing is not None:
             grazing.refuse(end, self.sign)
-        self._keep(piece, found, start, begin, behind, grazing, stopped)
+        self._connect(piece, found, start, begin, rate_column, grazing, stopped)
         return found, stopped
 
     def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> Any:
-        """SciPy's own, over one piece."""
-        wanted = self._wanted(t0)
+        """Call SciPy's solve_ivp for one piece."""
+        eval_times = self._eval_times(t0)
         found = scipy.integrate.solve_ivp(
             rates,
-            (t0, self.last),
+            (t0, self.final_time),
             to_numpy(start),
             method,
-            None if wanted is None else wanted.detach().cpu().numpy(),
+            None if eval_times is None else eval_times.detach().cpu().numpy(),
             self.dense_output,
             self.events or None,
             self.rhs.vectorized,
@@ -187,35 +200,36 @@ class PiecewiseSolve:
         }
         return Backsolved(start, self.method, self.rhs.rate, options)
 
-    def _wanted(self, begin: float) -> Tensor | None:
-        """Of the times that are wanted, those from here on. What is at the time of a reset was
-        given before it.
+    def _eval_times(self, begin: float) -> Tensor | None:
+        """Return the evaluation times from the start of a piece on.
+
+        The state at the time of a reset belongs to the piece before.
         """
         if self.t_eval is None or not self.times:
             return self.t_eval
         return self.t_eval[self.sign * self.t_eval.detach() > self.sign * begin]
 
-    def _count(self, found: Any) -> tuple[Event | None, float]:
-        """The event that ended a piece, if one did, and its end."""
-        stopped, end = None, self.last
+    def _stop(self, found: Any) -> tuple[Event | None, float]:
+        """Return the event that ended a piece, if any, and the end time."""
+        stopped, end = None, self.final_time
         for event, times in zip(self.events, found.t_events or (), strict=True):
             if found.status == 1 and event.terminal is not None and len(times) >= event.terminal:
                 stopped, end = event, float(times[-1])
-            if event.left is not None:
-                event.left -= len(times)
+            if event.terminal_left is not None:
+                event.terminal_left -= len(times)
         return stopped, end
 
-    def _keep(
+    def _connect(
         self,
         piece: Piece,
         found: Any,
         start: Tensor,
         begin: Tensor,
-        behind: Array | None,
-        grazing: Grazing | None,
+        rate_column: Array | None,
+        grazing: GrazingCheck | None,
         stopped: Event | None,
     ) -> None:
-        """Connect the states of a piece and the times of its events to what they depend on."""
+        """Connect the states and event times of a piece to their inputs in autograd."""
         events = list(zip(self.events, found.t_events or (), found.y_events or (), strict=True))
         happened = [
             (event, float(t), np.asarray(y))
@@ -234,7 +248,7 @@ class PiecewiseSolve:
             at = connected[:, len(saved) + i]
             time = torch.tensor(t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
-                flow = cache(partial(event.arriving, t, y, self.sign))
+                flow = cache(partial(event.rate_before, t, y, self.sign))
                 time = event.event_time(t, at, partial(_rate, grazing, event, t, y, flow))
                 if time.requires_grad:
                     at = self.rhs.with_time_derivative(
@@ -244,15 +258,15 @@ class PiecewiseSolve:
             event.times.append(time)
             event.states.append(at)
         connected = connected[:, : len(saved)]
-        wanted = self._wanted(piece.start)
-        if wanted is not None:
-            times = wanted[: len(saved)]
+        eval_times = self._eval_times(piece.start)
+        if eval_times is not None:
+            times = eval_times[: len(saved)]
             connected = self.rhs.with_time_derivative(connected, times)
         else:
-            # Times of steps in between are constants.
+            # The times of the solver's intermediate steps are constants.
             last = (self.end if stopped is None else stopped.times[-1]).reshape(1)
             ends = [
-                self.rhs.with_time_derivative(connected[:, :1], begin.reshape(1), behind),
+                self.rhs.with_time_derivative(connected[:, :1], begin.reshape(1), rate_column),
                 self.rhs.with_time_derivative(connected[:, -1:], last, arriving),
             ]
             times = torch.cat([begin.reshape(1), torch.as_tensor(saved[1:-1]).to(begin), last])
@@ -264,27 +278,28 @@ class PiecewiseSolve:
 @cache
 def _warn_loose() -> None:
     warnings.warn(
-        "a gradient at rtol = 1e-3 or looser is about as rough as the solution: a few per cent, "
-        "or worse. Pass a smaller rtol, "
-        "such as 1e-6.",
+        "a gradient at rtol = 1e-3 or looser has errors like the solution: a few per cent, or "
+        "more. Pass a smaller rtol, such as 1e-6.",
         stacklevel=5,
     )
 
 
 def _rate(
-    grazing: Grazing | None, event: Event, t: float, y: Array, flow: Callable[[], Array]
+    grazing: GrazingCheck | None, event: Event, t: float, y: Array, flow: Callable[[], Array]
 ) -> float:
-    """The rate of an event where it happens; without a watch for grazing, whatever it is."""
+    """Return the rate of an event where it happens, and check for grazing if wanted."""
     return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
 
 
-def _starting(rates: Rates, t0: float, start: Array, leaving: Array) -> Rates:
-    """A function of time and state with the rate behind a reset at its start, where rounding would
-    decide on which side of a jump it lies."""
+def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array) -> Rates:
+    """Make a right-hand side that returns a given rate at the start of a piece.
+
+    After a reset, the start may lie on a jump, where rounding would decide between the two sides.
+    """
 
     def found(t: float, y: Array) -> Array:
         return (
-            leaving.reshape(y.shape)
+            rate_after.reshape(y.shape)
             if t == t0 and np.array_equal(y.reshape(-1), start)
             else rates(t, y)
         )

@@ -1,4 +1,4 @@
-"""An integral along a solution, with an error of its own."""
+"""Adaptive quadrature along a solution, with an error control of its own."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Lobatto's four points and the three that extend them: nodes, weights, and how these differ from
-# Lobatto's. With the ends among them, a jump near an end is seen.
+# The nodes and weights of the seven-point Kronrod extension of the four-point Lobatto rule, and the
+# differences of the weights from those of the four-point rule. The nodes include the ends of the
+# interval, so that a jump near an end is detected.
 NODES = np.array([-1.0, -((2 / 3) ** 0.5), -(0.2**0.5), 0.0, 0.2**0.5, (2 / 3) ** 0.5, 1.0])
 WEIGHTS = np.array([77, 432, 625, 672, 625, 432, 77]) / 1470
 DIFFERENCES = WEIGHTS - np.array([1, 0, 5, 0, 5, 0, 1]) / 6
 
-# Relative to what is integrated, before anything cancels.
+# Smallest tolerance, relative to the integral of the size that the integrand has without
+# cancellation.
 ROUNDING = 1e-13
-# How often a part of the way may be divided: a jump takes fifty.
+# Largest number of bisections of one interval; a jump takes fifty.
 DIVISIONS = 2_000
 
-# Steps of the way forward that make one interval at the most: about a point in each.
+# Largest number of forward steps in one interval, about one node per step.
 STRIDE = 8
 
-# What is integrated, at times, summed with each of several rows of weights.
+# The sums of the integrand at times, weighted with each of several rows of weights.
 Integrand = Callable[..., list[list[Tensor]]]
 
 
 class Integral:
-    """A sum of parts, each known by two formulas.
+    """An integral as a sum over intervals, each computed by two quadrature formulas.
 
     Args:
-        like: tensors that are integrated.
-        allowed: how far two formulas may differ, relative to the sum of what all parts so far have
-            given in absolute value.
+        like: tensors with the shapes and dtypes of the integrals.
+        allowed: the allowed difference of the two formulas, relative to the sum of the absolute
+            contributions of all intervals so far.
     """
 
     def __init__(self, like: Sequence[Tensor], allowed: float) -> None:
@@ -45,8 +47,14 @@ class Integral:
     def error(
         self, found: list[Tensor], off: list[Tensor], near: float, scale: Callable[[], list[Tensor]]
     ) -> float:
-        """How far the two formulas differ for a part near a time, in units of what is allowed.
-        ``scale`` is the size of this part if nothing cancels in it."""
+        """Return the difference of the two formulas, relative to the allowed difference.
+
+        Args:
+            found: the contribution of the interval.
+            off: the difference of the two formulas.
+            near: a time in the interval, for messages.
+            scale: returns the size of the contribution if nothing cancels in it.
+        """
         errors, sizes = _largest(off), zip(self.sizes, _largest(found), strict=True)
         if not np.isfinite(errors).all():
             raise FloatingPointError(
@@ -66,33 +74,42 @@ class Integral:
         )
 
     def add(self, found: list[Tensor]) -> None:
+        """Add the contribution of an interval."""
         self.sizes = [a + b for a, b in zip(self.sizes, _largest(found), strict=True)]
         for total, x in zip(self.sums, found, strict=True):
             total += x
 
 
-class SevenPoints(Integral):
-    """By seven points, four of them Lobatto's, over intervals that are halved where the two
-    formulas disagree (W. Gander and W. Gautschi, BIT 40, 84, 2000): what is integrated may change
-    faster than the adjoint, whose steps are chosen for itself.
+class AdaptiveLobatto(Integral):
+    """Adaptive Lobatto quadrature with a seven-point Kronrod extension.
+
+    Intervals are halved where the two formulas disagree (W. Gander and W. Gautschi, BIT 40, 84,
+    2000). The integrand may change faster than the adjoint, whose step sizes do not account for it.
 
     Args:
-        like: tensors that are integrated.
-        rtol: tolerance.
+        like: tensors with the shapes and dtypes of the integrals.
+        rtol: the relative tolerance.
     """
 
     def __init__(self, like: Sequence[Tensor], rtol: float) -> None:
-        # The error of seven points is so much smaller than their difference from four (as in
-        # QUADPACK).
+        # The error of the seven-point formula is much smaller than its difference from the
+        # four-point formula; QUADPACK estimates it in the same way.
         super().__init__(like, max(rtol, rtol ** (2 / 3) / 200))
         self.stride = 1
 
     def integrate(
         self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]
     ) -> None:
-        """Add the integral from the first of some times to the last. What is integrated changes
-        little from one to the next, so several make an interval as long as none has to be divided.
-        ``scale`` is the size of what is integrated at a time if nothing cancels in it."""
+        """Add the integral from the first of several times to the last.
+
+        The integrand changes little between neighbouring times, so intervals grow to several times
+        while none has to be divided.
+
+        Args:
+            times: the times.
+            integrand: the integrand.
+            scale: returns the size of the integrand at a time if nothing cancels in it.
+        """
         k, last = 0, len(times) - 1
         while k < last:
             end = min(k + self.stride, last)
@@ -103,28 +120,28 @@ class SevenPoints(Integral):
     def _add(
         self, begin: float, end: float, integrand: Integrand, scale: Callable[[float], list[Tensor]]
     ) -> bool:
-        """Add the integral over an interval, and say whether it has not been divided."""
+        """Add the integral over an interval, and return whether it remained undivided."""
         waiting, divisions = [(begin, end)], 0
-        generic = cache(lambda: [abs(end - begin) * x for x in scale((begin + end) / 2)])
+        size = cache(lambda: [abs(end - begin) * x for x in scale((begin + end) / 2)])
         while waiting:
             a, b = waiting.pop()
             half, middle = (b - a) / 2, (a + b) / 2
             found, off = integrand(middle + half * NODES, half * WEIGHTS, half * DIFFERENCES)
-            if self.error(found, off, middle, generic) <= 1:
+            if self.error(found, off, middle, size) <= 1:
                 self.add(found)
                 continue
             divisions += 1
             if divisions > DIVISIONS:
-                raise unsettled(middle)
+                raise no_convergence(middle)
             waiting += [(middle, b), (a, middle)]
         return not divisions
 
 
-def unsettled(t: float) -> RuntimeError:
+def no_convergence(t: float) -> RuntimeError:
+    """Make the error for an integral whose two formulas keep disagreeing."""
     return RuntimeError(
-        f"the integral of the derivative by a parameter does not settle near t = {t:g}: does fun "
-        "draw random numbers there, or "
-        "is it infinite?"
+        "the integral of the derivative of fun with respect to a parameter does not converge near "
+        f"t = {t:g}. Either fun draws random numbers there, or the derivative is infinite."
     )
 
 

@@ -1,4 +1,4 @@
-"""What solve_ivp() returns."""
+"""The result of solve_ivp(), and the solution as a function of time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from adjsim.ivp.rhs import as_times
 
 
 class OdeResult(OptimizeResult):
-    """What :func:`solve_ivp` returns: SciPy's fields, with torch tensors in them."""
+    """The result of :func:`solve_ivp`: SciPy's fields, with torch tensors."""
 
 
 class DenseSolution:
-    """The solution as a function of time, differentiable as its values at given times are.
+    """The solution as a differentiable function of time.
 
-    Called with a time or times ``(k,)`` it gives ``(n,)`` or ``(n, k)``. At the time of a reset it
-    gives the state before.
+    Called with a time or times ``(k,)`` it returns the state ``(n,)`` or states ``(n, k)``. At the
+    time of a reset it returns the state before the reset.
 
     Args:
-        pieces: from reset to reset, each with its interpolants and its start.
+        pieces: the pieces between resets, each with its interpolants and its initial state.
         like: a state.
     """
 
@@ -41,8 +41,8 @@ class DenseSolution:
             raise ValueError(f"t must be a time or times (k,); got shape {tuple(times.shape)}.")
         if self._differentiable and bool(((times < self.t_min) | (times > self.t_max)).any()):
             raise ValueError(
-                f"outside of [{self.t_min:g}, {self.t_max:g}] there is no gradient: call it under "
-                "torch.no_grad()."
+                f"there is no gradient outside of [{self.t_min:g}, {self.t_max:g}]: call the "
+                "solution under torch.no_grad()."
             )
         flat, order, found = times.reshape(-1), [], []
         for (piece, inside, start), members in self._sorted(flat.detach().cpu().numpy()):
@@ -63,7 +63,7 @@ class DenseSolution:
         )
 
     def _sorted(self, times: Any) -> Iterator[tuple[tuple[Piece, OdeSolution, Tensor], list[int]]]:
-        """Which times are in which piece."""
+        """Yield each piece with the indices of the times in it."""
         sign = self._pieces[0][0].sign
         ends = [sign * piece.end for piece, _, _ in self._pieces[:-1]]
         numbers = np.searchsorted(ends, sign * times, side="left")

@@ -1,8 +1,7 @@
-"""The right-hand side of an ordinary differential equation, for SciPy and for its adjoint.
+"""The right-hand side of an ordinary differential equation, for SciPy and for the adjoint.
 
-SciPy calls it with NumPy arrays of float64; the function is the user's, of torch tensors. What the
-adjoint needs of it are the products of a cotangent with its Jacobians, by the state and by the
-parameters.
+SciPy calls it with float64 NumPy arrays, and it calls the user's function with torch tensors. For
+the adjoint it computes vector-Jacobian products with respect to the state and the parameters.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._params import leaves
-from adjsim.ivp.foreign import computes_with_numpy, refusal, refused
-from adjsim.ivp.reads import Reads, owner
+from adjsim.ivp.input_tensors import InputTensors, owner
+from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
 
 
 class RightHandSide:
-    """dy/dt = fun(t, y, *args).
+    """The right-hand side of dy/dt = fun(t, y, *args).
 
     Args:
-        fun: as the user wrote it; it may return a tensor, a list of numbers and tensors, or NumPy's
+        fun: the user's function, which may return a tensor, a list of numbers and tensors, or NumPy
             arrays.
-        args: what it takes besides time and state.
-        declared: tensors and modules that it reads besides.
-        like: a state ``(n,)``, whose dtype and device it is called with.
+        args: its further arguments.
+        declared: tensors and modules that it reads in addition.
+        like: a state ``(n,)`` of the dtype and on the device of its argument.
         vectorized: whether it takes states ``(n, k)``.
     """
 
@@ -45,27 +44,28 @@ class RightHandSide:
         vectorized: bool,
     ) -> None:
         self.fun, self.args, self.like, self.vectorized = fun, args, like.detach(), vectorized
-        self.reads = Reads(fun, args, declared)
-        #: Tensors that a gradient is wanted by, and what stands for each in ``fun``.
-        self.parameters, self.inner = self.reads.originals, self.reads.leaves
-        #: Whether ``fun`` computes with NumPy, which is found by calling it.
-        self.of_arrays = False
+        self.inputs = InputTensors(fun, args, declared)
+        #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.
+        self.parameters, self.parameter_leaves = self.inputs.originals, self.inputs.leaves
+        #: Whether ``fun`` computes with NumPy; :meth:`check` finds out by calling it.
+        self.uses_numpy = False
 
     def tensor(self, y: Array) -> Tensor:
-        """A state as the user's functions see it."""
+        """Convert a state to a tensor for the user's functions."""
         return torch.tensor(y, dtype=self.like.dtype, device=self.like.device)
 
     def time(self, t: float) -> Tensor:
+        """Convert a time to a tensor for the user's functions."""
         return torch.tensor(t, dtype=self.like.real.dtype, device=self.like.device)
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
-        """The rate of one state ``(n,)``."""
+        """Return the rate at one state ``(n,)``."""
         return self.rates(t, y[:, None]).reshape(-1) if self.vectorized else self.rates(t, y)
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
-        """The rates of a state ``(n,)``, or of several ``(n, k)``."""
-        with self.reads.held():
-            return self.reads.stand_in(self._vector(self.fun(t, y, *self.reads.args)))
+        """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
+        with self.inputs.substituted():
+            return self.inputs.stand_in(self._vector(self.fun(t, y, *self.inputs.args)))
 
     def _vector(self, out: Any) -> Tensor:
         if isinstance(out, Tensor):
@@ -76,61 +76,66 @@ class RightHandSide:
     def with_time_derivative(
         self, states: Tensor, times: Tensor, rates: Array | None = None
     ) -> Tensor:
-        """States ``(n, times)`` with the derivative by their times, which is their rate; the values
-        stay. ``rates`` are given where those of ``fun`` at the very states are not the limits that
-        are meant."""
+        """Give states ``(n, times)`` their derivative with respect to times, which is their rate.
+
+        The values remain. ``rates`` replaces the rates of ``fun`` at these states where a one-sided
+        limit is meant.
+        """
         if not times.requires_grad or not times.numel():
             return states
         if rates is None:
             along = zip(times.detach().tolist(), to_numpy(states).T, strict=True)
             rates = np.stack([self.rate(t, y) for t, y in along], 1)
-        return _Along.apply(states, times, torch.as_tensor(rates).to(states))
+        return _TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
 
-    # What SciPy calls.
+    # Called by SciPy.
 
     def numpy(self, t: float, y: Array) -> Array:
-        """The rates of a state ``(n,)``, or of several ``(n, k)``."""
-        if self.of_arrays:
+        """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
+        if self.uses_numpy:
             return np.asarray(self.fun(t, y, *self.args))
         with torch.no_grad():
             return to_numpy(self.rates(self.time(t), self.tensor(y)))
 
     def rate(self, t: float, y: Array) -> Array:
-        """The rate of one state ``(n,)``."""
+        """Return the rate at one state ``(n,)``."""
         return self.numpy(t, y[:, None]).reshape(-1) if self.vectorized else self.numpy(t, y)
 
     def jacobian(self, t: float, y: Array) -> Array:
-        """d fun_i / d y_j, by automatic differentiation."""
-        if self.of_arrays:
-            raise refusal('fun, of which jac="autodiff" wants the Jacobian,')
-        return self.rows(t, y).conj()
+        """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
+        if self.uses_numpy:
+            raise numpy_error('fun, whose Jacobian jac="autodiff" needs,')
+        return self.jacobian_rows(t, y).conj()
 
-    # What the adjoint asks for. For a complex state a cotangent is d/dRe + i d/dIm, torch's own
-    # convention.
+    # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
 
-    def rows(self, t: float, y: Array) -> Array:
-        """The products of the unit vectors with the Jacobian by the state, as rows ``(n, n)``."""
+    def jacobian_rows(self, t: float, y: Array) -> Array:
+        """Compute the products of unit vectors with the Jacobian, as rows ``(n, n)``."""
         return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0]
 
-    def matrices(self, times: Array, states: Array) -> Array:
-        """What takes a cotangent to its product with the Jacobian by the state, over real numbers
-        ``(times, n, n)``, at states ``(n, times)``. For complex states it is ``(times, 2 n, 2 n)``,
-        since such products need not be linear over complex numbers."""
+    def transposed_jacobians(self, times: Array, states: Array) -> Array:
+        """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
+
+        The product is that with the Jacobian with respect to the state, at states ``(n, times)``.
+        For complex states the matrices are ``(times, 2 n, 2 n)``, since such products need not be
+        linear over complex numbers.
+        """
         n = len(states)
         units = np.eye(2 * n).view(complex) if np.iscomplexobj(states) else np.eye(n)
         found = self._products(times, states, units)
         return (found.view(float) if np.iscomplexobj(states) else found).swapaxes(1, 2)
 
     def _products(self, times: Array, states: Array, cotangents: Array) -> Array:
-        """The products of cotangents ``(k, n)`` with the Jacobians at several times, ``(times, k,
-        n)``, all times at once.
+        """Compute the products of cotangents ``(k, n)`` with the Jacobians at several times.
+
+        The result is ``(times, k, n)``. Each cotangent takes one backward pass for all times.
         """
-        watched = [self._watched(float(t), y) for t, y in zip(times, states.T, strict=True)]
-        found = np.zeros((len(watched), *cotangents.shape), states.dtype)
-        inside = [i for i, (_, out) in enumerate(watched) if out.requires_grad]
+        evaluated = [self._with_graph(float(t), y) for t, y in zip(times, states.T, strict=True)]
+        found = np.zeros((len(evaluated), *cotangents.shape), states.dtype)
+        inside = [i for i, (_, out) in enumerate(evaluated) if out.requires_grad]
         if not inside:
             return found
-        points, outputs = [watched[i][0] for i in inside], [watched[i][1] for i in inside]
+        points, outputs = [evaluated[i][0] for i in inside], [evaluated[i][1] for i in inside]
         for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
             rows = torch.autograd.grad(
                 outputs, points, [cotangent] * len(inside), retain_graph=True, allow_unused=True
@@ -141,8 +146,8 @@ class RightHandSide:
         return found
 
     def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
-        """The product of a cotangent with the Jacobian by the state."""
-        x, out = self._watched(t, y)
+        """Compute the product of a cotangent with the Jacobian with respect to the state."""
+        x, out = self._with_graph(t, y)
         if not out.requires_grad:
             return np.zeros_like(cotangent)
         (pulled,) = torch.autograd.grad(
@@ -151,8 +156,11 @@ class RightHandSide:
         return np.zeros_like(cotangent) if pulled is None else to_numpy(pulled)
 
     def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
-        """The products of cotangents with the Jacobian by the parameters, summed over times; states
-        and each of the cotangents are ``(n, times)``."""
+        """Compute the products of cotangents with the Jacobian with respect to the parameters.
+
+        The products are summed over times. The states and each of the cotangents are ``(n,
+        times)``.
+        """
         with torch.enable_grad():
             rates = [
                 self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
@@ -167,23 +175,24 @@ class RightHandSide:
             outputs, weights = zip(*pairs, strict=True) if pairs else ((), ())
             grads = (
                 torch.autograd.grad(
-                    outputs, self.inner, weights, retain_graph=True, allow_unused=True
+                    outputs, self.parameter_leaves, weights, retain_graph=True, allow_unused=True
                 )
                 if pairs
                 else ()
             )
-            grads = grads or (None,) * len(self.inner)
+            grads = grads or (None,) * len(self.parameter_leaves)
             found.append(
                 [
                     torch.zeros_like(x) if g is None else g
-                    for x, g in zip(self.inner, grads, strict=True)
+                    for x, g in zip(self.parameter_leaves, grads, strict=True)
                 ]
             )
         return found
 
-    def _watched(self, t: float, y: Array) -> tuple[Tensor, Tensor]:
-        """A state that requires grad and its rate, which must depend on nothing that was not
-        declared.
+    def _with_graph(self, t: float, y: Array) -> tuple[Tensor, Tensor]:
+        """Return a state that requires grad, and its rate with a graph.
+
+        The rate must not depend on undeclared tensors that require grad.
         """
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
@@ -191,18 +200,19 @@ class RightHandSide:
         self.refuse_undeclared(out, x)
         return x, out
 
-    # What is checked.
+    # Checks.
 
     def check(self, t: float, y: Array, gradient: bool) -> None:
-        """Refuse a function of another shape, and one that reads a tensor that requires grad and
-        was not declared.
+        """Refuse a function that returns another shape or reads an undeclared tensor.
+
+        Only undeclared tensors that require grad are refused, and only if ``gradient`` is true.
         """
         at, x = self.time(t), self.tensor(y)
-        with torch.no_grad(), self.reads.held():
+        with torch.no_grad(), self.inputs.substituted():
             columns = x[:, None] if self.vectorized else x
-            self.of_arrays = computes_with_numpy(self.fun, at, columns, self.reads.args)
+            self.uses_numpy = computes_with_numpy(self.fun, at, columns, self.inputs.args)
         with torch.set_grad_enabled(gradient):
-            out = torch.as_tensor(self.rate(t, y)) if self.of_arrays else self(at, x)
+            out = torch.as_tensor(self.rate(t, y)) if self.uses_numpy else self(at, x)
         if out.shape != self.like.shape:
             raise ValueError(
                 f"fun returned shape {tuple(out.shape)} for a state of shape "
@@ -211,49 +221,48 @@ class RightHandSide:
         self.refuse_undeclared(out, x)
 
     def check_differentiable(self, t: float, y: Array) -> None:
-        """Refuse a function that computes with NumPy, called where a gradient is asked for."""
-        if self.of_arrays:
-            raise refusal("fun")
-        with refused("fun"):
-            self._watched(t, y)
+        """Refuse a function that computes with NumPy, where a gradient is wanted."""
+        if self.uses_numpy:
+            raise numpy_error("fun")
+        with naming_function("fun"):
+            self._with_graph(t, y)
 
     def evaluate_checked(self, t: float, y: Array) -> Array:
-        """The rate of one state, which must depend on nothing that was not declared."""
-        return to_numpy(self._watched(t, y)[1])
+        """Return the rate at one state, and refuse undeclared tensors that require grad."""
+        return to_numpy(self._with_graph(t, y)[1])
 
-    def unread(self, *points: tuple[float, Array]) -> bool:
-        """Whether ``fun`` has no derivative by some argument or declared tensor at any of some
-        times and states.
+    def has_unused_parameter(self, *points: tuple[float, Array]) -> bool:
+        """Test whether the rates at some times and states leave an input tensor unused.
+
+        The input tensors are the arguments and declared tensors that require grad, without those of
+        modules.
         """
-        read = {id(leaf) for t, y in points for leaf in leaves(self._watched(t, y)[1])}
-        return not self.reads.named <= read
+        read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
+        return not self.inputs.named <= read
 
     def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
-        """Refuse a rate whose graph ends in a tensor that requires grad and was not declared."""
-        for node in _nodes(out):
+        """Refuse a rate whose graph has an undeclared leaf; ``known`` leaves are allowed too."""
+        for node in _graph_nodes(out):
             leaf = getattr(node, "variable", None)
-            if self.reads.is_declared(node, leaf):
+            if self.inputs.is_declared(node, leaf):
                 raise ValueError(
-                    "fun reads a tensor that has been computed from a declared one before: "
-                    "compute it in fun, or declare it "
-                    "instead."
+                    "fun reads a tensor that was computed from a declared one before the solution: "
+                    "compute it in fun, or declare it instead."
                 )
             if (
                 leaf is not None
-                and not self.reads.is_stand_in(leaf)
+                and not self.inputs.is_stand_in(leaf)
                 and not any(leaf is x for x in known)
             ):
                 raise ValueError(
                     f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not "
-                    "declared, so the adjoint would "
-                    "lose its gradient. Pass it in args, declare it by params=[...], make it a "
-                    "parameter of a module, or "
-                    "detach() it."
+                    "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
+                    "by params=[...], make it a parameter of a module, or detach() it."
                 )
 
 
-class _Along(torch.autograd.Function):
-    """States at times, whose derivative by the times is their rate."""
+class _TimeDerivative(torch.autograd.Function):
+    """States whose derivative with respect to their times is their rate."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, times: Tensor, rates: Tensor) -> Tensor:
@@ -262,19 +271,19 @@ class _Along(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second()
-        by_time = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
-        return grad_outputs[0], by_time.to(ctx.dtype), None
+        refuse_second_derivative()
+        grad_times = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
+        return grad_outputs[0], grad_times.to(ctx.dtype), None
 
 
-def refuse_second() -> None:
-    """Called in a backward: it has no graph of its own."""
+def refuse_second_derivative() -> None:
+    """Refuse a backward pass with create_graph, since the gradient has no graph of its own."""
     if torch.is_grad_enabled():
         raise RuntimeError("solve_ivp has first derivatives only: leave out create_graph=True.")
 
 
 def to_numpy(x: Tensor) -> Array:
-    """As SciPy computes: in double precision, on the CPU."""
+    """Convert a tensor to a double precision array, as SciPy uses."""
     return (
         x.detach()
         .to("cpu", torch.complex128 if x.is_complex() else torch.float64)
@@ -284,7 +293,7 @@ def to_numpy(x: Tensor) -> Array:
 
 
 def as_state(y0: Any) -> Tensor:
-    """A state ``(n,)`` of what a user gives: a tensor, numbers, or a list of both."""
+    """Convert a tensor, numbers, or a list of both to a state ``(n,)``."""
     if not isinstance(y0, Tensor):
         tensors = [x for x in y0 if isinstance(x, Tensor)] if isinstance(y0, list | tuple) else []
         if tensors:
@@ -306,7 +315,7 @@ def as_state(y0: Any) -> Tensor:
 
 
 def as_times(t: Any, like: Tensor) -> Tensor:
-    """Times in double precision, whatever the state's."""
+    """Convert times to double precision, whatever the dtype of the state."""
     if isinstance(t, list | tuple) and any(isinstance(x, Tensor) for x in t):
         return torch.stack([as_times(x, like).reshape(()) for x in t])
     return (
@@ -317,7 +326,7 @@ def as_times(t: Any, like: Tensor) -> Tensor:
 
 
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
-    """A tensor by the name under which a function reads it, where that can be told."""
+    """Describe a tensor by its name in a function, or else by its shape."""
     places = (
         [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
         if owner(fun) is not None
@@ -342,8 +351,8 @@ def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     return f"a tensor of shape {tuple(leaf.shape)}"
 
 
-def _nodes(x: Tensor) -> Iterator[Any]:
-    """Of the graph of a tensor."""
+def _graph_nodes(x: Tensor) -> Iterator[Any]:
+    """Yield the nodes of a tensor's autograd graph."""
     seen, queue = set(), [x.grad_fn]
     while queue:
         node = queue.pop()

@@ -1,13 +1,13 @@
-r"""Ways back of an adjoint, from one time that is read to the next.
+r"""Integration of an adjoint backward in time, between times at which the solution is used.
 
-Each takes :math:`\dot\lambda = -J^T \lambda` along a path of states, and the integral of
-:math:`\lambda^T \partial f/\partial\theta` with an error of its own, which each tensor meets by
-itself.
+A sweep integrates :math:`\dot\lambda = -J^T \lambda` along a path of states, and :math:`\lambda^T
+\partial f/\partial\theta` with an error control of its own, which holds for each tensor separately.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,27 +16,30 @@ from scipy.integrate import OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
-from adjsim.ivp.paths import solution
-from adjsim.ivp.quadrature import DIVISIONS, STRIDE, Integral, SevenPoints, unsettled
+from adjsim.ivp.forward_states import solution
+from adjsim.ivp.quadrature import DIVISIONS, STRIDE, AdaptiveLobatto, Integral, no_convergence
 from adjsim.ivp.rhs import Array, RightHandSide
 
 SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
-# Power of the tolerance, for the difference of two results by collocation: that is of order 6 in
-# the step, and the error of order 10. The ratio of the two would be too much where what is
-# integrated jumps, and the difference is about the error.
+# Power of the tolerance that is required of the difference of two collocation results. The
+# difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
+# lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
 
 
 @dataclass
-class Sweep:
-    """What one way back accumulates.
+class Sweep(ABC):
+    """The adjoint and the integral in one backward pass.
 
     Args:
-        field: the right-hand side.
-        rtol, atol: of the adjoint; atol is relative to its largest entry.
-        max_step: the longest step.
-        adjoint: cotangent of the state, at the time that has been reached.
-        step: size of the last step that was not cut short.
+        rhs: the right-hand side.
+        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
+        max_step: the largest step size.
+        adjoint: the cotangent of the state at the current time.
+
+    Attributes:
+        step: the size of the last step that was not cut short.
+        integral: the integral so far.
     """
 
     rhs: RightHandSide
@@ -50,34 +53,40 @@ class Sweep:
     def __post_init__(self) -> None:
         self.step = None
 
+    @abstractmethod
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
-        """Take the adjoint from one time back to another along a path of states, and add to the
-        integral. ``remaining`` is the length of the way from there on."""
-        raise NotImplementedError
+        """Integrate the adjoint backward from one time to another, and add to the integral.
+
+        Args:
+            begin, end: the two times.
+            path: the states.
+            remaining: the length of the time span after ``end``, in the direction of the sweep.
+        """
 
     def _absolute(self) -> float:
         return self.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
 
-    def _generic(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
-        """The size of what is integrated at a time if nothing cancels in it."""
+    def _integrand_size(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
+        """Return the size of the integrand at a time if nothing cancels in it."""
         weights = (1 + 0.5 * np.cos(np.arange(adjoint.size) ** 2)) * np.abs(adjoint)
         return self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights[:, None])[0]
 
 
 @dataclass
-class BySolver(Sweep):
-    """By one of SciPy's solvers, with the step size carried from each time that is read to the
-    next. The integral is taken afterwards over the steps of the way forward.
+class SolverSweep(Sweep):
+    """Integration by one of SciPy's solvers, with the step size carried across jumps.
+
+    The integral is computed afterwards over the forward steps.
 
     Args:
-        method: an explicit solver, or Radau.
+        method: an explicit solver class, or Radau.
     """
 
     method: type[OdeSolver]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.integral = self.points = SevenPoints(self.rhs.parameters, self.rtol)
+        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, self.rtol)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         solver = self._solver(begin, end, path)
@@ -86,8 +95,8 @@ class BySolver(Sweep):
             proposed = float(getattr(solver, "h_abs", 0.0))
             message = solver.step()
             if solver.status == "failed":
-                raise _failed(solver.t, message)
-            # A last step that the end cut short says nothing against a longer one.
+                raise _adjoint_error(solver.t, message)
+            # If the end cut the last step short, the next one need not be as short.
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
             self.step = (
                 max(proposed, float(getattr(solver, "h_abs", 0.0)))
@@ -96,20 +105,24 @@ class BySolver(Sweep):
             )
             times.append(solver.t)
             interpolants.append(solver.dense_output())
-        self.adjoint = _like(np.asarray(solver.y), self.adjoint)
+        self.adjoint = _as_state_type(np.asarray(solver.y), self.adjoint)
         if not self.rhs.parameters:
             return
         found = solution(times, interpolants, type(solver))
 
         def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
-            z = _like(found(times), self.adjoint)
+            z = _as_state_type(found(times), self.adjoint)
             return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
 
-        def generic(t: float) -> list[Tensor]:
-            return self._generic(t, _like(found(np.array([t])), self.adjoint)[:, 0], path)
+        def size(t: float) -> list[Tensor]:
+            return self._integrand_size(
+                t, _as_state_type(found(np.array([t])), self.adjoint)[:, 0], path
+            )
 
-        # The way forward knows how fast things change along it.
-        self.points.integrate([begin, *_between(begin, end, path), end], integrand, generic)
+        # The forward steps resolve how fast the states change.
+        self.points.integrate(
+            [begin, *_forward_steps_between(begin, end, path), end], integrand, size
+        )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
         like = self.adjoint
@@ -121,40 +134,43 @@ class BySolver(Sweep):
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
         if issubclass(self.method, Radau):
-            options["jac"] = lambda t, z: -self.rhs.matrices(np.array([t]), path(np.array([t])))[0]
+            options["jac"] = lambda t, z: (
+                -self.rhs.transposed_jacobians(np.array([t]), path(np.array([t])))[0]
+            )
 
         def rate(t: float, z: Array) -> Array:
-            return -_real(self.rhs.state_vjp(t, path(t), _like(z, like)))
+            return -_as_real(self.rhs.state_vjp(t, path(t), _as_state_type(z, like)))
 
-        return self.method(rate, begin, _real(like), end, **options)
+        return self.method(rate, begin, _as_real(like), end, **options)
 
 
 @dataclass
-class ByCollocation(Sweep):
-    """By collocation, with the integral as one more row of the equation: a jump at a time that is
-    read is not resolved.
+class CollocationSweep(Sweep):
+    """Integration by collocation, with the integral as one more component of the equation.
+
+    The boundary layer behind a jump of the adjoint is not resolved.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.integral, self.misses = Integral(self.rhs.parameters, self.rtol**POWER), 0
+        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol**POWER), 0
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
-        now, marks = begin, _between(begin, end, path)
-        z, here = _real(self.adjoint), self._matrices(np.array([begin]), path)
+        now, marks = begin, _forward_steps_between(begin, end, path)
+        z, matrix = _as_real(self.adjoint), self._matrices(np.array([begin]), path)
         while now != end:
-            # The way forward knows how fast things change along it: its steps are not skipped.
+            # The forward steps resolve how fast the states change, so a step covers few of them.
             farthest = marks[STRIDE - 1] if len(marks) >= STRIDE else end
-            now, step = self._step(now, farthest, z, here, path, remaining + abs(end - farthest))
-            z, here = step.values[-1], step.matrices[-1:]
+            now, step = self._step(now, farthest, z, matrix, path, remaining + abs(end - farthest))
+            z, matrix = step.values[-1], step.matrices[-1:]
             while marks and (end - begin) * (marks[0] - now) <= 0:
-                marks, self.misses = marks[1:], 0
-        self.adjoint = _like(z, self.adjoint)
+                marks, self.rejections = marks[1:], 0
+        self.adjoint = _as_state_type(z, self.adjoint)
 
     def _step(
-        self, now: float, farthest: float, z: Array, here: Array, path: OdeSolution, beyond: float
+        self, now: float, farthest: float, z: Array, matrix: Array, path: OdeSolution, beyond: float
     ) -> tuple[float, Step]:
-        """Take one step, at most to the given time, and return where it ends."""
+        """Take one step, at most to ``farthest``, and return the time at which it ends."""
         smallest = 10 * float(np.spacing(abs(now)))
         size, atol = (
             min(self.step or np.inf, self.max_step),
@@ -167,66 +183,73 @@ class ByCollocation(Sweep):
             step = Step(
                 end - now,
                 z,
-                np.concatenate([here, self._matrices(now + (end - now) * POINTS, path)]),
+                np.concatenate([matrix, self._matrices(now + (end - now) * POINTS, path)]),
             )
-            error, lasting = step.error(self.rtol**POWER, atol, beyond + abs(farthest - end))
+            error, propagated = step.error(self.rtol**POWER, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.rhs.parameters:
-                missed, found = self._integrate(now, step, lasting, path, abs(farthest - now))
-                # The shortest step is all that can be told of where it jumps.
+                missed, found = self._integrate(now, step, propagated, path, abs(farthest - now))
+                # A jump of the integrand cannot be located better than to the shortest step.
                 error = max(error, missed if abs(step.h) > smallest else min(missed, 1.0))
             if error <= 1:
                 self.integral.add(found)
                 break
             if abs(step.h) <= smallest:
-                raise _failed(now, OdeSolver.TOO_SMALL_STEP)
+                raise _adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
             size = abs(step.h) * max(SHRINK, SAFETY * error ** (-1 / ORDER))
         wanted = abs(step.h) * min(GROW, SAFETY * max(error, np.finfo(float).tiny) ** (-1 / ORDER))
-        # A step that was cut short says nothing against a longer one.
+        # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
         return end, step
 
     def _matrices(self, times: Array, path: OdeSolution) -> Array:
-        return -self.rhs.matrices(times, path(times))
+        return -self.rhs.transposed_jacobians(times, path(times))
 
     def _integrate(
-        self, now: float, step: Step, lasting: Array, path: OdeSolution, sign: float
+        self, now: float, step: Step, propagated: Array, path: OdeSolution, length: float
     ) -> tuple[float, list[Tensor]]:
-        """The error of the integral over a step, and this itself. ``way`` is the length of which
-        the step is a part: it may begin at a jump, where nothing is known yet of the size of the
-        integral."""
+        """Return the error, relative to the tolerance, and the integral over a step.
+
+        ``length`` is that of the interval in which the step lies. It sets the scale of the
+        integral, which is not known yet if the step begins at a jump.
+        """
         times, middle = now + step.h * TIMES, now + step.h / 2
         weights, differences = (
-            _like(x, self.adjoint) for x in (step.weighted(), step.differences(lasting))
+            _as_state_type(x, self.adjoint) for x in (step.weighted(), step.differences(propagated))
         )
         found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
 
-        def generic() -> list[Tensor]:
-            largest = _like(np.maximum(np.abs(step.start), np.abs(step.values[-1])), self.adjoint)
-            return [sign * x for x in self._generic(middle, largest, path)]
+        def size() -> list[Tensor]:
+            largest = _as_state_type(
+                np.maximum(np.abs(step.start), np.abs(step.values[-1])), self.adjoint
+            )
+            return [length * x for x in self._integrand_size(middle, largest, path)]
 
-        error = self.integral.error(found, off, middle, generic)
-        self.misses += error > 1
-        if self.misses > DIVISIONS:
-            raise unsettled(middle)
+        error = self.integral.error(found, off, middle, size)
+        self.rejections += error > 1
+        if self.rejections > DIVISIONS:
+            raise no_convergence(middle)
         return error, found
 
 
-def _between(begin: float, end: float, path: OdeSolution) -> list[float]:
-    """Ends of the steps of the way forward that lie between two times, from the first on."""
+def _forward_steps_between(begin: float, end: float, path: OdeSolution) -> list[float]:
+    """Return the ends of forward steps between two times, in order from ``begin`` on."""
     low, high = min(begin, end), max(begin, end)
     return sorted((t for t in map(float, path.ts) if low < t < high), reverse=bool(begin > end))
 
 
-def _failed(t: float, message: str | None) -> RuntimeError:
+def _adjoint_error(t: float, message: str | None) -> RuntimeError:
     return RuntimeError(f"the adjoint failed at t = {t:g}: {message}")
 
 
-def _real(z: Array) -> Array:
-    """A cotangent as real numbers: the adjoint of a complex state is linear over these alone."""
+def _as_real(z: Array) -> Array:
+    """View a cotangent as real numbers.
+
+    The adjoint of a complex state is linear over the real numbers only.
+    """
     return z.view(float) if np.iscomplexobj(z) else z
 
 
-def _like(z: Array, like: Array) -> Array:
-    """The inverse of :func:`_real`, for one cotangent ``(n,)`` or several ``(n, k)``."""
+def _as_state_type(z: Array, like: Array) -> Array:
+    """Invert :func:`_as_real`, for one cotangent ``(n,)`` or several ``(n, k)``."""
     return np.ascontiguousarray(z.T).view(complex).T if np.iscomplexobj(like) else z

@@ -21,8 +21,8 @@ class Mean(NamedTuple):
 def autocorrelation_time(series: Array, window: float = 5.0) -> float:
     """Compute the integrated autocorrelation time ``1 + 2 sum_k rho(k)`` of a series, in samples.
 
-    The series is ``(time,)``. The sum is cut at the first lag that is ``window`` times the sum so
-    far (Sokal 1997), beyond which noise dominates.
+    The series is ``(time,)``. The sum is cut at the first lag that is at least ``window`` times the
+    sum up to it (Sokal 1997), beyond which noise dominates.
     """
     x = as_tensor("series", series).detach().double().flatten()
     x = x - x.mean()
@@ -40,7 +40,7 @@ def mean_with_error(series: Array) -> Mean:
     """Compute the mean and standard error of a correlated series, or of independent ones.
 
     The series is ``(time,)`` or ``(time, replicas)``. With several replicas the error comes from
-    the spread of their means; with one, from its autocorrelation time.
+    the spread of their means; with one, from the autocorrelation time.
     """
     x = as_tensor("series", series).detach().double()
     if x.ndim == 2 and x.shape[1] > 1:

@@ -1,4 +1,4 @@
-"""Observables of motion."""
+"""Kinetic observables."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def first_passage_time(
         T = sum_n (t_{n+1} - t_n) exp(-sum_{j<=n} rate_j (t_{j+1} - t_j))
 
     If the run is much longer than the passage, the mean of T over paths is the mean first-passage
-    time. Otherwise it is the mean of the shorter of passage and run. Save every step, so that no
-    walker crosses the boundary between two frames unseen.
+    time. Otherwise it is the mean of the passage time, capped at the length of the run. Save every
+    step, so that no walker crosses the boundary and returns between two frames.
 
     Args:
         rate: the rate, 1/time, at which a walker is absorbed at each frame. A sharp boundary is an

@@ -1,4 +1,4 @@
-"""Observables of structure."""
+"""Structural observables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adjsim._typing import Array, Energies, PositionsLike
 def radius_of_gyration(position: PositionsLike) -> Energies:
     """Compute ``sqrt(sum |q_i - q_mean|^2 / atoms)``, length, ``(*batch,)``.
 
-    Masses are equal, and there is no periodic cell.
+    All atoms have the same weight, and positions must not be wrapped into a box.
     """
     q = as_tensor("position", position)
     centered = q - q.mean(-2, keepdim=True)

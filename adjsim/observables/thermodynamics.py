@@ -1,4 +1,4 @@
-"""Observables of thermodynamics."""
+"""Thermodynamic observables."""
 
 from __future__ import annotations
 

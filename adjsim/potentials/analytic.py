@@ -43,8 +43,8 @@ class AsymmetricDoubleWell(SeparablePotential):
     The sum is over atoms and dimensions.
 
     Args:
-        barrier: height between the wells at -1 and 1 when the asymmetry is zero, energy; lengths
-            are in units of the well's distance from the origin.
+        barrier: height of the barrier between the wells at -1 and 1 if the asymmetry is zero,
+            energy. Lengths are in units of the distance of the wells from the origin.
         asymmetry: tilt, energy / length; positive favours the left well.
     """
 
@@ -120,7 +120,7 @@ class MullerBrown(Potential):
     def forward(self, position: Positions) -> Energies:
         if position.shape[-1] != 2:
             raise ValueError(
-                f"MullerBrown lives in two dimensions; position has dim {position.shape[-1]}."
+                f"MullerBrown needs two dimensions; position has dim {position.shape[-1]}."
             )
         amplitude, shape, center = (
             x.to(position) for x in (self.amplitude, self.shape, self.center)

@@ -7,8 +7,8 @@ closed form: :class:`SeparablePotential`, a sum over coordinates, and
 :class:`ForceField` is a force that need not come from an energy, and may depend on time.
 
 The adjoint also needs the vector-Jacobian product of a force F(q; theta). :func:`force_vjp` returns
-the force and a function that takes v to (v^T dF/dq, v^T dF/dtheta), so that the two share their
-work.
+the force and a function from v to (v^T dF/dq, v^T dF/dtheta), so that both share intermediate
+results.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from adjsim._typing import Energies, Positions
 class DeferredVJP:
     """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
 
-    Several of one function may be stacked along a new leading axis and differentiated together.
-    This spares small systems the overhead of a differentiation in every step.
+    Deferred gradients of the same function may be stacked along a new leading axis and computed
+    together. This spares small systems the overhead of one autograd call per step.
 
     Args:
         module: the module with the parameters theta.
@@ -48,7 +48,7 @@ class DeferredVJP:
     x: Tensor
 
     def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the gradient by parameter; None where the function does not depend on it.
+        """Compute the gradients; None for parameters that the function does not depend on.
 
         Raises:
             ValueError: the function depends on a tensor that requires grad and is not one of the
@@ -76,19 +76,19 @@ class Potential(nn.Module):
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         """Compute ``-dU/dq``, differentiable when grad mode is on.
 
-        A grid (``(*batch, 1, 1, 1)``, one spacing for each system) may be given. A force that is a
-        sum of contributions then rounds each of them to the grid before the sum. The sum is exact,
-        and does not depend on the order.
+        With a grid (``(*batch, 1, 1, 1)``, one spacing for each system), a force that is a sum of
+        contributions rounds each of them to the grid before the sum. Then the sum is exact, and
+        does not depend on the order.
         """
         return _derived(self, position, grid)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
-        """Compute the force, and return it with the function v -> (v^T dF/dq, v^T dF/dtheta).
+        """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta).
 
-        The latter is a :class:`DeferredVJP` or a list of gradients. On a grid the force has the
-        bits of :meth:`force`.
+        The second product is a :class:`DeferredVJP` or a list of gradients. On a grid the force has
+        the bits of :meth:`force`.
         """
         return _autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
 
@@ -230,16 +230,16 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(total, here, create_graph=create, allow_unused=True)
     if slope is None:
         return torch.zeros_like(x)
-    # If only our own leaf requires grad, the result must not require grad.
-    asked = x.requires_grad or next(leaves(slope), None) is not None
-    return slope if asked else slope.detach()
+    # If nothing but the leaf made here requires grad, the result must not require grad.
+    keeps_graph = x.requires_grad or next(leaves(slope), None) is not None
+    return slope if keeps_graph else slope.detach()
 
 
 def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
     smooth = -derivative(potential, position)
     if grid is None or not smooth.requires_grad:
         return smooth
-    # A derivative that keeps a graph comes from other kernels, and may differ in its last bit.
+    # A derivative with a graph comes from other kernels, and may differ in the last bit.
     with torch.no_grad():
         same = -derivative(potential, position)
     return straight_through(smooth, same)

@@ -38,8 +38,8 @@ class LennardJonesMixture(LennardJones):
     ``epsilon_ij = sqrt(epsilon_i epsilon_j)``, ``sigma_ij = (sigma_i + sigma_j) / 2``.
 
     Args:
-        species: ``(atoms,)`` whole numbers, each an index into epsilon and sigma;
-            ``range(atoms)`` for one number for each atom.
+        species: ``(atoms,)`` integers, each an index into epsilon and sigma; ``range(atoms)`` if
+            every atom has its own parameters.
         epsilon: ``(species,)``, energy.
         sigma: ``(species,)``, length.
         cutoff, box: as for :class:`LennardJones`.
@@ -89,18 +89,18 @@ def _checked_species(species: Array, count: int) -> Tensor:
     found = as_indices("species", species)
     if found.ndim != 1 or len(found) == 0:
         raise ValueError(
-            "species must be (atoms,), the number of each atom's species; got shape "
+            "species must be (atoms,), the index of each atom's species; got shape "
             f"{tuple(found.shape)}."
         )
     if not 0 <= int(found.min()) <= int(found.max()) < count:
         raise ValueError(
-            f"species must be numbers from 0 to {count - 1}, since epsilon and sigma list {count}; "
+            f"species must be indices from 0 to {count - 1}, since epsilon and sigma list {count}; "
             f"got {int(found.min())} to {int(found.max())}."
         )
     return found
 
 
 def trainable_numbers(values: Sequence[float]) -> nn.Parameter:
-    """Make one float64 parameter of numbers: a scalar from one, else a vector."""
+    """Make a float64 parameter, a scalar from one number or a vector from several."""
     tensor = torch.tensor(values, dtype=torch.float64)
     return nn.Parameter(tensor[0] if len(values) == 1 else tensor)

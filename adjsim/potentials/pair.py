@@ -9,12 +9,12 @@ q, w_ij = v_i - v_j::
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
 so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
-itself, pairs beyond the cutoff) get a safe distance before any division. Their contribution is then
-made zero, by their difference, which is zero, or by the cutoff. So values and gradients stay
-finite.
+itself, pairs beyond the cutoff) get a safe distance before any division, so that values and
+gradients stay finite. Their contribution is zero: the difference of an atom with itself is zero,
+and pairs beyond the cutoff are masked.
 
-All pairs are evaluated, which is efficient up to about a thousand atoms. Inside, coordinates come
-first, ``(dim, atoms, atoms)``, so that the last axis is long and vectorises.
+All pairs are evaluated, which is efficient up to about a thousand atoms. Internally coordinates
+come first, ``(dim, atoms, atoms)``, so that the last axis is long and vectorises.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PairPotential(Potential):
 
     Raises:
         ValueError: a cutoff above half the smallest perpendicular width of the box (after this
-            reduction, which makes the width as large as possible). Below it no atom meets two
-            images of another.
+            reduction, which makes the width as large as possible). Up to this cutoff no atom
+            interacts with two images of another.
     """
 
     box: Tensor | None
@@ -75,7 +75,7 @@ class PairPotential(Potential):
         return derivative(self.pair_slope, s)
 
     def safe_distance(self, s: Tensor) -> Tensor:
-        """Return a squared distance at which the functions above are finite, for excluded pairs."""
+        """Return a squared distance for excluded pairs, where u, u' and u'' are finite."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
     def forward(self, position: Positions) -> Energies:
@@ -97,38 +97,40 @@ class PairPotential(Potential):
         with torch.no_grad():
             d, s, included = self._geometry(position)
             slope = self._masked(self.pair_slope(s), included)
-            bare = -2 * slope
-            value = _sum_pairs(bare, d, grid)
-            bare = bare.unsqueeze(-3)
+            weight = -2 * slope
+            value = _sum_pairs(weight, d, grid)
+            weight = weight.unsqueeze(-3)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP | list[Tensor | None]]:
             with torch.no_grad():
                 w = split_coordinates(differences(v))
                 dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
-                bend = (-4 * self._masked(self.pair_curvature(s), included) * dw).unsqueeze(-3)
-                rows = [(bend * x + bare * y).sum(-1) for x, y in zip(d, w, strict=True)]
+                curvature = (-4 * self._masked(self.pair_curvature(s), included) * dw).unsqueeze(-3)
+                rows = [(curvature * x + weight * y).sum(-1) for x, y in zip(d, w, strict=True)]
                 found = DeferredVJP(self, self.pair_slope, self._masked(-dw, included), s)
-                by_rows = is_tracing() and self._takes_rows
-                return _join_coordinates(rows), self._by_rows(
+                by_rows = is_tracing() and self._elementwise_in_parameters
+                return _join_coordinates(rows), self._gradient_by_rows(
                     found, parameters
                 ) if by_rows else found
 
         return value, pullback
 
     @property
-    def _takes_rows(self) -> bool:
+    def _elementwise_in_parameters(self) -> bool:
         """Whether the formulas are elementwise in each scalar parameter.
 
         A parameter may then differ from row to row.
         """
         return False
 
-    def _by_rows(self, deferred: DeferredVJP, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    def _gradient_by_rows(
+        self, deferred: DeferredVJP, parameters: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Compute the gradient with parameters expanded over the rows of pairs.
 
-        The sums over a row then enter the loop over pairs of the compiled step, while a sum over
-        all pairs would need another loop. A parameter with several names gets the sum of the
-        gradients of its names.
+        The compiler then fuses the sum over each row with the loop over pairs of the compiled step,
+        while a sum over all pairs would need another loop. A parameter with several names gets the
+        sum of the gradients of its names.
         """
         rows = (*deferred.x.shape[:-1], 1)
         registered = [
@@ -166,14 +168,14 @@ class PairPotential(Potential):
     def _geometry(self, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
         """Compute differences by coordinate, squared distances, and the mask of included pairs.
 
-        The latter two are ``(*batch, atoms, atoms)``.
+        Squared distances and mask are ``(*batch, atoms, atoms)``.
         """
         parts = split_coordinates(differences(position))
         if self.box is not None:
             parts = nearest_image(parts, self.box.to(position), exact=self.cutoff is None)
         s, included = sum_coordinates([x * x for x in parts]), distinct(position)
         if self.cutoff is not None:
-            # One comparison of numbers instead of two masks, which compiled loops would widen.
+            # A comparison of numbers is faster than two masks, which compiled loops would widen.
             s = torch.where(included, s, torch.finfo(s.dtype).max)
             included = s < self.cutoff**2
         return parts, torch.where(included, s, self.safe_distance(s)), included
@@ -185,15 +187,15 @@ class LennardJones(PairPotential):
     Args:
         epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
-        cutoff: pairs beyond it are left out, and the energy is shifted to zero there. The force
-            jumps by a little, so use 2.5 sigma or more where energy conservation matters. None: all
-            pairs.
+        cutoff: pairs beyond this distance are left out, and the energy is shifted to zero there.
+            The force has a small jump there, so use 2.5 sigma or more where energy conservation
+            matters. None: all pairs.
         box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
             counts once, at its nearest image.
 
     Raises:
-        ValueError: epsilon or sigma that is not symmetric, or a vector. For one number for each
-            atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon or sigma is not symmetric, or is a vector. For a number per atom or
+            species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -218,7 +220,7 @@ class LennardJones(PairPotential):
             _check_symmetric(name, value.detach())
 
     @property
-    def _takes_rows(self) -> bool:
+    def _elementwise_in_parameters(self) -> bool:
         names = ("pair_slope", "pair_parameters", "_sixth")
         return all(getattr(type(self), name) is getattr(LennardJones, name) for name in names)
 
@@ -257,9 +259,9 @@ class LennardJones(PairPotential):
 def distinct(position: Tensor) -> Tensor:
     """Return which pairs are of two different atoms, ``(atoms, atoms)``.
 
-    Atoms are compared by number, since two atoms may be at one position.
+    Atoms are compared by index, since two atoms may be at one position.
     """
-    # Numbers are compared in the dtype of positions and read from memory, so that a compiled loop
+    # Indices are compared in the dtype of positions and read from memory, so that a compiled loop
     # over pairs does not convert them.
     index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
     index = materialise_contiguous(index) if is_tracing() else index
@@ -272,7 +274,7 @@ def _check_symmetric(name: str, value: Tensor) -> None:
     if value.ndim != 2 or value.shape[0] != value.shape[1]:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). "
-            "For a number for each atom use LennardJonesMixture(species=range(atoms), ...)."
+            "For a number per atom use LennardJonesMixture(species=range(atoms), ...)."
         )
     difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
     if difference > 8 * torch.finfo(value.dtype).eps * scale:
@@ -285,10 +287,9 @@ def _check_symmetric(name: str, value: Tensor) -> None:
 
 
 def split_coordinates(d: Tensor) -> list[Tensor]:
-    """Split coordinates ``(*batch, dim, atoms, atoms)`` if the step is traced.
+    """Split ``(*batch, dim, atoms, atoms)`` by coordinate if the step is traced.
 
-    Otherwise return them whole. The compiler then makes one loop over pairs for all coordinates,
-    and computes common terms once.
+    The compiler then makes one loop over pairs for all coordinates, and computes common terms once.
     """
     return list(d.split(1, -3)) if is_tracing() else [d]
 

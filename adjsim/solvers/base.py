@@ -22,14 +22,14 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import Coefficients, MoveContext
 
-# The time at a share of a step. The end of one step and the beginning of the next are the same
+# Maps a share of a step to the time. The end of one step and the beginning of the next are the same
 # number.
 TimeInStep = Callable[[float], Any]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a step that one letter of the scheme takes.
+    """The part of a step that belongs to one letter of the scheme.
 
     ``elapsed`` is the share of dt that has passed when the stage begins. Its draws are
     ``noise[first_draw : first_draw + draws]``.
@@ -47,7 +47,7 @@ class Program:
     """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
     A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
-    ``noise_steps`` steps, its own and the next ones. On a lattice its states have information
+    ``noise_steps`` steps: its own and the following ones. On a lattice its states have information
     buffers in addition.
     """
 
@@ -111,12 +111,12 @@ class Program:
         before: Sequence[State] | None = None,
         part: slice = slice(None),
     ) -> State:
-        """Go back one step, and take the cotangents through it.
+        """Reverse one step, and propagate the cotangents back through it.
 
         Args:
             time: the time as a function of the share of the step that has passed.
-            before: the states before each move; None: find them by the moves' inverses.
-            part: which of the step's moves, if not all.
+            before: the states before each move; None: compute them by the moves' inverses.
+            part: the moves of the step to reverse.
         """
         for i in reversed(range(len(self.moves))[part]):
             stage, move = self.moves[i]
@@ -135,7 +135,7 @@ class Program:
 
     @property
     def one_time_per_position(self) -> bool:
-        """Whether no time passes while the position stays, so that one position has one force."""
+        """Whether time passes only while positions move, so that one position has one force."""
         ends = [*(stage.elapsed for stage in self.stages[1:]), 1.0]
         moved = [
             "position" in {name for move in stage.moves for name in move.writes}
@@ -178,7 +178,7 @@ class Program:
 
 @dataclass
 class Problem(Generic[State]):
-    """Everything about one run, validated, for the adjoint."""
+    """The validated inputs of one run, for the adjoint."""
 
     dynamics: Dynamics[State]
     tensors: ModuleTensors

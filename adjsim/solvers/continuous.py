@@ -1,6 +1,6 @@
 """The base of solvers from other libraries, which take the summed drift and diffusion.
 
-These libraries have both ways of differentiating a solve.
+These libraries have both gradients: backpropagation through the solve, and the continuous adjoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from adjsim.solvers.base import Problem
 class ContinuousSolver(ABC):
     """The base class of solvers that return the states at given times.
 
-    ``dt`` is the step, None where the solver chooses its own. A time average is the integral of its
-    function, solved as one more component of the equation.
+    ``dt`` is the step, or None if the solver chooses its steps. A time average is the integral of
+    its function, solved as an additional component of the equation.
     """
 
     dt: float | None
@@ -39,9 +39,9 @@ class ContinuousSolver(ABC):
         times: Tensor,
         backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
-        """Solve for the times, which lead.
+        """Solve, and return the fields at the times, along a new leading axis.
 
-        ``backsolve`` has options of the continuous adjoint, or is None.
+        ``backsolve`` has the options of the continuous adjoint, or is None.
         """
 
     def solve(
@@ -93,7 +93,7 @@ class ContinuousSolver(ABC):
             if self.dt is not None:
                 if abs(begin - round(begin)) > 1e-3:
                     raise ValueError(
-                        f"burn_in = {record.burn_in:g} is not a whole number of steps of dt = "
+                        f"burn_in = {record.burn_in:g} is not an integer number of steps of dt = "
                         f"{self.dt:g}."
                     )
                 begin = float(round(begin))
@@ -109,10 +109,10 @@ class ContinuousSolver(ABC):
 class VectorField(torch.nn.Module, Generic[State]):
     """The drift on tuples of fields, which counts passes over the energy.
 
-    Time is in units of the step if the step is fixed. The continuous adjoints evaluate the drift
-    again in the backward solve, and differentiate it with respect to its parameters at every
-    evaluation. So they get copies of the parameters, made at the start, through which autograd
-    reaches the user's own parameters, with their hooks, once.
+    Time is in units of the step if the step is fixed. A continuous adjoint evaluates the drift
+    again in the backward solve, and differentiates it with respect to its parameters at every
+    evaluation. So it gets copies of the parameters, made at the start. Autograd then passes one
+    accumulated gradient to the user's parameters, and their hooks run once.
 
     Args:
         problem: the problem with the drift.
@@ -136,7 +136,7 @@ class VectorField(torch.nn.Module, Generic[State]):
 
     @property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
-        """The copies that a gradient is wanted for."""
+        """The copies of the parameters that require grad."""
         return tuple(self.problem.tensors.trainable(self._copies[0]).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
@@ -167,7 +167,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         stats["energy_evaluations"] += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
-            # The product with the Jacobian is one more pass, made when the cotangent arrives.
+            # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
             tracked.register_hook(lambda _: _count(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
@@ -176,7 +176,7 @@ class VectorField(torch.nn.Module, Generic[State]):
 
 
 def asks_gradient(problem: Problem[State]) -> bool:
-    """Return whether a gradient of this run may be asked for."""
+    """Return whether a gradient of this run may be needed."""
     return torch.is_grad_enabled() and (
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
     )

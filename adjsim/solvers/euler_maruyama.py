@@ -1,4 +1,4 @@
-"""Steps for the overdamped equation, whose drift has no inverse in closed form."""
+"""Steps for overdamped dynamics, which have no inverse in closed form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
-    20140120 (2014)). The path is of order 1/2, since it is off by half a step's noise at either
+    20140120 (2014)). The path is of order 1/2, since it differs by half a step's noise at either
     end. Averages from a start out of equilibrium are of first order.
 
     Args:

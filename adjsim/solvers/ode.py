@@ -32,7 +32,7 @@ class ODESolver(ContinuousSolver):
     tolerances: prefer dopri5 there. explicit_adams is limited to order 4.
 
     For long molecular runs prefer a splitting: it conserves the invariants of the physics, costs
-    one force a step, and its gradient is exact in constant memory.
+    one force a step, and has an exact gradient in constant memory.
 
     Args:
         method: a name of torchdiffeq.
@@ -86,8 +86,7 @@ class ODESolver(ContinuousSolver):
         problem = field.problem
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":
-            # By default it goes up to order 12, whose region of stability is too small to be
-            # useful.
+            # The default is order 12, whose region of stability is too small to be useful.
             options["max_order"] = 4
         if self.method not in SCIPY:
             options["norm"] = _state_norm(len(problem.state))
@@ -136,9 +135,10 @@ class ODESolver(ContinuousSolver):
 
 
 def _state_norm(count: int) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """Return the largest root mean square over the fields of the state, without a quadrature.
+    """Return the norm of the step-size control: the largest root mean square over the fields.
 
-    It is detached, since the solver's choice of steps is not differentiated.
+    The component of a time average is left out. The norm is detached, since the choice of steps is
+    not differentiated.
     """
 
     def norm(fields: tuple[Tensor, ...]) -> Tensor:

@@ -26,7 +26,7 @@ REVERSIBLE_HEUN_LIMIT = 2.0
 
 
 class InstabilityError(ValueError):
-    """Raised before a run that friction would make unstable, or whose gradient it would lose."""
+    """Raised before a run if friction would make the run or its gradient unstable."""
 
 
 class SDESolver(ContinuousSolver):
@@ -34,15 +34,15 @@ class SDESolver(ContinuousSolver):
 
     The noise amplitude does not depend on the state, so the Ito and Stratonovich equations are the
     same. The noise is diagonal, so no matrix is formed. Methods: midpoint, heun, euler_heun,
-    reversible_heun; euler, milstein, srk. (log_ode is for noise that does not commute; here it
-    would equal midpoint.) Steps have length dt, and save times must lie on them. The path does not
-    depend on the save times.
+    reversible_heun; euler, milstein, srk. (log_ode is for noncommutative noise; here it would equal
+    midpoint.) Steps have length dt, and save times must lie on them. The path does not depend on
+    the save times.
 
     reversible_heun has the parasitic root -(1 + friction dt) and grows as exp(friction T), also in
     the forward run. It is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
-    dt, costs one force a step, and its gradient is exact in constant memory at any friction.
+    dt, costs one force a step, and has an exact gradient in constant memory at any friction.
 
     Args:
         method: a name of torchsde.
@@ -86,7 +86,7 @@ class SDESolver(ContinuousSolver):
             )
         if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
             raise InstabilityError(
-                f"the continuous adjoint loses its gradient as exp({what} x time) between save "
+                f"errors of the continuous adjoint grow as exp({what} x time) between save "
                 f"times: {what} x time is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
                 f"Save at least every {BACKSOLVE_LIMIT / rate:.3g}, or use {instead} with "
                 "ReversibleAdjoint() or CheckpointAdjoint()."
@@ -164,8 +164,8 @@ class _Equation(torch.nn.Module):
 class _StepNoise(BaseBrownian):
     """The increments of a Brownian motion over whole steps.
 
-    They are a function of the step's number. Each replica gets the numbers of a splitting in which
-    each noisy letter occurs once, so that the two follow one path.
+    They are a function of the step number. Each replica gets the same numbers as in a splitting in
+    which each stochastic letter occurs once, so that both follow one path.
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
@@ -182,7 +182,7 @@ class _StepNoise(BaseBrownian):
     ) -> Any:
         step = round(float(ta))
         if tb is None or abs(float(ta) - step) > 1e-9 or abs(float(tb) - step - 1) > 1e-9:
-            raise ValueError(f"noise is known over whole steps only, not from {float(ta)} to {tb}.")
+            raise ValueError(f"noise is defined over whole steps, not from {float(ta)} to {tb}.")
         drawn = self._noise(step, (self._replicas, self._draws * self._width), self._like)
         rows = [self._row(part) for part in drawn.split(self._width, 1)]
         if not return_U:

@@ -15,8 +15,8 @@ from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 class Splitting(SteppingSolver):
     """Compose the flows of the terms in the order of a word.
 
-    Examples are "BAB" and "NBABN". A letter that occurs n times takes dt/n each time. A palindrome
-    is symmetric and second order; any other word is first order (see
+    Examples are "BAB" and "NBABN". A letter that occurs n times advances its term by dt/n each
+    time. A palindrome is symmetric and second order; any other word is first order (see
     ``trajectory.stats["order"]``). Adjacent flows of one term at the same position share one force
     evaluation, so "BAB" costs one force a step. Every scheme whose flows have inverses is
     reversible.
@@ -28,12 +28,12 @@ class Splitting(SteppingSolver):
         exact: run the steps on a fixed-point lattice inside float64, where each step is a bijection
             and is undone bit for bit (see :mod:`adjsim.dynamics.lattice`). ``ReversibleAdjoint``
             then equals ``DirectAdjoint`` at any length, in chaos and under friction. The path is as
-            accurate as the floating-point path, and differs from it by rounding at first. It is
-            for float64, and for flows made of shears and scales, which excludes
-            :class:`~adjsim.ESH`. A factor such as exp(-friction dt) is replaced by a fraction
-            within 1e-7 of its distance from one. So the trajectory is a staircase in the friction
-            at that level, and unfit for difference quotients. ``trajectory.stats["buffer_bits"]``
-            is the number of bits a step and degree of freedom that the information buffers took.
+            accurate as the floating-point path; initially they differ by rounding. Exact runs need
+            float64 and flows made of shears and scales, which excludes :class:`~adjsim.ESH`. A
+            factor such as exp(-friction dt) is replaced by a fraction within 1e-7 of its distance
+            from one. So the trajectory is piecewise constant in the friction at that level, and
+            unfit for difference quotients. ``trajectory.stats["buffer_bits"]`` is the number of
+            bits per step and degree of freedom that the information buffers took.
             ``["buffer_bound"]`` is the number that friction removes in the long run,
             friction dt / ln 2 (None where it depends on the path).
 

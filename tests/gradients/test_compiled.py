@@ -403,7 +403,7 @@ def test_a_parameter_that_is_read_past_its_module_is_refused():
     k = parameter(1.3)
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(k))
     average = TimeAverage(lambda state: k * (state.position**2).sum())
-    with pytest.raises(CompileError, match="past its module"):
+    with pytest.raises(CompileError, match="instead of from its module"):
         adjsim.simulate(
             dynamics,
             dynamics.init(*square()),
@@ -423,7 +423,7 @@ def test_a_potential_that_looks_at_values_is_named():
             )
 
     dynamics = adjsim.Hamiltonian(Branching())
-    with pytest.raises(CompileError, match="whose course does not depend on values"):
+    with pytest.raises(CompileError, match="whose control flow does not depend on values"):
         adjsim.simulate(
             dynamics,
             dynamics.init(*square()),

@@ -320,7 +320,7 @@ def test_what_is_refused():
         )
     with pytest.raises(TypeError, match="EulerMaruyama is for OverdampedLangevin"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.EulerMaruyama(0.01))
-    with pytest.raises(ValueError, match="not a whole number of steps"):
+    with pytest.raises(ValueError, match="not an integer number of steps"):
         adjsim.simulate(dynamics, start, [0.0, 0.105], solver=SDESolver(dt=0.01))
     overdamped = adjsim.OverdampedLangevin(adjsim.Harmonic())
     with pytest.raises(ValueError, match="no momentum"):

@@ -167,9 +167,9 @@ def test_pair_matrices_that_are_refused(name):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (([0, 1, 2], [1.0, 1.0], [1.0, 1.0]), "species must be numbers from 0 to 1"),
-        (([0, -1], [1.0, 1.0], [1.0, 1.0]), "species must be numbers from 0 to 1"),
-        (([0.5, 0.0], [1.0, 1.0], [1.0, 1.0]), "species must be whole numbers"),
+        (([0, 1, 2], [1.0, 1.0], [1.0, 1.0]), "species must be indices from 0 to 1"),
+        (([0, -1], [1.0, 1.0], [1.0, 1.0]), "species must be indices from 0 to 1"),
+        (([0.5, 0.0], [1.0, 1.0], [1.0, 1.0]), "species must be integers"),
         (([[0], [1]], [1.0, 1.0], [1.0, 1.0]), r"species must be \(atoms,\)"),
         (([0, 1], [1.0, 1.0], [1.0]), "one number for each species"),
         (([0, 1], [1.0, -1.0], [1.0, 1.0]), "mixing takes the root of epsilon"),
@@ -663,7 +663,7 @@ REFUSED = [
         ValueError,
         "make one nn.Parameter of all entries",
     ),
-    (lambda: adjsim.Harmonic(k=[[1.0], [1.0, 2.0]]), ValueError, "k must be rows of one length"),
+    (lambda: adjsim.Harmonic(k=[[1.0], [1.0, 2.0]]), ValueError, "k must be rows of equal length"),
     (lambda: adjsim.Harmonic(k=[1.0, None]), TypeError, "k must be real numbers"),
     (
         lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length="3"),
@@ -673,7 +673,7 @@ REFUSED = [
     (
         lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length=2.5),
         ValueError,
-        "length must be a whole number",
+        "length must be an integer",
     ),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof="6"), TypeError, "dof must be a number"),
     (lambda: adjsim.LennardJones(cutoff="3"), TypeError, "cutoff must be a number; got str '3'"),
@@ -728,7 +728,7 @@ REFUSED = [
     ),
     (lambda: Final(None), TypeError, "Final takes a function of the state.*got NoneType"),
     (lambda: Final(3.0), TypeError, "Final takes a function"),
-    (lambda: adjsim.velocity_autocorrelation(Q, 1.5), ValueError, "lags must be a whole number"),
+    (lambda: adjsim.velocity_autocorrelation(Q, 1.5), ValueError, "lags must be an integer"),
     (
         lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]),
         ValueError,

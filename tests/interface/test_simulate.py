@@ -176,7 +176,7 @@ def test_drawn_momenta_are_thermal_reproducible_and_differentiable():
     [
         (
             [0.0, 0.015],
-            r"ts\[1\] = 0.015 is not a whole number of steps of dt = 0.01.*0.01 and 0.02",
+            r"ts\[1\] = 0.015 is not an integer number of steps of dt = 0.01.*0.01 and 0.02",
         ),
         ([0.0, 0.2, 0.1], "increase"),
         ([0.0], "at least one save time"),
@@ -222,7 +222,7 @@ class Counting(nn.Module):
         ),
         ({"momentum": torch.zeros(4, 3, dtype=torch.float64)}, r"momentum has shape \(4, 3\)"),
         ({"position": torch.zeros(4)}, r"position has shape \(4,\)"),
-        ({"momentum": torch.zeros(4, 2, dtype=torch.float32)}, "give all fields one dtype"),
+        ({"momentum": torch.zeros(4, 2, dtype=torch.float32)}, "give all fields the same dtype"),
         ({"position": torch.zeros(0, 2), "momentum": torch.zeros(0, 2)}, "nothing to simulate"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 
 import adjsim
 import adjsim.ivp.piecewise
-from adjsim.ivp import paths
+from adjsim.ivp import forward_states
 from adjsim.ivp.adjoint import METHODS as METHODS_OF_SCIPY
 from adjsim.ivp.adjoint import Piece
 
@@ -108,9 +108,12 @@ def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
     """Every interpolant of a way that is solved again, over several levels of checkpoints, is that
     of the way forward.
     """
-    monkeypatch.setattr(paths, "HELD", 4)
+    monkeypatch.setattr(forward_states, "SEGMENT_STEPS", 4)
     solver_of = METHODS_OF_SCIPY[method]
-    dense, kept = paths.StoredInterpolants(solver_of), paths.Checkpointed(solver_of)
+    dense, kept = (
+        forward_states.StoredInterpolants(solver_of),
+        forward_states.Checkpointed(solver_of),
+    )
     fun = as_numpy(lambda t, y: spiral(t, y, torch.tensor(20.0)))
     options = (
         {"jac": lambda t, y: np.array([[0.0, 1.0], [-20 - 0.4 * y[1] * y[0], -0.2 * y[0] ** 2]])}
@@ -120,7 +123,7 @@ def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
     if method not in ("Radau", "BDF", "LSODA"):
         options = {}
     options |= {"rtol": 1e-5 if method == "RK23" else 1e-8, "atol": 1e-10}
-    solver = paths.watched(solver_of, [dense, kept])(
+    solver = forward_states.observed(solver_of, [dense, kept])(
         fun, 0.0, np.array([1.0, 0.0]), 4.0 if method in ("RK23", "Radau") else 8.0, **options
     )
     while solver.status == "running":
@@ -129,7 +132,7 @@ def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
     whole, end, pieces = dense.solution(), float(dense.times[-1]) - 0.05, 0
     for _ in range(2):
         now = end
-        for start, path in kept.back([(end, whole(end))]):
+        for start, path in kept.backward([(end, whole(end))]):
             for t in np.linspace(start, now, 7)[1:-1]:
                 assert np.array_equal(path(t), whole(t))
             now, pieces = start, pieces + 1
@@ -275,7 +278,7 @@ def test_what_comes_from_a_declared_tensor_is_refused_or_an_argument():
     """Its gradient would be counted twice, or its graph be gone at the second step."""
     k = torch.tensor(0.5, requires_grad=True)
     grown = k.exp()
-    with pytest.raises(ValueError, match="computed from a declared one before"):
+    with pytest.raises(ValueError, match="computed from a declared one before the solution"):
         adjsim.solve_ivp(lambda t, y: -grown * y, (0, 1), [1.0], params=[k], rtol=1e-6)
     both = adjsim.solve_ivp(
         lambda t, y: -grown * k * y, (0, 1), [1.0], params=[k, grown], rtol=1e-9, atol=1e-12

@@ -1,7 +1,6 @@
-"""Run in a fresh process: print the growth of the resident set over one forward and backward, or
-one estimate, in bytes.
+"""Growth of the resident set over one forward and backward pass, or one estimate, in bytes.
 
-Arguments: an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or
+A case is an adjoint, a number of steps and a problem ("cluster", "exact", "batch", "langevin" or
 "generalised"); "score" or "pathwise", a number of steps and one of replicas; or an adjoint of
 solve_ivp, a number of periods and "ivp".
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,11 +133,13 @@ def oscillator(adjoint: str) -> Callable[[int], object]:
     return work
 
 
-if __name__ == "__main__":
+def measured(method: str, steps: int, problem: str | int) -> int:
+    """Growth of the resident set, for a process that has run nothing else."""
     torch.set_num_threads(1)
-    method, steps, third = sys.argv[1:]
-    if third == "ivp":
+    if problem == "ivp":
         work = oscillator(method)
+    elif isinstance(problem, int):
+        work = estimate(method, problem)
     else:
-        work = estimate(method, int(third)) if third.isdigit() else differentiated(method, third)
-    print(growth(work, int(steps)))
+        work = differentiated(method, problem)
+    return growth(work, steps)

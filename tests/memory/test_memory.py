@@ -6,30 +6,22 @@ from __future__ import annotations
 
 import gc
 import statistics
-import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 import adjsim
+from adjsim.apart import apart
+from tests.memory.measure import measured
 from tests.problems import parameter, square
 
-SCRIPT = Path(__file__).with_name("measure.py")
 MB = 1e6
 
 
 def growth(method: str, steps: int, problem: str | int) -> int:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), method, str(steps), str(problem)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+    return apart(measured, method, steps, problem)
 
 
 def test_reversible_is_flat_in_the_number_of_steps():

@@ -1,4 +1,4 @@
-"""Functions that compute with NumPy: they are given arrays, and have no gradient."""
+"""User functions that compute with NumPy: they get arrays and have no gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def computes_with_numpy(
     function: Callable[..., Any], t: Tensor, y: Tensor, args: tuple[Any, ...]
 ) -> bool:
-    """Whether a function returns arrays for tensors, or refuses tensors and takes arrays."""
+    """Test whether a function returns arrays for tensors, or accepts arrays only."""
     try:
         return _is_array(function(t, y, *args))
     except Exception as error:
@@ -30,20 +30,21 @@ def _is_array(out: Any) -> bool:
     return isinstance(out, np.ndarray | np.generic)
 
 
-def refusal(what: str) -> TypeError:
+def numpy_error(function: str) -> TypeError:
+    """Make the error for a function that computes with NumPy where a gradient is wanted."""
     return TypeError(
-        f"{what} computes with NumPy, and no gradient flows through NumPy. Write it with torch; "
-        "or, where no gradient is "
-        "wanted, detach() what requires grad or call solve_ivp() under torch.no_grad()."
+        f"{function} computes with NumPy, and no gradient flows through NumPy. Write it with "
+        "torch. If no gradient is wanted, detach() the tensors that require grad, or call "
+        "solve_ivp() under torch.no_grad()."
     )
 
 
 @contextmanager
-def refused(what: str) -> Generator[None, None, None]:
-    """Say which function has given NumPy a tensor that requires grad, which torch refuses."""
+def naming_function(function: str) -> Generator[None, None, None]:
+    """Name the function in torch's error about converting a tensor that requires grad."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
         if "numpy()" not in str(error):
             raise
-        raise refusal(what) from error
+        raise numpy_error(function) from error

@@ -1,0 +1,163 @@
+"""The result of an estimator: a mean, its gradient, their error bars, and warnings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from scipy.special import stdtrit
+from torch import Tensor, nn
+
+# With fewer independent samples an error bar is unreliable too.
+FEW_SAMPLES = 50
+# With fewer contributing replicas the error bar is uncertain by more than a tenth.
+FEW_CONTRIBUTING = 20
+# If tangents grow by a larger factor along the run, few paths dominate the mean.
+LARGE_GROWTH = 1e2
+
+
+@dataclass
+class GradientEstimate:
+    """A mean, its gradient, their standard errors, and the cost.
+
+    Attributes:
+        value, value_stderr: the mean of the observable, ``(...)``, and its standard error (NaN with
+            one chunk).
+        grad, grad_stderr: the gradient of the mean and its standard error, by parameter name,
+            ``(..., *parameter)``.
+        estimand: "path" or "stationary".
+        diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
+            ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
+            runs were compiled), ``ess`` (effective sample size: the number of independent samples
+            that the estimate is worth), ``chunks``, ``replicas``, and more from some estimators.
+    """
+
+    value: Tensor
+    value_stderr: Tensor
+    grad: dict[str, Tensor]
+    grad_stderr: dict[str, Tensor]
+    estimand: str
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+    def interval(self, name: str | None = None, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Compute a confidence interval of the value, or of the gradient of a named parameter.
+
+        It is the interval of Student's t over the chunks.
+        """
+        middle, error = (
+            (self.value, self.value_stderr)
+            if name is None
+            else (self.grad[name], self.grad_stderr[name])
+        )
+        half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
+        return middle - half, middle + half
+
+    def surrogate(self, module: nn.Module) -> Tensor:
+        """Return a differentiable tensor with this value and gradient, for use in a larger loss.
+
+        Args:
+            module: the dynamics that was estimated.
+        """
+        parameters = self._parameters(module)
+        total = self.value.detach()
+        for name, grad in self.grad.items():
+            parameter = parameters[name]
+            shift = parameter - parameter.detach()
+            axes = list(range(-parameter.ndim, 0))
+            product = grad.to(parameter) * shift
+            total = total + (product.sum(axes) if axes else product)
+        return total
+
+    def accumulate(self, module: nn.Module) -> None:
+        """Add the gradient into the ``.grad`` of the module's parameters, as ``backward()`` does.
+
+        Args:
+            module: the dynamics that was estimated.
+        """
+        if self.value.numel() != 1:
+            raise ValueError(
+                "accumulate needs a scalar observable; its mean has shape "
+                f"{tuple(self.value.shape)}."
+            )
+        parameters = self._parameters(module)
+        for name, grad in self.grad.items():
+            parameter = parameters[name]
+            grad = grad.reshape(parameter.shape).to(parameter)
+            parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        parameters = dict(module.named_parameters())
+        missing = [name for name in self.grad if name not in parameters]
+        if missing:
+            raise ValueError(
+                f"{missing[0]!r} is not a parameter of {type(module).__name__}: pass the dynamics "
+                "that was estimated."
+            )
+        return parameters
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons not to trust the estimate; empty if none is known."""
+        info, reasons = self.diagnostics, []
+        ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
+        if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
+            reasons.append(
+                f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
+            )
+        contributing = info.get("contributing")
+        if contributing is not None and contributing < FEW_CONTRIBUTING:
+            reasons.append(
+                f"{contributing:.2g} of {info['replicas']} replicas make up its variance, so its "
+                "error is uncertain too"
+                if contributing > 0
+                else "the observable was the same in all replicas, so the score cannot show an "
+                "event that happened in none of them"
+            )
+        if error is not None and error > 1e-6:
+            reasons.append(
+                f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
+            )
+        lost = info.get("lost_at")
+        if growth is not None and (
+            growth * info["duration"] > math.log(LARGE_GROWTH)
+            or (lost or math.inf) < info["duration"]
+        ):
+            beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
+            reasons.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
+        if info.get("smooth") is False:
+            reasons.append(
+                "the observable has no derivative along a path (is it a step?), so its gradient of "
+                "zero means nothing"
+            )
+        if info.get("truncate") is not None:
+            reasons.append(
+                f"it was cut off after {info['truncate']:g}, which leaves out effects that last "
+                "longer"
+            )
+        drift = info.get("equilibration")
+        if drift is not None and drift > 4:
+            reasons.append(
+                f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
+                "come to equilibrium"
+            )
+        return reasons
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.estimand} estimate",
+            f"  value {_with_error(self.value, self.value_stderr)}",
+        ]
+        lines += [
+            f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}"
+            for name, grad in self.grad.items()
+        ]
+        lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
+        return "\n".join(lines)
+
+
+def _with_error(value: Tensor, stderr: Tensor) -> str:
+    if value.numel() != 1:
+        return f"tensor {tuple(value.shape)}, norm {float(value.norm()):.6g}"
+    error = float(stderr)
+    return f"{float(value):.6g}" if error != error else f"{float(value):.6g} +- {error:.2g}"

@@ -1,0 +1,142 @@
+"""The input tensors of a right-hand side, fixed at the start of a run.
+
+A right-hand side reads tensors as arguments, as parameters and buffers of modules, and as captured
+variables. Whenever a run evaluates the right-hand side, forward or backward, it replaces each
+tensor that requires grad by a detached leaf, called its stand-in. So the adjoint differentiates
+with respect to the stand-ins, and autograd reaches the user's tensors once, at the end: their hooks
+run once, and tensors computed from each other are not counted twice. A module under
+``torch.func.functional_call`` is evaluated with the tensors of that call, even after the call has
+returned. Assignments such as ``p.data = ...`` and ``module.p = ...`` do not affect a run that has
+started.
+
+Arguments are passed as stand-ins. Tensors of modules are swapped in the module while it is
+evaluated, as functional_call does, under a lock for each module. Declared tensors that are not
+registered on a module are replaced in each call of a torch function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from inspect import isroutine
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from adjsim._module import exclusive, swapped, tensor_slots
+
+
+class InputTensors:
+    """The inputs of a right-hand side other than time and state.
+
+    Args:
+        fun: the function. If it is a module or a method of one, the module's tensors are inputs.
+        args: its further arguments.
+        declared: tensors and modules that it reads in addition.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any) -> None:
+        declared = list(declared) if isinstance(declared, Iterator) else declared
+        nodes = [*tree_leaves(owner(fun)), *tree_leaves(declared)]
+        modules = {
+            id(m): m for node in nodes if isinstance(node, nn.Module) for m in node.modules()
+        }
+        found = [place for module in modules.values() for place in tensor_slots(module)]
+        unregistered = [x for x in nodes if isinstance(x, Tensor)]
+        arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        #: Declared tensors that require grad.
+        self.declared = list(
+            {
+                id(x): x for x in (*(x for _, _, x in found), *unregistered) if x.requires_grad
+            }.values()
+        )
+        #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
+        self.originals = list(
+            {id(x): x for x in (*arguments, *self.declared) if x.requires_grad}.values()
+        )
+        self.leaves = [x.detach().requires_grad_() for x in self.originals]
+        leaf_of = {id(x): leaf for x, leaf in zip(self.originals, self.leaves, strict=True)}
+        self.args: tuple[Any, ...] = tree_map(lambda x: leaf_of.get(id(x), x), args)
+        #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
+        self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
+        self._unregistered = {id(x): leaf_of[id(x)] for x in unregistered if x.requires_grad}
+        self._slots = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in found]
+        self._modules = list(modules.values())
+        self._leaves = {id(leaf) for leaf in self.leaves}
+        self._declared = {id(x) for x in self.declared} | {
+            id(x.grad_fn) for x in self.declared if x.grad_fn is not None
+        }
+        read = [*(x for _, _, x in found), *unregistered, *arguments]
+        self._versions = [(x, x._version) for x in read if not x.is_inference()]
+
+    def substituted(self) -> ExitStack:
+        """Make a context in which modules and torch functions use the tensors of the run."""
+        with ExitStack() as stack:
+            if self._slots:
+                stack.enter_context(exclusive(*self._modules))
+                stack.enter_context(swapped(self._slots))
+            if self._unregistered:
+                stack.enter_context(_Substituted(self._unregistered))
+            return stack.pop_all()
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        """Replace a tensor that a function returns.
+
+        A function may return a captured tensor itself, which no torch function has replaced.
+        """
+        return self._unregistered.get(id(x), x)
+
+    def is_stand_in(self, leaf: Tensor) -> bool:
+        return id(leaf) in self._leaves
+
+    def is_declared(self, node: Any, leaf: Tensor | None) -> bool:
+        """Test whether a node of a graph is a declared tensor instead of its stand-in.
+
+        An evaluation uses the stand-ins, so it reaches a declared tensor only through a tensor
+        computed beforehand.
+        """
+        return id(node) in self._declared or id(leaf) in self._declared
+
+    def refuse_modified(self) -> None:
+        """Refuse a backward pass after an input tensor has been modified in place.
+
+        Its stand-in shares its memory, so the gradient would be that of other values.
+        """
+        for x, version in self._versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(x.shape)} that fun reads has been modified by an "
+                    "inplace operation since the forward solution, so its gradient can no longer "
+                    "be computed. Call backward() before modifying it."
+                )
+
+
+def owner(fun: Any) -> Any:
+    """Return the object to which a method belongs, or a callable object itself."""
+    while isinstance(fun, partial):
+        fun = fun.func
+    if isinstance(fun, MethodType):
+        return fun.__self__
+    return None if isroutine(fun) or not hasattr(fun, "__dict__") else fun
+
+
+class _Substituted(TorchFunctionMode):
+    """A mode in which torch functions receive the stand-ins of some tensors."""
+
+    def __init__(self, leaves: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._leaves = leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(
+            *map(self._of, args), **{name: self._of(x) for name, x in (kwargs or {}).items()}
+        )
+
+    def _of(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._leaves.get(id(x), x)
+        return tree_map(self._of, x) if isinstance(x, list | tuple | dict) else x

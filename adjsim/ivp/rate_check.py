@@ -1,0 +1,88 @@
+"""Detection of right-hand sides that changed between the forward solution and a backward pass.
+
+The adjoint evaluates the right-hand side again. Its tensors are the input tensors of the run
+(:mod:`adjsim.ivp.input_tensors`), but its attributes, global variables and random numbers are not
+controlled. So its rates at some states of the forward solution are stored, and are compared with
+newly evaluated rates before each backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.integrate import OdeSolver
+
+from adjsim.ivp.rhs import Array, RightHandSide
+
+# Largest number of stored rates.
+KEPT = 128
+
+
+class StepRates:
+    """The rate at a SciPy solver's current state, evaluated at most once per step.
+
+    Args:
+        rate: the right-hand side, for one state.
+    """
+
+    def __init__(self, rate: Callable[[float, Array], Array]) -> None:
+        self.of = rate
+        self._last: tuple[OdeSolver, float, Array] | None = None
+
+    def __call__(self, solver: Any) -> Array:
+        known = getattr(solver, "f", None)
+        if known is not None:
+            return known
+        if self._last is None or self._last[0] is not solver or self._last[1] != solver.t:
+            self._last = (solver, solver.t, self.of(solver.t, solver.y))
+        return self._last[2]
+
+
+class RateCheck:
+    """Stored rates at up to :data:`KEPT` states of the forward solution.
+
+    When there are more, every second one is dropped.
+
+    Args:
+        rates: the rates at a solver's states.
+    """
+
+    def __init__(self, rates: StepRates) -> None:
+        self.rates, self.every, self.count = rates, 1, 0
+        self.kept: list[tuple[float, Array, Array]] = []
+
+    def __call__(self, solver: OdeSolver) -> None:
+        if self.count % self.every == 0:
+            self.kept.append((float(solver.t), np.array(solver.y), np.array(self.rates(solver))))
+            if len(self.kept) > KEPT:
+                self.kept, self.every = self.kept[::2], 2 * self.every
+        self.count += 1
+
+    def compare(self, rhs: RightHandSide) -> None:
+        """Raise an error if the right-hand side returns other rates than the stored ones."""
+        for t, y, rate in self.kept[1:]:
+            if not agree_to_rounding(
+                rhs.evaluate_checked(t, y), rate, float(torch.finfo(rhs.like.dtype).eps)
+            ):
+                raise RuntimeError(changed_message(t))
+
+
+def agree_to_rounding(found: Array, known: Array, eps: float = float(np.finfo(float).eps)) -> bool:
+    """Test whether two results of one computation differ by no more than rounding.
+
+    Rounding depends on the order in which sums are evaluated.
+    """
+    return bool(np.all(np.abs(found - known) <= eps**0.5 * np.max(np.abs(known), initial=0.0)))
+
+
+def changed_message(t: float) -> str:
+    """Explain that the right-hand side has changed since the forward solution."""
+    return (
+        f"fun has changed since the forward solution: at t = {t:.9g} it returns another rate for "
+        "the same state. Either it draws random numbers (dropout: call eval()), or it reads an "
+        "attribute or a variable that has been modified. Call backward() before the change, or "
+        "pass the changing quantity as a tensor in args."
+    )
