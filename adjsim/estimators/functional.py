@@ -42,9 +42,9 @@ def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None
         )
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
-            f"{estimator}: the force reads a parameter past its module (from a list, or as a "
-            "captured variable), so no other value can be passed to it. Read it as an attribute of "
-            "the module, or in an nn.ParameterList, or use Pathwise."
+            f"{estimator}: the force reads a parameter from a list or as a captured variable "
+            "instead of from its module, so no other value can be passed to it. Read it as an "
+            "attribute of the module, or in an nn.ParameterList, or use Pathwise."
         )
 
 
