@@ -28,6 +28,11 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
 from adjsim.solvers.sde import InstabilityError
 
+NOTHING_TO_PLOT = (
+    "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
+    "of the comparison."
+)
+
 
 @dataclass
 class Comparison:
@@ -142,7 +147,13 @@ class Comparison:
         return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
-        """Plot gradient (with two standard errors), time and memory of each method as bars."""
+        """Plot gradient (with two standard errors), time and memory of each method as bars.
+
+        Raises:
+            ValueError: no method gave an estimate.
+        """
+        if not self.estimates:
+            raise ValueError(NOTHING_TO_PLOT)
         parameters = list(next(iter(self.estimates.values())).grad)
         names = list(self.estimates)
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from adjsim.compare import Comparison, norm_of, short_name
+from adjsim.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
 
 MARKERS = "osD^v<>P"
@@ -40,7 +40,12 @@ def plot_sweep(
         axis: label of the x-axis, with its unit if it has one. The axis of "replicas" is
             logarithmic.
         exact: exact gradients, by value on the x-axis and by parameter, drawn as a line.
+
+    Raises:
+        ValueError: no method gave an estimate.
     """
+    if not any(comparison.estimates for comparison in comparisons.values()):
+        raise ValueError(NOTHING_TO_PLOT)
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     names = list(
         dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
