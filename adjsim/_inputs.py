@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,7 +190,7 @@ def _call(function: Any) -> str:
 
 
 @contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> Generator[None, None, None]:
     """Replace ``torch.inference_mode`` by ``torch.no_grad``.
 
     Forces are derivatives, which inference mode forbids.

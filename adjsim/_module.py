@@ -9,7 +9,7 @@ run. The copies are put into the module while it runs, so one thread at a time m
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
@@ -96,7 +96,7 @@ class ModuleTensors:
         return {self.names[number]: tensors[number] for number in self.wanted}
 
     @contextmanager
-    def substituted(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def substituted(self, tensors: Sequence[Tensor]) -> Generator[None, None, None]:
         """Run the module with these tensors in place of its own, by this thread alone."""
         slots = [(holder, key, tensors[number]) for holder, key, number in self._slots]
         versions = [_version(x) for _, _, x in slots]
@@ -133,7 +133,7 @@ def _version(x: Tensor) -> int:
 
 
 @contextmanager
-def swapped(slots: Iterable[tuple[Any, Any, Tensor]]) -> Iterator[None]:
+def swapped(slots: Iterable[tuple[Any, Any, Tensor]]) -> Generator[None, None, None]:
     """Put other tensors into containers, and put the former ones back afterwards."""
     before = [(holder, key, holder[key], x) for holder, key, x in slots]
     for holder, key, _, x in before:
@@ -167,7 +167,7 @@ def _locks_of(*modules: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _acquired(locks: Sequence[Any]) -> Iterator[None]:
+def _acquired(locks: Sequence[Any]) -> Generator[None, None, None]:
     with ExitStack() as stack:
         for lock in locks:
             stack.enter_context(lock)

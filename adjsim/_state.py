@@ -7,7 +7,8 @@ shared and compared without copying.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,9 +17,38 @@ from torch import Tensor
 from adjsim._inputs import as_tensor
 from adjsim._typing import Positions
 
-State = Any
-# The type of a state that a function returns as it was given: a named tuple of tensors.
-StateT = TypeVar("StateT", bound=tuple[Any, ...])
+
+@runtime_checkable
+class AnyState(Protocol):
+    """A state of unknown type: a named tuple of tensors that has a position."""
+
+    @property
+    def position(self) -> Tensor: ...
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    @classmethod
+    def _make(cls, iterable: Iterable[Tensor], /) -> Self: ...
+    def _asdict(self) -> dict[str, Tensor]: ...
+    def _replace(self, **fields: Tensor) -> Self: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Tensor]: ...
+    @overload
+    def __getitem__(self, index: int, /) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> tuple[Tensor, ...]: ...
+
+
+@runtime_checkable
+class AnyMomentumState(AnyState, Protocol):
+    """A state of unknown type that has a momentum."""
+
+    @property
+    def momentum(self) -> Tensor: ...
+
+
+# The type of the states of a dynamics, and of dynamics with momenta.
+State = TypeVar("State", bound=AnyState)
+MomentumState = TypeVar("MomentumState", bound=AnyMomentumState)
 
 
 class PhaseState(NamedTuple):
@@ -28,19 +58,19 @@ class PhaseState(NamedTuple):
     momentum: Positions
 
 
-def detached(state: StateT) -> StateT:
+def detached(state: State) -> State:
     """Detach every field of a state."""
-    return type(state)(*(x.detach() for x in state))  # type: ignore[attr-defined]
+    return type(state)._make(x.detach() for x in state)
 
 
-def select(state: StateT, index: Any) -> StateT:
+def select(state: State, index: Any) -> State:
     """Index the leading axis of every field: one replica, a slice of replicas, one frame."""
-    return type(state)(*(x[index] for x in state))  # type: ignore[attr-defined]
+    return type(state)._make(x[index] for x in state)
 
 
-def stack(states: list[StateT]) -> StateT:
+def stack(states: list[State]) -> State:
     """Stack states along a new leading axis (time)."""
-    return type(states[0])(*(torch.stack(field) for field in zip(*states, strict=True)))  # type: ignore[call-overload]
+    return type(states[0])._make(torch.stack(field) for field in zip(*states, strict=True))
 
 
 def in_transform() -> bool:
@@ -51,7 +81,7 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def all_finite(state: State) -> bool:
+def all_finite(state: AnyState) -> bool:
     """Return whether every number of the state is finite.
 
     It checks the sum, which is finite only if all terms are.
@@ -60,7 +90,7 @@ def all_finite(state: State) -> bool:
     return bool(torch.isfinite(torch.as_tensor(total)))
 
 
-def magnitudes(state: State) -> list[Tensor]:
+def magnitudes(state: AnyState) -> list[Tensor]:
     """Return the largest absolute value of each field, as float64 scalars."""
     return [x.detach().abs().amax().double() for x in state]
 
@@ -95,7 +125,7 @@ def check_position(position: Tensor) -> None:
         )
 
 
-def check_state(state: State, kind: type) -> None:
+def check_state(state: AnyState, kind: type[Any]) -> None:
     """Refuse a start of the wrong kind, shape, dtype or device, or not finite."""
     if not isinstance(state, kind):
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -81,10 +81,10 @@ def check_record(record: Any) -> None:
         check_function("record=", record)
 
 
-Record = Callable[[Any], Tensor] | TimeAverage | None
+Record = Callable[[State], Tensor] | TimeAverage | None
 
 
-class Trajectory:
+class Trajectory(Generic[State]):
     """The result of :func:`adjsim.simulate`.
 
     Attributes:
@@ -140,7 +140,7 @@ class Trajectory:
             "_states": None if self._states is None else detached(self._states),
         }
 
-    def __copy__(self) -> Trajectory:
+    def __copy__(self) -> Trajectory[State]:
         return Trajectory(self.times, self._states, self.record, self.final, self.stats)
 
     def __repr__(self) -> str:

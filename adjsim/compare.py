@@ -20,12 +20,18 @@ from rich.table import Table
 
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import seed_from
+from adjsim._state import State
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, Observable, Simulation
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
 from adjsim.solvers.sde import InstabilityError
+
+NOTHING_TO_PLOT = (
+    "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
+    "of the comparison."
+)
 
 
 @dataclass
@@ -141,7 +147,13 @@ class Comparison:
         return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
 
     def plot(self) -> Figure:
-        """Plot gradient (with two standard errors), time and memory of each method as bars."""
+        """Plot gradient (with two standard errors), time and memory of each method as bars.
+
+        Raises:
+            ValueError: no method gave an estimate.
+        """
+        if not self.estimates:
+            raise ValueError(NOTHING_TO_PLOT)
         parameters = list(next(iter(self.estimates.values())).grad)
         names = list(self.estimates)
         figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
@@ -174,8 +186,8 @@ class Comparison:
 
 @outside_inference_mode()
 def compare(
-    simulation: Simulation,
-    observable: Observable,
+    simulation: Simulation[State],
+    observable: Observable[State],
     estimators: Mapping[str, Estimator],
     *,
     replicas: int,

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from adjsim.compare import Comparison, norm_of, short_name
+from adjsim.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
 
 MARKERS = "osD^v<>P"
@@ -40,7 +40,12 @@ def plot_sweep(
         axis: label of the x-axis, with its unit if it has one. The axis of "replicas" is
             logarithmic.
         exact: exact gradients, by value on the x-axis and by parameter, drawn as a line.
+
+    Raises:
+        ValueError: no method gave an estimate.
     """
+    if not any(comparison.estimates for comparison in comparisons.values()):
+        raise ValueError(NOTHING_TO_PLOT)
     estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
     names = list(
         dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
@@ -119,7 +124,7 @@ def _draw(
         else:
             axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
     if panel.exact:
-        line = {"color": "k", "ls": "--", "lw": 1, "label": "exact"}
+        line: dict[str, Any] = {"color": "k", "ls": "--", "lw": 1, "label": "exact"}
         xs = sorted(panel.exact)
         if len({panel.exact[x] for x in xs}) == 1:
             axes.axhline(panel.exact[xs[0]], **line)

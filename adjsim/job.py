@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
 
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim._trajectory import Final, TimeAverage
 from adjsim.adjoints import (
     Adjoint,
@@ -191,7 +192,9 @@ def estimators_of(
     ]
 
 
-def _check_compile(requested: bool, estimators: list[Estimator], simulation: Simulation) -> None:
+def _check_compile(
+    requested: bool, estimators: list[Estimator], simulation: Simulation[Any]
+) -> None:
     if requested and not any(estimator.can_compile(simulation) for estimator in estimators):
         raise ValueError(
             "--compile: none of these methods can be compiled. The adjoint reversible can, and so "
@@ -204,13 +207,13 @@ class Job:
     """A system of atoms with the dynamics, solver and seed of its run."""
 
     system: System
-    model: Dynamics
+    model: Dynamics[Any]
     scheme: str
     solver: SteppingSolver
     temperature: float
     seed: int
 
-    def initial(self, replicas: int, generator: torch.Generator | None) -> State:
+    def initial(self, replicas: int, generator: torch.Generator | None) -> AnyState:
         """Make starts at the system's positions, with thermal momenta of zero total."""
         position = self.system.position.expand(replicas, -1, -1)
         if isinstance(self.model, OverdampedLangevin):
@@ -222,7 +225,7 @@ class Job:
         drift = momentum.sum(-2, keepdim=True) / mass.sum()
         return self.model.init(position, momentum - mass * drift, generator)
 
-    def observed(self, quantity: str) -> Callable[[State], Tensor]:
+    def observed(self, quantity: str) -> Callable[[AnyState], Tensor]:
         return lambda state: OBSERVABLES[quantity][1](self.system, state.position)
 
     def check(self) -> None:
@@ -261,7 +264,7 @@ class Job:
 
     def simulation(
         self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver
-    ) -> Simulation:
+    ) -> Simulation[Any]:
         return Simulation(
             self.model, self.initial, [0.0, horizon * self.system.time], solver=solver
         )
@@ -319,7 +322,7 @@ def question_of(preset: str, quantity: str, job: Job | None) -> Question:
     return (presets()[preset].questions if job is None else job.questions())[quantity]
 
 
-def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics:
+def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics[Any]:
     def number(value: float | list[float] | torch.Tensor, unit: float) -> nn.Parameter:
         return nn.Parameter(torch.as_tensor(value, dtype=torch.float64) * unit)
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._state import State
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import CheckpointAdjoint
-from adjsim.dynamics import OverdampedLangevin
+from adjsim.dynamics import OverdampedLangevin, PositionState
 from adjsim.estimators import (
     Estimator,
     FiniteDifference,
@@ -56,8 +56,8 @@ class Question:
     """A simulation and an observable, as functions of the horizon."""
 
     title: str
-    simulation: Callable[[float], Simulation]
-    observable: Callable[[float], Observable]
+    simulation: Callable[[float], Simulation[Any]]
+    observable: Callable[[float], Observable[Any]]
     exact: Exact | None = None
 
 
@@ -148,12 +148,12 @@ def _at_equilibrium(
     def weights() -> Tensor:
         return torch.softmax(-dynamics.potential(grid) / dynamics.kT, 0)
 
-    def initial(replicas: int, generator: torch.Generator | None) -> State:
+    def initial(replicas: int, generator: torch.Generator | None) -> PositionState:
         return dynamics.init(
             grid[torch.multinomial(weights(), replicas, replacement=True, generator=generator)]
         )
 
-    def simulation(horizon: float) -> Simulation:
+    def simulation(horizon: float) -> Simulation[PositionState]:
         return Simulation(dynamics, initial, [0.0, horizon], EulerMaruyama(dt))
 
     def question(title: str, function: Callable[[Tensor], Tensor]) -> Question:
@@ -174,7 +174,7 @@ def _first_passage() -> Preset:
     dynamics, dt, width = OverdampedLangevin(DoubleWell(_parameter(1.0)), kT=0.5), 0.01, 0.1
     start = torch.full((1, 1), -1.0, dtype=torch.float64)
 
-    def simulation(times: Tensor) -> Simulation:
+    def simulation(times: Tensor) -> Simulation[PositionState]:
         return Simulation(
             dynamics,
             lambda replicas, _: dynamics.init(start.repeat(replicas, 1, 1)),
@@ -185,7 +185,7 @@ def _first_passage() -> Preset:
     def beyond(position: Tensor) -> Tensor:
         return torch.sigmoid(position[..., 0, 0] / width)
 
-    def passage(run: Trajectory) -> Tensor:
+    def passage(run: Trajectory[PositionState]) -> Tensor:
         return first_passage_time(beyond(run.position) / width, run.times)
 
     def crossed(horizon: float) -> Answer:

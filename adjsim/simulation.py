@@ -24,17 +24,17 @@ Solver = SteppingSolver | ContinuousSolver
 
 
 def simulate(
-    dynamics: Dynamics,
+    dynamics: Dynamics[State],
     state: State,
     ts: Times,
     *,
     solver: Solver,
     adjoint: Adjoint = DirectAdjoint(),
-    record: Record = None,
+    record: Record[State] = None,
     generator: Seed = None,
     compile: bool = False,
     progress: bool = False,
-) -> Trajectory:
+) -> Trajectory[State]:
     """Run the dynamics from a state and return its trajectory, connected to autograd.
 
     The adjoint propagates gradients from the trajectory to the start and to every parameter of the
@@ -90,16 +90,16 @@ def simulate(
 
 @outside_inference_mode()
 def run(
-    dynamics: Dynamics,
+    dynamics: Dynamics[State],
     state: State,
     ts: Times,
     solver: Solver,
     adjoint: Adjoint,
-    record: Record,
+    record: Record[State],
     noise: Noise | None,
     progress: bool = False,
     compile: bool = False,
-) -> Trajectory:
+) -> Trajectory[State]:
     """Run :func:`simulate` on given noise.
 
     A chunk of a larger batch passes its own part of the noise.
@@ -164,7 +164,7 @@ def _check_pair(solver: Any, adjoint: Any) -> None:
         )
 
 
-def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
+def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
     if not isinstance(problem.solver, SteppingSolver):
         raise TypeError(
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
@@ -186,7 +186,9 @@ def _check_compiled(problem: Problem, adjoint: Adjoint) -> None:
         )
 
 
-def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, record: Record) -> None:
+def _check_captured(
+    dynamics: Dynamics[State], state: State, times: torch.Tensor, record: Record[State]
+) -> None:
     """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
     Drift and record are evaluated once, at the start. A tensor that is first read later in the run
@@ -194,7 +196,7 @@ def _check_captured(dynamics: Dynamics, state: State, times: torch.Tensor, recor
     """
     if in_transform() or not torch.is_grad_enabled():
         return
-    probe = type(state)(*(x.detach().requires_grad_() for x in state))
+    probe = type(state)._make(x.detach().requires_grad_() for x in state)
     for name, rate in dynamics.drift(times[0], probe)._asdict().items():
         refuse_captured(rate, dynamics, probe, f"the drift of {name}")
     if record is not None:

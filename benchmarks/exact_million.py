@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
 from adjsim.adjoints.exact_inversion import ExactInversion, Fingerprints
@@ -37,15 +37,15 @@ class StoredPieces(Fingerprints):
 
     def __init__(self, stepper: Stepper, every: int | None) -> None:
         super().__init__(stepper, every)
-        self.stored: dict[int, State] = {}
+        self.stored: dict[int, AnyState] = {}
 
-    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         super().save(step, state, spills)
         if self.every is not None and step % self.every == 0:
             self.stored[step] = state
 
     def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         return InversionInPieces(self)
 
@@ -57,7 +57,7 @@ class InversionInPieces(ExactInversion):
         super().__init__(history)
         self.stored = history.stored
 
-    def restore(self, step: int, state: State) -> State:
+    def restore(self, step: int, state: AnyState) -> AnyState:
         return super().restore(step, self.stored.get(step, state))
 
 

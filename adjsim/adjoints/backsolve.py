@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result, refuse_graph
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous import ContinuousSolver
@@ -42,17 +43,19 @@ class BacksolveAdjoint(Adjoint):
                 raise ValueError(f"{name} must be positive; got {value}.")
         self.rtol, self.atol = rtol, atol
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem[State]) -> None:
         problem.solver.check(problem, self._options())
 
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         states, record, final = problem.solver.solve(problem, self._options())
         kind = type(final)
-        guarded = None if states is None else kind(*(_OnceDifferentiable.apply(x) for x in states))
+        guarded = (
+            None if states is None else kind._make(_OnceDifferentiable.apply(x) for x in states)
+        )
         return (
             guarded,
             None if record is None else _OnceDifferentiable.apply(record),
-            kind(*(_OnceDifferentiable.apply(x) for x in final)),
+            kind._make(_OnceDifferentiable.apply(x) for x in final),
         )
 
     def _options(self) -> dict[str, Any]:

@@ -38,13 +38,13 @@ class Adjoint(ABC):
     accepts: ClassVar[tuple[type, ...]] = (SteppingSolver, ContinuousSolver)
 
     @abstractmethod
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         """Run the problem and return its differentiable results.
 
         They are the frames (None with a record), the record (or None) and the final state.
         """
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem[State]) -> None:
         """Refuse, before the run, a problem that this adjoint does not support."""
         return
 

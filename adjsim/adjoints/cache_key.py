@@ -47,8 +47,13 @@ _FIXED = {
     "operator",
     "scipy",
     "torch",
+    "_operator",
+    "collections",
+    "typing",
+    "cmath",
+    "abc",
+    "types",
 }
-_FIXED |= {"_operator", "collections", "typing", "cmath", "abc", "types"}
 _PLAIN = (
     type(None),
     bool,
@@ -63,8 +68,11 @@ _PLAIN = (
     Enum,
     Fraction,
     PurePath,
+    range,
+    type(Ellipsis),
+    type(NotImplemented),
+    torch.memory_format,
 )
-_PLAIN += (range, type(Ellipsis), type(NotImplemented), torch.memory_format)
 
 
 # The types of the descriptors of slots in a class.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from adjsim._inputs import as_whole
-from adjsim._state import State, detached
+from adjsim._state import AnyState, State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -39,7 +39,7 @@ class CheckpointAdjoint(Adjoint):
             raise ValueError(f"segments must be at least 1; got {segments}.")
         self.segments = segments
 
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         return run_swept(
             problem, lambda stepper: Checkpoints(stepper, self._length(stepper.clock.last))
         )
@@ -59,14 +59,14 @@ class Checkpoints(History):
 
     def __init__(self, stepper: Stepper, length: int) -> None:
         self.stepper, self.length = stepper, length
-        self.stored: dict[int, State] = {}
+        self.stored: dict[int, AnyState] = {}
 
-    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step % self.length == 0 or step == self.stepper.clock.last:
             self.stored[step] = detached(state)
 
     def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         return Recompute(self, inputs, forces)
 
@@ -89,17 +89,17 @@ class Recompute(Rewind):
         )
         self.tolerance = rounding_tolerance(inputs.state.position.dtype)
         # For the current segment: the states before each move of each of its steps.
-        self.segment: list[Sequence[State]] = []
+        self.segment: list[Sequence[AnyState]] = []
 
-    def final(self) -> State:
+    def final(self) -> AnyState:
         return self.history.stored[self.stepper.clock.last]
 
-    def before(self, step: int) -> Sequence[State]:
+    def before(self, step: int) -> Sequence[AnyState]:
         if not self.segment:
             self._run_again((step - 1) // self.history.length * self.history.length, step)
         return self.segment.pop()
 
-    def restore(self, step: int, state: State) -> State:
+    def restore(self, step: int, state: AnyState) -> AnyState:
         return state
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Recompute(Rewind):
         self._compare(state, self.history.stored[stop], start, stop)
 
     @staticmethod
-    def _compare(found: State, stored: State, start: int, stop: int) -> None:
+    def _compare(found: AnyState, stored: AnyState, start: int, stop: int) -> None:
         # The same operations on the same numbers give the same bits, except for kernels that sum in
         # varying order. A chaotic segment amplifies their differences in the last bits.
         for name, x, y in zip(stored._fields, found, stored, strict=True):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from adjsim._progress import with_progress
-from adjsim._state import State
+from adjsim._state import AnyState, State
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
@@ -104,11 +104,11 @@ class ForwardLoops:
             if averaging:
                 recording.total, recording.last_step = carry.total[0], start + count
             self.force = driver.unpack(carry.force[0]) if carry.force else None
-            state = type(state)(*map(driver.unpack, carry.state))
+            state = type(state)._make(map(driver.unpack, carry.state))
             start += count
         return state
 
-    def _total(self, state: State) -> Tensor:
+    def _total(self, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
         recording = self.recording
         if recording.total is None:
@@ -120,7 +120,7 @@ class ForwardLoops:
 
     @staticmethod
     def spec(
-        driver: LoopRunner, averaging: bool, kind: type, loop: Loop
+        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, ForwardCarry]:
         """Specify an iteration: one step."""
 
@@ -134,7 +134,7 @@ class ForwardLoops:
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
         ) -> tuple[Tensor, ForwardCarry]:
             stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
-            state = kind(*map(driver.unpack, carry.state))
+            state = kind._make(map(driver.unpack, carry.state))
             known = (state.position, driver.unpack(carry.force[0])) if carry.force else None
             program = driver.program.with_spacings(constants.spacings)
             forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
@@ -163,12 +163,12 @@ class BackwardLoops:
 
     def sweep(
         self,
-        state: State,
+        state: AnyState,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
-    ) -> State:
+    ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
@@ -207,11 +207,11 @@ class BackwardLoops:
             cotangents[name] = driver.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
         cotangents.parameter_sums.update(carry.parameters)
-        return type(state)(*map(driver.unpack, carry.state))
+        return type(state)._make(map(driver.unpack, carry.state))
 
     @staticmethod
     def spec(
-        driver: LoopRunner, averaging: bool, kind: type, loop: Loop
+        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
         """Specify an iteration: the end of one step, and the beginning of the previous one."""
         late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
@@ -221,7 +221,7 @@ class BackwardLoops:
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.stats = constants, {"energy_evaluations": 0}
-                self.state = kind(*map(driver.unpack, carry.state))
+                self.state = kind._make(map(driver.unpack, carry.state))
                 trainable = driver.tensors.trainable(constants.parameters)
                 fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
@@ -306,7 +306,7 @@ class CompiledDriver:
         problem: the problem that is run.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem) -> None:
+    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
         self.runner = LoopRunner(stepper, inputs, problem)
 
     def forward(self, recording: Recording) -> ForwardLoops:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.compiled import CompiledDriver
 from adjsim.adjoints.eager import EagerDriver
@@ -20,11 +23,11 @@ class DirectAdjoint(Adjoint):
     steps use :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
     """
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem[State]) -> None:
         if isinstance(problem.solver, ContinuousSolver):
             problem.solver.check(problem, None)
 
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         if isinstance(problem.solver, ContinuousSolver):
             return problem.solver.solve(problem, None)
         stepper, inputs = prepare(problem)
@@ -39,4 +42,5 @@ class DirectAdjoint(Adjoint):
             )
         start = stepper.to_lattice(inputs.state)
         final = stepper.run(start, inputs, driver, [recording], problem)
-        return *recording.result(), stepper.from_lattice(final)
+        result = (*recording.result(), stepper.from_lattice(final))
+        return cast("Result[State]", result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adjsim._progress import with_progress
-from adjsim._state import State
+from adjsim._state import AnyState, State
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.recorder import RecordSweep
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -35,12 +35,12 @@ class EagerDriver:
 
     def sweep(
         self,
-        state: State,
+        state: AnyState,
         cotangents: Cotangents,
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
-    ) -> State:
+    ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last

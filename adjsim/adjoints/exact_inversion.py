@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from adjsim._state import State, detached
+from adjsim._state import AnyState, detached
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -34,7 +34,7 @@ class Fingerprints(History):
         regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
         return {*stepper.clock.saves, *regular}
 
-    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if spills:
             self.spills[step] = spills
         if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
@@ -43,7 +43,7 @@ class Fingerprints(History):
             self.last = detached(state)
 
     def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         return ExactInversion(self)
 
@@ -57,10 +57,10 @@ class ExactInversion(Rewind):
         self.history, self.lattice = history, history.stepper.program.lattice
         self.tolerance = rounding_tolerance(history.last[0].dtype)
 
-    def final(self) -> State:
+    def final(self) -> AnyState:
         return self._before_spill(self.history.stepper.clock.last, self.history.last)
 
-    def restore(self, step: int, state: State) -> State:
+    def restore(self, step: int, state: AnyState) -> AnyState:
         if (
             step in self.history.fingerprints
             and fingerprint(state) != self.history.fingerprints[step]
@@ -75,6 +75,6 @@ class ExactInversion(Rewind):
             )
         return self._before_spill(step, state)
 
-    def _before_spill(self, step: int, state: State) -> State:
+    def _before_spill(self, step: int, state: AnyState) -> AnyState:
         assert self.lattice is not None
         return self.lattice.refill(state, self.history.spills.get(step, ()))

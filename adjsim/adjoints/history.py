@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -26,10 +26,10 @@ class Rewind(ABC):
     error: float | None = None
 
     @abstractmethod
-    def final(self) -> State:
+    def final(self) -> AnyState:
         """Return the last state, from which the sweep starts."""
 
-    def before(self, step: int) -> Sequence[State] | None:
+    def before(self, step: int) -> Sequence[AnyState] | None:
         """Return the states before each move of the step ending at ``step``.
 
         None means that the moves are inverted.
@@ -37,7 +37,7 @@ class Rewind(ABC):
         return None
 
     @abstractmethod
-    def restore(self, step: int, state: State) -> State:
+    def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
 
 
@@ -54,16 +54,16 @@ class History(ABC):
         """
         return range(stepper.clock.last + 1)
 
-    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         self.save(step, state, spills)
 
     @abstractmethod
-    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         """Store the required data of the state after ``step`` steps, and of its buffers' spills."""
 
     @abstractmethod
     def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         """Make the rewind of one backward sweep.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
+from adjsim._state import AnyState, State
 from adjsim.adjoints.cache_key import UninspectableError, cache_key
 from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
 from adjsim.adjoints.recorder import Recorder
@@ -85,7 +86,7 @@ class MakeSpec:
     """
 
     backward: bool
-    make: Callable[[LoopRunner, bool, type, Loop], LoopSpec[Any, Any]]
+    make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
 
 
 class LoopRunner:
@@ -97,7 +98,7 @@ class LoopRunner:
         problem: the problem that is run.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem) -> None:
+    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
         self.stepper, self.problem, self.program, self.clock = (
             stepper,
             problem,
@@ -161,7 +162,7 @@ class LoopRunner:
         self,
         spec: MakeSpec,
         averaging: bool,
-        kind: type,
+        kind: type[AnyState],
         first: int,
         count: int,
         carry: Any,
@@ -220,7 +221,7 @@ class LoopRunner:
     @contextmanager
     def _within(
         self, backward: bool, loop: Loop, constants: LoopConstants
-    ) -> Iterator[LoopConstants]:
+    ) -> Generator[LoopConstants, None, None]:
         """Make a context that runs the dynamics with the tensors of a trace.
 
         In a backward loop, tensors that need a gradient are leaves.
@@ -246,7 +247,12 @@ class LoopRunner:
             yield constants
 
     def _look_up(
-        self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any
+        self,
+        spec: MakeSpec,
+        averaging: bool,
+        kind: type[AnyState],
+        constants: LoopConstants,
+        carry: Any,
     ) -> Loop:
         leaves = tree_leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
@@ -282,7 +288,12 @@ class LoopRunner:
         return loop
 
     def _compile(
-        self, spec: MakeSpec, averaging: bool, kind: type, constants: LoopConstants, carry: Any
+        self,
+        spec: MakeSpec,
+        averaging: bool,
+        kind: type[AnyState],
+        constants: LoopConstants,
+        carry: Any,
     ) -> Loop:
         loop = Loop()
         # For rows shorter than a vector, scalar code is faster and compiles in half the time.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim._state import State, stack
+from adjsim._state import AnyState, stack
 from adjsim._trajectory import Record, TimeAverage, first_averaged_step
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.stepper import Clock, Stepper
@@ -32,7 +33,7 @@ class Recorder:
         weight: the weight of one step in the time average.
     """
 
-    def __init__(self, record: Record, clock: Clock) -> None:
+    def __init__(self, record: Record[Any], clock: Clock) -> None:
         self.record = record
         self.average = record if isinstance(record, TimeAverage) else None
         self.frames = {step: i for i, step in enumerate(clock.saves)}
@@ -43,7 +44,7 @@ class Recorder:
         )
         self.weight = 1.0 / (clock.last - self.first + 1)
 
-    def value(self, state: State) -> Tensor:
+    def value(self, state: AnyState) -> Tensor:
         """Evaluate the function that is saved or averaged, on a state of the dynamics."""
         function = (
             self.average.function
@@ -66,7 +67,7 @@ class Recording:
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
         self.recorder, self.stepper = recorder, stepper
-        self.states: list[State] = []
+        self.states: list[AnyState] = []
         self.values: list[Tensor] = []
         # For a time average: the sum so far in double precision, the dtype of its terms, and the
         # last step in the sum.
@@ -77,7 +78,7 @@ class Recording:
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return () if self.recorder.average is not None else stepper.clock.saves
 
-    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         recorder = self.recorder
         if recorder.average is not None:
             if step >= recorder.first and step > self.last_step:
@@ -94,7 +95,7 @@ class Recording:
         self.dtype, value = _average_dtype(value, self.stepper), value.to(sum_dtype(value))
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
-    def result(self) -> tuple[State | None, Tensor | None]:
+    def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""
         if self.recorder.average is not None:
             assert self.total is not None
@@ -131,7 +132,7 @@ class RecordSweep:
             tolerance,
         )
         self.total: Tensor | None = None
-        self.state: State | None = None
+        self.state: AnyState | None = None
 
     @property
     def average_cotangent(self) -> Tensor | None:
@@ -140,7 +141,7 @@ class RecordSweep:
         return None if cotangent is None else cotangent * self.recorder.weight
 
     def accumulate(
-        self, step: int, state: State, cotangents: Cotangents, forces: ForceEvaluator
+        self, step: int, state: AnyState, cotangents: Cotangents, forces: ForceEvaluator
     ) -> None:
         """Add the cotangents of the data saved after ``step`` steps."""
         recorder, frame = self.recorder, self.recorder.frames.get(step)
@@ -161,11 +162,11 @@ class RecordSweep:
             self._compare(value, self.saved[frame], f"the record after step {step}", state)
 
     def add_function(
-        self, state: State, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
+        self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
     ) -> Tensor:
         """Add a cotangent's product with the function's derivative; return the value."""
         with torch.enable_grad():
-            leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
             value = self.recorder.value(leaves)
         if value.requires_grad:
             forces.refuse_unknown(value, list(leaves), "the record")
@@ -178,7 +179,7 @@ class RecordSweep:
             found = (self.total * self.recorder.weight).to(self.saved.dtype)
             self._compare(found, self.saved, "the time average", self.state)
 
-    def _compare(self, found: Tensor, saved: Tensor, what: str, state: State | None) -> None:
+    def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
         known = torch.isfinite(saved) & torch.isfinite(found)
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
@@ -194,7 +195,7 @@ class RecordSweep:
                 "reproducible, or use DirectAdjoint()."
             )
 
-    def _terms(self, state: State | None) -> float:
+    def _terms(self, state: AnyState | None) -> float:
         """Estimate the size of the terms in the function's value.
 
         The estimate is the sum of absolute products of the derivative at a state with the state.
@@ -202,12 +203,14 @@ class RecordSweep:
         if state is None:
             return 0.0
         with torch.enable_grad():
-            leaves = type(state)(*(x.detach().requires_grad_() for x in state))
+            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
             value = self.recorder.value(leaves)
             total = torch.view_as_real(value).sum() if value.is_complex() else value.sum()
         if not value.requires_grad:
             return 0.0
-        slopes = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        slopes = torch.autograd.grad(
+            total, tuple(leaves), allow_unused=True, materialize_grads=True
+        )
         return sum(float((slope * x).abs().sum()) for slope, x in zip(slopes, leaves, strict=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adjsim._inputs import as_number, as_whole
-from adjsim._state import State, detached, magnitudes, select
+from adjsim._state import AnyState, State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.exact_inversion import Fingerprints
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
@@ -58,7 +58,7 @@ class ReversibleAdjoint(Adjoint):
             raise ValueError(f"tol must be positive; got {tol}.")
         self.checkpoint_every, self.tol = checkpoint_every, tol
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem[State]) -> None:
         assert isinstance(problem.solver, SteppingSolver)
         program = problem.solver.program(problem.dynamics, problem.state)
         for stage, move in program.moves:
@@ -68,7 +68,7 @@ class ReversibleAdjoint(Adjoint):
                     "so its steps cannot be undone: use CheckpointAdjoint() or DirectAdjoint()."
                 )
 
-    def run(self, problem: Problem) -> Result:
+    def run(self, problem: Problem[State]) -> Result[State]:
         every, exact = (
             self.checkpoint_every,
             isinstance(problem.solver, Splitting) and problem.solver.exact,
@@ -87,7 +87,7 @@ class ReversibleAdjoint(Adjoint):
         return run_swept(problem, history)
 
 
-def _spacing(problem: Problem, tol: float) -> int | None:
+def _spacing(problem: Problem[State], tol: float) -> int | None:
     """Choose the number of steps between checkpoints under friction; None without friction.
 
     Over n steps rounding accumulates to about eps sqrt(n), and friction amplifies the earliest of
@@ -117,7 +117,7 @@ class Resets(History):
         self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]
     ) -> None:
         self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
-        self.stored: dict[int, State] = {}
+        self.stored: dict[int, AnyState] = {}
         # The largest entry of each field at these steps; errors are relative to it.
         self.scale: list[torch.Tensor] = []
 
@@ -125,7 +125,7 @@ class Resets(History):
         regular = () if self.every is None else range(0, stepper.clock.last, self.every)
         return {*stepper.clock.saves, *regular}
 
-    def save(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
         checkpoint = step == 0 or (
             self.every is not None and step % self.every == 0 and step < last
@@ -141,7 +141,7 @@ class Resets(History):
             )
 
     def rewind(
-        self, inputs: Inputs, forces: ForceEvaluator, frames: State | None, final: State
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         saves = self.stepper.clock.saves
         known = {} if frames is None else {step: select(frames, i) for i, step in enumerate(saves)}
@@ -157,15 +157,15 @@ class FloatInversion(Rewind):
         final: the last state.
     """
 
-    def __init__(self, history: Resets, known: Mapping[int, State], final: State) -> None:
+    def __init__(self, history: Resets, known: Mapping[int, AnyState], final: AnyState) -> None:
         self.history, self.known, self._final, self.error = history, known, final, 0.0
         # The relative error of a function of the state may exceed that of the state by this factor.
         self.tolerance = max(rounding_tolerance(final[0].dtype), 1e3 * history.tol)
 
-    def final(self) -> State:
+    def final(self) -> AnyState:
         return self._final
 
-    def restore(self, step: int, state: State) -> State:
+    def restore(self, step: int, state: AnyState) -> AnyState:
         true = self.known.get(step)
         if true is None:
             return state

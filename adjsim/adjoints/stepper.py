@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim._noise import Noise
 from adjsim._progress import with_progress
-from adjsim._state import State, all_finite, detached, in_transform
+from adjsim._state import AnyState, State, all_finite, detached, in_transform
 from adjsim._trajectory import step_numbers
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
             :class:`adjsim._module.ModuleTensors`.
     """
 
-    state: State
+    state: AnyState
     coefficients: Mapping[str, Coefficients]
     parameters: tuple[Tensor, ...]
 
@@ -116,7 +116,7 @@ class Observer(Protocol):
         """Return the numbers of steps after which it observes the state."""
         ...
 
-    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         """Observe the state and the buffers' spills after ``step`` steps.
 
         The state is on the lattice, if there is one.
@@ -152,14 +152,14 @@ class Stepper:
     noise: StepNoise | None = None
     growth: BufferGrowth | None = None
 
-    def to_lattice(self, state: State) -> State:
+    def to_lattice(self, state: AnyState) -> AnyState:
         """Convert a state to the nearest lattice state, with buffers.
 
         Without a lattice, return it unchanged.
         """
         return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
 
-    def from_lattice(self, state: State) -> State:
+    def from_lattice(self, state: AnyState) -> AnyState:
         """Convert a lattice state back to a state of the dynamics."""
         return state if self.program.lattice is None else self.program.lattice.from_lattice(state)
 
@@ -188,12 +188,12 @@ class Stepper:
 
     def run(
         self,
-        start: State,
+        start: AnyState,
         inputs: Inputs,
         driver: Driver,
         observers: Sequence[Observer],
-        problem: Problem,
-    ) -> State:
+        problem: Problem[State],
+    ) -> AnyState:
         """Run all steps, call the observers, and return the final state.
 
         The initial state is on the lattice, if there is one.
@@ -236,7 +236,7 @@ class Stepper:
             )
         return state
 
-    def _is_valid(self, state: State) -> bool:
+    def _is_valid(self, state: AnyState) -> bool:
         if in_transform():
             return True
         return (
@@ -247,7 +247,7 @@ class Stepper:
 
     @torch.no_grad()
     def _raise_at_step(
-        self, state: State, start: int, stop: int, inputs: Inputs, potential: nn.Module
+        self, state: AnyState, start: int, stop: int, inputs: Inputs, potential: nn.Module
     ) -> None:
         k, forces = start, self.program.forces(potential)
         while self._is_valid(state) and k < stop:
@@ -268,7 +268,7 @@ class Stepper:
 
 
 def prepare(
-    problem: Problem, parameters: tuple[Tensor, ...] | None = None
+    problem: Problem[State], parameters: tuple[Tensor, ...] | None = None
 ) -> tuple[Stepper, Inputs]:
     """Prepare the steps of a problem and its inputs, with their graph.
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim._state import State
 from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.compiled import CompiledDriver
 from adjsim.adjoints.eager import EagerDriver
@@ -35,7 +36,7 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 
 
-def run_swept(problem: Problem, make_history: Callable[[Stepper], History]) -> Result:
+def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History]) -> Result[State]:
     """Run a problem with a constant-memory gradient.
 
     Args:
@@ -47,9 +48,9 @@ def run_swept(problem: Problem, make_history: Callable[[Stepper], History]) -> R
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
     outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
-    final = type(problem.state)(*outputs[-width:])
+    final = type(problem.state)._make(outputs[-width:])
     if problem.record is None:
-        return type(problem.state)(*outputs[:width]), None, final
+        return type(problem.state)._make(outputs[:width]), None, final
     return None, outputs[0], final
 
 
@@ -60,7 +61,7 @@ class _SweptRun:
     """
 
     def __init__(
-        self, problem: Problem, stepper: Stepper, history: History, inputs: Inputs
+        self, problem: Problem[State], stepper: Stepper, history: History, inputs: Inputs
     ) -> None:
         self.problem, self.stepper, self.history = problem, stepper, history
         self.recorder = Recorder(problem.record, stepper.clock)
@@ -91,7 +92,7 @@ class _SweptRun:
         }
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
-        return Inputs(self.kind(*flat[: self.width]), coefficients, parameters)
+        return Inputs(self.kind._make(flat[: self.width]), coefficients, parameters)
 
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         problem, stepper = self.problem, self.stepper
@@ -124,7 +125,8 @@ class _SweptRun:
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
         # Detached: an output with its graph would keep this run alive, and the run the output.
         outputs = tuple(x.detach() for x in outputs)
-        final, final_cotangents = self.kind(*outputs[-self.width :]), cotangents[-self.width :]
+        final = self.kind._make(outputs[-self.width :])
+        final_cotangents = cotangents[-self.width :]
         sums = Cotangents(
             {
                 n: torch.zeros_like(x) if c is None else c
@@ -137,7 +139,7 @@ class _SweptRun:
             problem.dynamics.potential, parameters=trainable, stats=problem.stats
         )
         rewind = self.history.rewind(
-            inputs, forces, self.kind(*outputs[: self.width]) if whole else None, final
+            inputs, forces, self.kind._make(outputs[: self.width]) if whole else None, final
         )
         if rewind.error is not None:
             problem.stats["reconstruction_error"] = rewind.error

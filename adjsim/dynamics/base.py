@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,15 @@ from adjsim._inputs import as_tensor, refuse_uncalled
 from adjsim._module import ModuleCache
 from adjsim._noise import Noise, NoiseStream, seed_from
 from adjsim._params import register, trainable
-from adjsim._state import PhaseState, State, check_position, check_state
+from adjsim._state import (
+    AnyMomentumState,
+    AnyState,
+    MomentumState,
+    PhaseState,
+    State,
+    check_position,
+    check_state,
+)
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
 from adjsim.potentials.base import ForceField, refuse_written, version_of
@@ -28,7 +36,7 @@ from adjsim.potentials.base import ForceField, refuse_written, version_of
 _checked_shapes: ModuleCache[bool] = ModuleCache(64)
 
 
-class Term:
+class Term(Generic[State]):
     """One summand of the equations of motion.
 
     ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
@@ -62,16 +70,16 @@ class Term:
         raise TypeError(f"{type(self).__name__} cannot be solved alone.")
 
 
-class Dynamics(nn.Module):
+class Dynamics(nn.Module, Generic[State]):
     """The base class of dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
 
-    state_type: type = PhaseState
+    state_type: type[State] = cast("type[State]", PhaseState)
     damping_name = "friction"
     # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
     # momentum.
     bath_fields: tuple[str, ...] = ()
     potential: nn.Module
-    terms: dict[str, Term]
+    terms: dict[str, Term[State]]
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
@@ -168,7 +176,7 @@ class Dynamics(nn.Module):
             "dynamics with a temperature, such as Langevin."
         )
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
         expected = state.position.shape[:-2]
@@ -196,7 +204,7 @@ class Dynamics(nn.Module):
         return trainable(self)
 
 
-class MassiveDynamics(Dynamics):
+class MassiveDynamics(Dynamics[MomentumState]):
     """The base class of dynamics with masses.
 
     Args:
@@ -227,19 +235,20 @@ class MassiveDynamics(Dynamics):
         """Count the degrees of freedom of one system, without pinned atoms."""
         return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
 
-    def kinetic_energy(self, state: State) -> Energies:
+    def kinetic_energy(self, state: MomentumState) -> Energies:
         """Compute ``sum p^2 / 2m``, ``(*batch,)``."""
         return 0.5 * (state.momentum**2 / self.masses(state.momentum)).sum((-1, -2))
 
-    def reduced_energy(self, state: State) -> Energies:
+    def reduced_energy(self, state: MomentumState) -> Energies:
         kT = getattr(self, "kT", None)
         if kT is None or isinstance(self.potential, ForceField):
             return super().reduced_energy(state)
         return (self.potential(state.position) + self.kinetic_energy(state)) / kT.to(state.position)
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("mass", self.mass, state)
+        assert isinstance(state, AnyMomentumState)
         if state.momentum.shape != state.position.shape:
             raise ValueError(
                 f"momentum has shape {tuple(state.momentum.shape)} and position "
@@ -257,7 +266,7 @@ class MassiveDynamics(Dynamics):
         at, _ = as_start(position)
         return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
 
-    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: MomentumState, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
         if kT is None:
             return {}
@@ -326,7 +335,7 @@ def check_per_atom(name: str, value: Tensor) -> None:
         )
 
 
-def check_entries(name: str, value: Tensor, state: State) -> None:
+def check_entries(name: str, value: Tensor, state: AnyState) -> None:
     atoms = state.position.shape[-2]
     if value.numel() not in (1, atoms):
         raise ValueError(f"{name} has {value.numel()} entries and the state {atoms} atoms.")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim._state import State, detached
+from adjsim._state import AnyState, State, detached
 
 # The largest denominator of a fraction that stands for a factor.
 LARGEST_DENOMINATOR = 2**26
@@ -93,7 +93,7 @@ def _bytes(values: Tensor) -> bytes:
     return values.to(torch.int32).cpu().numpy().tobytes()
 
 
-def fingerprint(state: State) -> bytes:
+def fingerprint(state: AnyState) -> bytes:
     """Hash the state and its buffers to 128 bits."""
     digest = hashlib.blake2b(digest_size=16)
     for value in detached(state):

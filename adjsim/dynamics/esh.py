@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim._typing import Array, Energies, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Map, Move, Shear
@@ -29,7 +29,7 @@ class ESHState(NamedTuple):
     log_speed: Float[Tensor, "*batch"]
 
 
-class Glide(Term):
+class Glide(Term[ESHState]):
     """The glide, A: ``dq/ds = u``.
 
     Its flow is ``q' = q + h u``.
@@ -37,17 +37,17 @@ class Glide(Term):
 
     advances_time = True
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: ESHState) -> Mapping[str, Tensor]:
         return {"position": state.direction}
 
-    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+    def coefficients(self, h: float, state: ESHState) -> dict[str, Tensor]:
         return {"h": torch.as_tensor(h).to(state.position)}
 
-    def moves(self, h: float, state: State) -> Sequence[Move]:
+    def moves(self, h: float, state: ESHState) -> Sequence[Move]:
         return (Shear("position", Field("direction"), "h"),)
 
 
-class Turn(Term):
+class Turn(Term[ESHState]):
     """The turn of the direction, E, at fixed position, with d = atoms x dim::
 
         du/ds = (1 - u u^T) F/d        dr/ds = u . F/d
@@ -66,13 +66,13 @@ class Turn(Term):
     def __init__(self, dynamics: ESH) -> None:
         self.dynamics = dynamics
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: ESHState) -> Mapping[str, Tensor]:
         d = state.position.shape[-1] * state.position.shape[-2]
         e = force(self.dynamics.potential, state.position, t) / d
         along = (state.direction * e).sum((-1, -2), keepdim=True)
         return {"direction": e - along * state.direction, "log_speed": along[..., 0, 0]}
 
-    def moves(self, h: float, state: State) -> Sequence[Move]:
+    def moves(self, h: float, state: ESHState) -> Sequence[Move]:
         return (
             Map(
                 ("direction", "log_speed"),
@@ -108,7 +108,7 @@ def turn(h: float, force: Tensor, u: Tensor, r: Tensor) -> tuple[Tensor, Tensor]
     return turned / norm, r + torch.log(Z)[..., 0, 0]
 
 
-class ESH(Dynamics):
+class ESH(Dynamics[ESHState]):
     """Energy-sampling Hamiltonian dynamics, with kinetic energy ``d log |v|``.
 
     See Ver Steeg and Galstyan, arXiv:2111.02434.
@@ -151,8 +151,9 @@ class ESH(Dynamics):
         self.check(state)
         return state
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
+        assert isinstance(state, ESHState)
         if (
             state.direction.shape != state.position.shape
             or state.log_speed.shape != state.position.shape[:-2]
@@ -162,7 +163,7 @@ class ESH(Dynamics):
                 f"and log_speed {tuple(state.position.shape[:-2])}."
             )
 
-    def invariant(self, state: State) -> Energies:
+    def invariant(self, state: ESHState) -> Energies:
         """Compute ``U + d r``."""
         d = state.position.shape[-1] * state.position.shape[-2]
         return self.potential(state.position) + d * state.log_speed

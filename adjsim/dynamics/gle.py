@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adjsim._inputs import as_tensor
 from adjsim._noise import NoiseStream
 from adjsim._params import register
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Move, Scale, Shear
@@ -32,7 +32,7 @@ class MemoryState(NamedTuple):
     memory: Float[Tensor, "*batch rates atoms dim"]
 
 
-class Bath(Term):
+class Bath(Term[MemoryState]):
     """The bath, G: a linear SDE for momentum and memory, y = (p, z_1..z_n)::
 
         dp   = -sum c_i z_i dt
@@ -54,7 +54,7 @@ class Bath(Term):
         self.dynamics = dynamics
         self.draws = 1 + len(dynamics.rates)
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
         c, r = self.dynamics.couplings(state.momentum)
         memory_force = -(c * state.memory).sum(-3)
         return {
@@ -62,14 +62,14 @@ class Bath(Term):
             "memory": c * state.momentum.unsqueeze(-3) - r * state.memory,
         }
 
-    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def diffusion(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
         _, r = self.dynamics.couplings(state.momentum)
         return {
             "memory": torch.sqrt(2 * r)
             * self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)
         }
 
-    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+    def coefficients(self, h: float, state: MemoryState) -> dict[str, Tensor]:
         propagator, covariance = self.dynamics.bath_flow(h)
         lower, pivots, upper = _ldu(propagator)
         if not bool((pivots.detach() > 0).all()):
@@ -92,7 +92,7 @@ class Bath(Term):
         thermal = self.dynamics.thermal_scale(like, self.dynamics.kT)
         return {"thermal": thermal, **{name: value.to(like) for name, value in found.items()}}
 
-    def moves(self, h: float, state: State) -> Sequence[Move]:
+    def moves(self, h: float, state: MemoryState) -> Sequence[Move]:
         last = self.draws - 1
         fields: list[Source] = [Field("momentum"), *(Field("memory", i) for i in range(last))]
         upper = [
@@ -149,7 +149,7 @@ def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lower, pivots, matrix / pivots.unsqueeze(-1)
 
 
-class GeneralizedLangevin(MassiveDynamics):
+class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     """Langevin dynamics with a memory kernel, and noise by the fluctuation-dissipation theorem::
 
         dq = p/m dt
@@ -246,8 +246,9 @@ class GeneralizedLangevin(MassiveDynamics):
         self.check(state)
         return state
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
+        assert isinstance(state, MemoryState)
         *batch, atoms, dim = state.position.shape
         expected = (*batch, len(self.rates), atoms, dim)
         if tuple(state.memory.shape) != expected:
@@ -255,7 +256,7 @@ class GeneralizedLangevin(MassiveDynamics):
                 f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
             )
 
-    def reduced_energy(self, state: State) -> Energies:
+    def reduced_energy(self, state: MemoryState) -> Energies:
         """Compute H/kT plus ``sum z_i^2/(2 m kT)``.
 
         Each memory variable has the distribution of a momentum.
@@ -263,9 +264,9 @@ class GeneralizedLangevin(MassiveDynamics):
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
-    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: MemoryState, time: float) -> dict[str, Tensor]:
         found = super().characteristic_scales(state, time)
         return {**found, "memory": found["momentum"]}
 
-    def damping(self, state: State) -> float:
+    def damping(self, state: MemoryState) -> float:
         return float(torch.linalg.eigvals(self.bath_matrix().detach()).real.max())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from adjsim._state import PhaseState, State
+from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, as_start
 from adjsim.dynamics.terms import Kick, Stream
 
 
-class Hamiltonian(MassiveDynamics):
+class Hamiltonian(MassiveDynamics[PhaseState]):
     """Microcanonical dynamics (NVE): ``dq/dt = p/m``, ``dp/dt = F(q)``.
 
     Terms: A (stream), B (kick). Schemes: "BAB" (velocity Verlet), "ABA" (position Verlet). The
@@ -40,6 +40,6 @@ class Hamiltonian(MassiveDynamics):
         self.check(state)
         return state
 
-    def invariant(self, state: State) -> Energies:
+    def invariant(self, state: PhaseState) -> Energies:
         """Compute the total energy."""
         return self.kinetic_energy(state) + self.potential(state.position)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._params import register
-from adjsim._state import PhaseState, State
+from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Number, PositionsLike, Seed
 from adjsim.dynamics.base import (
     MassiveDynamics,
@@ -24,7 +24,7 @@ from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Kick, Stream
 
 
-class OrnsteinUhlenbeck(Term):
+class OrnsteinUhlenbeck(Term[PhaseState]):
     """The Ornstein-Uhlenbeck term, O: ``dp = -friction p dt + sqrt(2 friction m kT) dW``.
 
     Its flow is exact in distribution::
@@ -37,14 +37,14 @@ class OrnsteinUhlenbeck(Term):
     def __init__(self, dynamics: Langevin) -> None:
         self.dynamics = dynamics
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         return {"momentum": -self.dynamics.frictions(state.momentum) * state.momentum}
 
-    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def diffusion(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         thermal = self.dynamics.thermal_scale(state.momentum, self.dynamics.kT)
         return {"momentum": torch.sqrt(2 * self.dynamics.frictions(state.momentum)) * thermal}
 
-    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         friction = self.dynamics.frictions(state.momentum)
         # expm1 keeps the digits of 1 - c^2 where friction h is small.
         noise = torch.sqrt(-torch.expm1(-2 * h * friction)) * self.dynamics.thermal_scale(
@@ -52,11 +52,11 @@ class OrnsteinUhlenbeck(Term):
         )
         return {"decay": torch.exp(-h * friction), "noise": noise}
 
-    def moves(self, h: float, state: State) -> Sequence[Move]:
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (Scale("momentum", Coefficient("decay")), Shear("momentum", Random(), "noise"))
 
 
-class Langevin(MassiveDynamics):
+class Langevin(MassiveDynamics[PhaseState]):
     """Underdamped Langevin dynamics::
 
         dq = p/m dt
@@ -103,9 +103,9 @@ class Langevin(MassiveDynamics):
         self.check(state)
         return state
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("friction", self.friction, state)
 
-    def damping(self, state: State) -> float:
+    def damping(self, state: PhaseState) -> float:
         return float(self.friction.detach().max())

@@ -24,19 +24,18 @@ identity.
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
-from adjsim._state import State, detached, in_transform
+from adjsim._state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
 from adjsim.dynamics.cotangents import select_link
@@ -70,7 +69,11 @@ class Lattice:
     """
 
     def __init__(
-        self, dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]], dt: float
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        moves: Mapping[str, tuple[Move, ...]],
+        dt: float,
     ) -> None:
         _check_supported(dynamics, state, moves)
         all_moves = [(letter, move) for letter, group in moves.items() for move in group]
@@ -78,7 +81,8 @@ class Lattice:
             dict.fromkeys(move.field for _, move in all_moves if isinstance(move, Scale))
         )
         self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
-        self._kind, self._lattice_type = type(state), _lattice_type(type(state), self.scaled)
+        self._kind: type[AnyState] = type(state)
+        self._lattice_type = _lattice_type(self._kind, self.scaled)
         scales = _scales(dynamics, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
         self.grids = {
@@ -175,23 +179,23 @@ class Lattice:
             None if self._state_dependent else bits, check_every, 2.0 ** (FULL + spare_bits + 0.5)
         )
 
-    def to_lattice(self, state: State) -> State:
+    def to_lattice(self, state: AnyState) -> AnyState:
         """Round a state to the lattice, and add empty buffers."""
         fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
         buffers = [
             torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
         ]
-        return self._lattice_type(*fields, *buffers)
+        return self._lattice_type._make((*fields, *buffers))
 
-    def from_lattice(self, state: State) -> State:
+    def from_lattice(self, state: AnyState) -> AnyState:
         """Return the state without its buffers."""
-        return self._kind(*state[: self.width])
+        return self._kind._make(state[: self.width])
 
-    def in_range(self, state: State) -> bool:
+    def in_range(self, state: AnyState) -> bool:
         """Return whether every number is finite and small enough for sums to be exact."""
         return max(self._used_fractions(state).values()) <= 1.0
 
-    def describe(self, state: State) -> str:
+    def describe(self, state: AnyState) -> str:
         """Describe, for an error message, which field has left the lattice, and its limit."""
         used_fraction = self._used_fractions(state)
         name = max(used_fraction, key=lambda n: used_fraction[n])
@@ -200,7 +204,7 @@ class Lattice:
             f"{self.grids[name].limit:.3g},"
         )
 
-    def _used_fractions(self, state: State) -> dict[str, float]:
+    def _used_fractions(self, state: AnyState) -> dict[str, float]:
         return {
             name: self.grids[name].used_fraction(value)
             for name, value in self.from_lattice(state)._asdict().items()
@@ -221,7 +225,7 @@ class Lattice:
             state = refill(state, entry, self.systems)
         return state
 
-    def buffered_bits(self, state: State) -> float:
+    def buffered_bits(self, state: AnyState) -> float:
         """Count the bits in the buffers of a state."""
         return sum(
             float(torch.log2(getattr(state, buffer_name(name)).double() + 1).sum())
@@ -243,7 +247,7 @@ class BufferGrowth:
     check_every: int
     limit: float
 
-    def mean(self, state: State) -> float | None:
+    def mean(self, state: AnyState) -> float | None:
         """Return the mean number of bits that a step adds per degree of freedom."""
         if self.bits is None:
             return None
@@ -300,7 +304,7 @@ class LatticeScale(Scale):
             min=1
         ), self.denominator
 
-    def _rescale(self, state: State, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def _rescale(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """Compute y n/d and the new buffer, or with n and d exchanged their inverse."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
@@ -320,13 +324,14 @@ class LatticeScale(Scale):
 
 
 @lru_cache(maxsize=64)
-def _lattice_type(kind: type, scaled: tuple[str, ...]) -> Any:
+def _lattice_type(kind: type[Any], scaled: tuple[str, ...]) -> Any:
     names: tuple[str, ...] = kind._fields
-    return namedtuple(f"{kind.__name__}OnLattice", (*names, *map(buffer_name, scaled)))
+    fields = [(name, Tensor) for name in (*names, *map(buffer_name, scaled))]
+    return NamedTuple(f"{kind.__name__}OnLattice", fields)
 
 
 def _check_supported(
-    dynamics: Dynamics, state: State, moves: Mapping[str, tuple[Move, ...]]
+    dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]
 ) -> None:
     for letter, group in moves.items():
         if not all(isinstance(move, Shear | Scale) for move in group):
@@ -356,7 +361,7 @@ def _check_force(potential: nn.Module) -> None:
         )
 
 
-def _scales(dynamics: Dynamics, state: State, dt: float) -> dict[str, Tensor]:
+def _scales(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Tensor]:
     """Estimate the largest entry of each field, for each system and link."""
     start = detached(state)
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
-from adjsim._state import State
+from adjsim._state import AnyMomentumState, AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
@@ -34,7 +34,15 @@ class ChainState(NamedTuple):
     bath_momentum: Float[Tensor, "*batch length 1 1"]
 
 
-class Chain(Term):
+@runtime_checkable
+class _WithChain(AnyMomentumState, Protocol):
+    """A :class:`ChainState`, also on a lattice."""
+
+    @property
+    def bath_momentum(self) -> Tensor: ...
+
+
+class Chain(Term[ChainState]):
     """The Nose-Hoover chain, N, whose first link acts on the particles.
 
     Each further link acts on the link before it::
@@ -57,7 +65,7 @@ class Chain(Term):
     def __init__(self, dynamics: NoseHooverChain) -> None:
         self.dynamics = dynamics
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: ChainState) -> Mapping[str, Tensor]:
         c = self.coefficients(0.0, state)
         b = state.bath_momentum
         v = b * c["1/Q"]
@@ -69,7 +77,7 @@ class Chain(Term):
             "bath_momentum": drive - b * damping,
         }
 
-    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+    def coefficients(self, h: float, state: ChainState) -> dict[str, Tensor]:
         Q, target = self.dynamics.bath(state.position)
         return {
             "1/Q": 1 / Q,
@@ -78,7 +86,7 @@ class Chain(Term):
             "1/m": 1 / self.dynamics.masses(state.momentum),
         }
 
-    def moves(self, h: float, state: State) -> Sequence[Move]:
+    def moves(self, h: float, state: ChainState) -> Sequence[Move]:
         last = self.dynamics.length - 1
         inward = [move for j in range(last, -1, -1) for move in self._link(j, h / 2)]
         outward = [move for j in range(last + 1) for move in self._link(j, h / 2)]
@@ -95,7 +103,7 @@ class Chain(Term):
         ]
 
 
-def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
+def _chain_force(state: _WithChain, c: Coefficients, j: int) -> Tensor:
     """Compute the force on link j of the chain.
 
     It is twice the kinetic energy that the link controls, minus the equilibrium value.
@@ -105,7 +113,7 @@ def _chain_force(state: State, c: Coefficients, j: int) -> Tensor:
     return select_link(state.bath_momentum, j - 1) ** 2 * c["1/Q"][j - 1] - c["target"][j]
 
 
-def _scaling(state: State, c: Coefficients, j: int, h: float) -> Tensor:
+def _scaling(state: _WithChain, c: Coefficients, j: int, h: float) -> Tensor:
     """Compute the factor by which link j scales momenta over h."""
     return torch.exp(select_link(state.bath_momentum, j) * c["1/Q"][j] * -h)
 
@@ -117,11 +125,11 @@ class ChainScaling:
     link: int
     h: float
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: Any, context: MoveContext) -> Tensor:
         return _scaling(state, context.coefficients, self.link, self.h)
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: Any, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         value = self.value(state, context)
         return value, lambda cotangent: _scaling_vjp(
@@ -140,7 +148,7 @@ class ChainForce:
     h: float
     damped_by: int | None
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: Any, context: MoveContext) -> Tensor:
         impulse = _chain_force(state, context.coefficients, self.link) * self.h
         return (
             impulse
@@ -149,7 +157,7 @@ class ChainForce:
         )
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: Any, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         impulse = _chain_force(state, context.coefficients, self.link) * self.h
         if self.damped_by is None:
@@ -169,7 +177,7 @@ class ChainForce:
         return value, accumulate
 
     def _chain_force_vjp(
-        self, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents
+        self, cotangent: Tensor, state: _WithChain, context: MoveContext, cotangents: Cotangents
     ) -> None:
         """Add the products of the cotangent of G_j to its fields and coefficients."""
         c, j = context.coefficients, self.link
@@ -190,7 +198,12 @@ class ChainForce:
 
 
 def _scaling_vjp(
-    j: int, h: float, cotangent: Tensor, state: State, context: MoveContext, cotangents: Cotangents
+    j: int,
+    h: float,
+    cotangent: Tensor,
+    state: _WithChain,
+    context: MoveContext,
+    cotangents: Cotangents,
 ) -> None:
     """Add the products of the scaling factor's cotangent, times the factor, to b_j and 1/Q_j."""
     _add_to_bath(cotangents, j, cotangent * context.coefficients["1/Q"][j] * -h)
@@ -218,7 +231,7 @@ def _add_to_link(
         )
 
 
-class NoseHooverChain(MassiveDynamics):
+class NoseHooverChain(MassiveDynamics[ChainState]):
     """Canonical dynamics by a Nose-Hoover chain of thermostats.
 
     See Martyna, Klein and Tuckerman, J. Chem. Phys. 97, 2635 (1992).
@@ -303,7 +316,7 @@ class NoseHooverChain(MassiveDynamics):
         self.check(state)
         return state
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
         expected = (*state.position.shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
@@ -312,7 +325,7 @@ class NoseHooverChain(MassiveDynamics):
                     f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}."
                 )
 
-    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, state: ChainState, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
         # In the extended energy x_1 has the weight dof kT and the other x_j have kT. So the others
         # are of order one, and x_1 is smaller.
@@ -322,7 +335,7 @@ class NoseHooverChain(MassiveDynamics):
             "bath_position": torch.ones_like(Q),
         }
 
-    def reduced_energy(self, state: State) -> Energies:
+    def reduced_energy(self, state: ChainState) -> Energies:
         """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``.
 
         The chain's positions have no stationary density.
@@ -331,7 +344,7 @@ class NoseHooverChain(MassiveDynamics):
         chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
         return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))
 
-    def invariant(self, state: State) -> Energies:
+    def invariant(self, state: ChainState) -> Energies:
         """Compute the extended energy."""
         Q, target = self.bath(state.position)
         bath = (state.bath_momentum**2 / (2 * Q) + target * state.bath_position).sum((-1, -2, -3))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._params import register
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, Term, as_start, check_entries, check_per_atom, per_atom
 from adjsim.potentials.base import ForceField, force, force_vjp
@@ -23,7 +23,7 @@ class PositionState(NamedTuple):
     position: Positions
 
 
-class Diffuse(Term):
+class Diffuse(Term[PositionState]):
     """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
 
     It has no flow in closed form.
@@ -35,19 +35,19 @@ class Diffuse(Term):
     def __init__(self, dynamics: OverdampedLangevin) -> None:
         self.dynamics = dynamics
 
-    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def drift(self, t: Any, state: PositionState) -> Mapping[str, Tensor]:
         return {
             "position": force(self.dynamics.potential, state.position, t)
             / self.dynamics.frictions(state.position)
         }
 
-    def moves(self, h: float, state: State) -> NoReturn:
+    def moves(self, h: float, state: PositionState) -> NoReturn:
         raise TypeError(
             "the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or "
             "SDESolver."
         )
 
-    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+    def diffusion(self, t: Any, state: PositionState) -> Mapping[str, Tensor]:
         return {
             "position": torch.sqrt(
                 2 * self.dynamics.kT.to(state.position) / self.dynamics.frictions(state.position)
@@ -55,7 +55,7 @@ class Diffuse(Term):
         }
 
 
-class OverdampedLangevin(Dynamics):
+class OverdampedLangevin(Dynamics[PositionState]):
     """Brownian dynamics, the limit of large friction::
 
         dq = F(q)/friction dt + sqrt(2 kT/friction) dW
@@ -98,16 +98,16 @@ class OverdampedLangevin(Dynamics):
         self.check(state)
         return state
 
-    def reduced_energy(self, state: State) -> Energies:
+    def reduced_energy(self, state: PositionState) -> Energies:
         if isinstance(self.potential, ForceField):
             return super().reduced_energy(state)
         return self.potential(state.position) / self.kT.to(state.position)
 
-    def check(self, state: State) -> None:
+    def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("friction", self.friction, state)
 
-    def damping(self, state: State) -> float:
+    def damping(self, state: PositionState) -> float:
         """Estimate the largest curvature of the potential at the state, divided by the friction.
 
         This is the rate at which two paths with the same noise converge. It is found by power

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
@@ -47,9 +47,9 @@ class Source(Protocol):
     cotangent and adds to the cotangents of the fields and coefficients that the value depends on.
     """
 
-    def value(self, state: State, context: MoveContext) -> Tensor: ...
+    def value(self, state: AnyState, context: MoveContext) -> Tensor: ...
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]: ...
 
 
@@ -63,11 +63,11 @@ class Field:
     name: str
     link: int | None = None
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return select_link(getattr(state, self.name), self.link)
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         return self.value(state, context), lambda cotangent: cotangents.add(
             self.name, cotangent, self.link
@@ -83,12 +83,12 @@ class Random:
 
     draw: int = 0
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         assert context.noise is not None
         return context.noise[self.draw]
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         return self.value(state, context), None
 
@@ -99,11 +99,11 @@ class Coefficient:
 
     name: str
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return context.coefficients[self.name]
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         value = context.coefficients[self.name]
         if not value.requires_grad:
@@ -123,11 +123,11 @@ class Combination:
     coefficient: str
     sources: tuple[Source, ...]
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return self._sum(context, [source.value(state, context) for source in self.sources])
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         c = context.coefficients[self.coefficient]
         parts = [source.vjp(state, context, cotangents) for source in self.sources]
@@ -154,11 +154,11 @@ class Combination:
 class Force:
     """The force at the position."""
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return context.forces.force(state.position, context.t)
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         linear = context.forces.linear(state.position, context.t)
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
@@ -171,11 +171,11 @@ class Function:
     function: Callable[..., Tensor]
     reads: tuple[str, ...]
 
-    def value(self, state: State, context: MoveContext) -> Tensor:
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
         return self.function(context.coefficients, *(getattr(state, name) for name in self.reads))
 
     def vjp(
-        self, state: State, context: MoveContext, cotangents: Cotangents
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
         fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
         coefficients, wanted = as_leaves(context.coefficients)

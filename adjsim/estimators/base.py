@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
-from adjsim._state import State, as_state, select
+from adjsim._state import AnyState, State, as_state, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
@@ -37,12 +37,12 @@ from adjsim.estimators.memory import PeakMemory
 from adjsim.simulation import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
-Observable = TimeAverage | Final | Callable[[Trajectory], Tensor]
+Observable = TimeAverage | Final | Callable[[Trajectory[State]], Tensor]
 Initial = Callable[[int, torch.Generator | None], State]
 
 
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Generic[State]):
     """A simulation that can be run for any number of replicas.
 
     Args:
@@ -57,8 +57,8 @@ class Simulation:
             share one compilation.
     """
 
-    dynamics: Dynamics
-    initial: Initial
+    dynamics: Dynamics[State]
+    initial: Initial[State]
     ts: Times
     solver: Solver
     compile: bool = field(default=False, kw_only=True)
@@ -107,8 +107,8 @@ class Estimator(ABC):
     @abstractmethod
     def __call__(
         self,
-        simulation: Simulation,
-        observable: Observable,
+        simulation: Simulation[State],
+        observable: Observable[State],
         *,
         replicas: int,
         chunks: int = 16,
@@ -127,11 +127,11 @@ class Estimator(ABC):
                 default generator.
         """
 
-    def can_compile(self, simulation: Simulation) -> bool:
+    def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether the runs can be compiled."""
         return isinstance(simulation.solver, SteppingSolver)
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         """Refuse, before any work, a simulation or an observable that does not apply."""
         return
 
@@ -168,8 +168,8 @@ class ChunkedEstimator(Estimator):
     @outside_inference_mode()
     def __call__(
         self,
-        simulation: Simulation,
-        observable: Observable,
+        simulation: Simulation[State],
+        observable: Observable[State],
         *,
         replicas: int,
         chunks: int = 16,
@@ -198,24 +198,28 @@ class ChunkedEstimator(Estimator):
 
     @abstractmethod
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         """Run a group of replicas."""
 
     def combine(
-        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+        self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         """Complete the chunks with data of all of them, and return additional diagnostics."""
         return {}
 
 
 def observe(
-    simulation: Simulation,
-    observable: Observable,
+    simulation: Simulation[State],
+    observable: Observable[State],
     start: State,
     adjoint: Adjoint,
     noise: Noise | None,
-) -> tuple[Tensor, Trajectory]:
+) -> tuple[Tensor, Trajectory[State]]:
     """Run replicas, and return the observable ``(replicas, ...)`` and the trajectory."""
     record = observable if isinstance(observable, TimeAverage) else None
     trajectory = run(
@@ -231,7 +235,7 @@ def observe(
     return checked(evaluate(observable, trajectory), start), trajectory
 
 
-def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
+def evaluate(observable: Observable[State], trajectory: Trajectory[State]) -> Tensor:
     """Evaluate an observable on a trajectory, or return the time average that it recorded."""
     if isinstance(observable, TimeAverage):
         assert trajectory.record is not None
@@ -241,7 +245,7 @@ def evaluate(observable: Observable, trajectory: Trajectory) -> Tensor:
     return observable(trajectory)
 
 
-def checked(values: Tensor, start: State) -> Tensor:
+def checked(values: Tensor, start: AnyState) -> Tensor:
     count = start.position.shape[0]
     if values.shape[:1] != (count,):
         raise ValueError(

@@ -42,7 +42,11 @@ class FiniteDifference(ChunkedEstimator):
 
     @torch.no_grad()
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         evaluations = 0
 

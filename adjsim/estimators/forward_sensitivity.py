@@ -31,11 +31,11 @@ class ForwardSensitivity(ChunkedEstimator):
 
     estimand: ClassVar[str] = "path"
 
-    def can_compile(self, simulation: Simulation) -> bool:
+    def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return False: tangents do not go through compiled loops."""
         return False
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if getattr(simulation.solver, "exact", False):
             raise TypeError(
                 "ForwardSensitivity is not for exact=True, which has no forward derivative; "
@@ -51,7 +51,11 @@ class ForwardSensitivity(ChunkedEstimator):
             )
 
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         plain = replace(simulation, compile=False)
         dynamics, evaluations = simulation.dynamics, 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._module import ModuleTensors
+from adjsim._state import State
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.estimators.base import Observable, Simulation
 
@@ -27,7 +28,7 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
         return function()
 
 
-def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
+def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None:
     """Refuse dynamics whose force reads a parameter other than from its module.
 
     A value that is passed to the module would not reach such a force.
@@ -41,13 +42,13 @@ def refuse_captured_force(estimator: str, simulation: Simulation) -> None:
         )
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
-            f"{estimator}: the force reads a parameter past its module (from a list, or as a "
-            "captured variable), so no other value can be passed to it. Read it as an attribute of "
-            "the module, or in an nn.ParameterList, or use Pathwise."
+            f"{estimator}: the force reads a parameter from a list or as a captured variable "
+            "instead of from its module, so no other value can be passed to it. Read it as an "
+            "attribute of the module, or in an nn.ParameterList, or use Pathwise."
         )
 
 
-def captured_parameter(simulation: Simulation, observable: Observable) -> str | None:
+def captured_parameter(simulation: Simulation[State], observable: Observable[State]) -> str | None:
     """Find a parameter that an observable reads other than from its module."""
     parameters = simulation.dynamics.trainable()
     start = simulation.starts(1, torch.Generator().manual_seed(0))
@@ -55,7 +56,7 @@ def captured_parameter(simulation: Simulation, observable: Observable) -> str | 
     def seen() -> Tensor:
         if isinstance(observable, TimeAverage | Final):
             return observable.function(start)
-        frames = type(start)(*(torch.stack([x] * len(simulation.ts)) for x in start))
+        frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
         return observable(Trajectory(check_times(simulation.ts), frames, None, start, {}))
 
     with torch.enable_grad():

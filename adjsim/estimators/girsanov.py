@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._params import trainable
-from adjsim._state import State
+from adjsim._state import AnyMomentumState, AnyState, State
 from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.recorder import Recorder, Recording
@@ -88,11 +88,11 @@ class Girsanov(ChunkedEstimator):
 
     estimand: ClassVar[str] = "path"
 
-    def can_compile(self, simulation: Simulation) -> bool:
+    def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return False: the score reads every step in Python."""
         return False
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         dynamics, solver = simulation.dynamics, simulation.solver
         word = solver.scheme if isinstance(solver, Splitting) else None
         fits = (type(solver) is EulerMaruyama and isinstance(dynamics, OverdampedLangevin)) or (
@@ -113,14 +113,18 @@ class Girsanov(ChunkedEstimator):
             )
         if word == "BAOAB":
             start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
-            frames = type(start)(*(torch.stack([x] * len(simulation.ts)) for x in start))
+            frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
             momentum_check = _MomentumCheck(observable, check_times(simulation.ts))
             momentum_check.refuse_momenta(start, frames)
             momentum_check.refuse_slopes(start, frames)
 
     @torch.no_grad()
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
@@ -147,7 +151,7 @@ class Girsanov(ChunkedEstimator):
         score.flush(stepper.clock.last)
         states, record = recording.result()
         stats, final = problem.stats, stepper.from_lattice(last)
-        trajectory = Trajectory(times, states, record, final, stats)
+        trajectory = cast("Trajectory[State]", Trajectory(times, states, record, final, stats))
         if momentum_check is not None and average is None:
             momentum_check.refuse_momenta(final, states)
         with torch.enable_grad():
@@ -161,7 +165,7 @@ class Girsanov(ChunkedEstimator):
         return Chunk(value, own, stats, {"O": values, "OS": OS, "S": S, "explicit": own})
 
     def combine(
-        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+        self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         for i, part in enumerate(parts):
             others = [
@@ -234,7 +238,8 @@ class _PathObserver:
             explicit,
             momentum_check,
         )
-        self.average, self.first, self.before = recorder.average is not None, recorder.first, None
+        self.average, self.first = recorder.average is not None, recorder.first
+        self.before: AnyState | None = None
         probed = (
             evenly_spaced(recorder.first, stepper.clock.last, PROBED_STEPS)
             if self.average and momentum_check is not None
@@ -245,9 +250,10 @@ class _PathObserver:
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return range(1, stepper.clock.last + 1)
 
-    def visit(self, step: int, state: State, spills: Sequence[Spill]) -> None:
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         after = self.stepper.from_lattice(state)
         if step > 0:
+            assert self.before is not None
             self.score(step - 1, self.before, after)
             if self.average and step >= self.first:
                 self.explicit(after)
@@ -264,26 +270,26 @@ class _MomentumCheck:
     dependence that does not change the value at the tested states.
     """
 
-    def __init__(self, observable: Observable, times: Tensor) -> None:
+    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
         self.observable, self.times = observable, times
 
-    def refuse_momenta(self, final: State, frames: State | None) -> None:
+    def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
         """Refuse an observable whose value changes with the momenta of these states."""
         if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
             self._refuse()
 
-    def refuse_slopes(self, final: State, frames: State | None) -> None:
+    def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
         """Refuse an observable whose graph reaches the momenta."""
         with torch.enable_grad():
-            moving = final._replace(momentum=final.momentum.detach().requires_grad_())
+            moving = final._replace(momentum=_momentum(final).detach().requires_grad_())
             seen = self._seen(moving, final, frames)
         if not seen.requires_grad:
             return
-        (slope,) = torch.autograd.grad(seen.sum(), moving.momentum, allow_unused=True)
+        (slope,) = torch.autograd.grad(seen.sum(), _momentum(moving), allow_unused=True)
         if slope is not None:
             self._refuse()
 
-    def _seen(self, state: State, final: State, frames: State | None) -> Tensor:
+    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
         """Evaluate the observable with displaced momenta.
 
         The displacements of the frames differ, so differences between frames change too.
@@ -292,11 +298,12 @@ class _MomentumCheck:
             return self.observable.function(state)
         assert frames is not None
         shares = (
-            torch.linspace(0.5, 1.0, len(frames.momentum), dtype=torch.float64)
-            .to(state.momentum)
+            torch.linspace(0.5, 1.0, len(_momentum(frames)), dtype=torch.float64)
+            .to(_momentum(state))
             .square()
         )
-        moved = frames.momentum + shares.reshape(-1, 1, 1, 1) * (state.momentum - final.momentum)
+        along = _momentum(state) - _momentum(final)
+        moved = _momentum(frames) + shares.reshape(-1, 1, 1, 1) * along
         return self.observable(
             Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
         )
@@ -309,6 +316,11 @@ class _MomentumCheck:
         )
 
 
+def _momentum(state: AnyState) -> Tensor:
+    assert isinstance(state, AnyMomentumState)
+    return state.momentum
+
+
 class _ExplicitDerivative:
     """The explicit derivative of the observable, averaged over the steps of a time average."""
 
@@ -317,7 +329,7 @@ class _ExplicitDerivative:
         self.total: dict[str, Tensor] = {}
         self.count = 0
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: AnyState) -> None:
         assert self.average is not None
         self.count += 1
         with torch.enable_grad():
@@ -388,7 +400,7 @@ class _Score(ABC):
         return drawn
 
     @abstractmethod
-    def __call__(self, step: int, before: State, after: State) -> None:
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         """Add the step from one state to the next."""
 
 
@@ -398,7 +410,7 @@ class _EulerMaruyama(_Score):
         group = inputs.coefficients["D"]
         self.scale = _ratio(group["mobility"], group["noise"])
 
-    def __call__(self, step: int, before: State, after: State) -> None:
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         self.add(before.position, self.scale * self.noise(step)[0], step)
 
 
@@ -408,7 +420,7 @@ class _OBABO(_Score):
         self.c = inputs.coefficients["O"]["decay"]
         self.scale = _ratio(inputs.coefficients["B"]["h"], inputs.coefficients["O"]["noise"])
 
-    def __call__(self, step: int, before: State, after: State) -> None:
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         first, second = self.noise(step)
         self.add(before.position, self.scale * first, step)
         self.add(after.position, self.scale * self.c * second, step + 1)
@@ -425,7 +437,7 @@ class _BAOAB(_Score):
         for step in range(stepper.clock.last - 1, -1, -1):
             self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
-    def __call__(self, step: int, before: State, after: State) -> None:
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         kicks = 1 if step == 0 else 2
         self.add(before.position, kicks * self.half * self.alternating_sum, step)
         self.alternating_sum = self.noise(step)[0] - self.alternating_sum

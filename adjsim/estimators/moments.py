@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import State
+from adjsim._state import AnyState
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import checked
 from adjsim.estimators.functional import with_values
@@ -32,7 +32,11 @@ class Moments:
     """
 
     def __init__(
-        self, dynamics: Dynamics, function: Callable[[Any], Tensor], bath: bool, start: State
+        self,
+        dynamics: Dynamics[Any],
+        function: Callable[[Any], Tensor],
+        bath: bool,
+        start: AnyState,
     ) -> None:
         self.dynamics, self.function, self.bath = dynamics, function, bath
         with torch.no_grad():
@@ -40,7 +44,7 @@ class Moments:
         self.shift = torch.nan_to_num(seen.reshape(len(seen), -1).mean(0), 0.0, 0.0, 0.0)
         self.names = list(dynamics.trainable())
 
-    def matches(self, dynamics: Dynamics, function: Callable[[Any], Tensor]) -> bool:
+    def matches(self, dynamics: Dynamics[Any], function: Callable[[Any], Tensor]) -> bool:
         """Return whether the moments are of these dynamics, parameters and observable."""
         return (
             self.dynamics is dynamics
@@ -48,7 +52,7 @@ class Moments:
             and self.names == list(dynamics.trainable())
         )
 
-    def __call__(self, state: State) -> Tensor:
+    def __call__(self, state: AnyState) -> Tensor:
         registered = {
             **dict(self.dynamics.named_parameters()),
             **dict(self.dynamics.named_buffers()),
@@ -75,7 +79,7 @@ class Moments:
         parts = [values, values.square().mean(0), *slopes, *explicit]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
-    def _evaluate(self, state: State) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, state: AnyState) -> tuple[Tensor, Tensor]:
         return self.function(state), reduced_energy(self.dynamics, state, self.bath)
 
     @staticmethod

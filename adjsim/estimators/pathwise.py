@@ -69,11 +69,11 @@ class Pathwise(ChunkedEstimator):
             raise ValueError(f"truncate must be a positive time; got {truncate}.")
         self.adjoint, self.truncate = adjoint, truncate
 
-    def can_compile(self, simulation: Simulation) -> bool:
+    def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether forward run and backward sweep can be compiled."""
         return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if simulation.compile and not self.can_compile(simulation):
             raise TypeError(
                 f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or "
@@ -93,11 +93,15 @@ class Pathwise(ChunkedEstimator):
         step_numbers(torch.tensor([0.0, self.truncate], dtype=torch.float64), simulation.solver.dt)
 
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         parameters = simulation.dynamics.trainable()
         with torch.enable_grad():
-            begin = type(start)(*(x.detach().requires_grad_() for x in start))
+            begin = type(start)._make(x.detach().requires_grad_() for x in start)
             if self.truncate is None:
                 values, trajectory = observe(simulation, observable, begin, self.adjoint, noise)
                 final, runs = trajectory.final, [trajectory.stats]
@@ -118,7 +122,7 @@ class Pathwise(ChunkedEstimator):
         return Chunk(mean.detach(), found, stats, (growth, smooth))
 
     def combine(
-        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+        self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         duration, squares = (
             simulation.duration,
@@ -145,7 +149,7 @@ class Pathwise(ChunkedEstimator):
 
     @staticmethod
     def _growth(
-        observable: Observable, at_start: Tensor, final: State
+        observable: Observable[State], at_start: Tensor, final: State
     ) -> tuple[float | None, bool | None]:
         """Compute the growth of derivatives from end to start, and the observable's smoothness.
 
@@ -156,7 +160,7 @@ class Pathwise(ChunkedEstimator):
         if not isinstance(observable, TimeAverage | Final):
             return None, None
         with torch.enable_grad():
-            leaves = type(final)(*(x.requires_grad_() for x in final))
+            leaves = type(final)._make(x.requires_grad_() for x in final)
             ends = observable.function(leaves)
             if not ends.requires_grad:
                 return None, False
@@ -171,7 +175,11 @@ class Pathwise(ChunkedEstimator):
         return (square if square > 0 else None), True
 
     def _truncated_run(
-        self, simulation: Simulation, observable: Observable, state: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        state: State,
+        noise: Noise | None,
     ) -> tuple[Tensor, State, list[dict[str, Any]]]:
         """Run with the graph cut at the start of the last or of every part.
 
@@ -185,7 +193,7 @@ class Pathwise(ChunkedEstimator):
 
         def part(
             state: State, first: int, stop: int, record: TimeAverage | None = None
-        ) -> Trajectory:
+        ) -> Trajectory[State]:
             span = [float(times[0]) + first * dt, float(times[0]) + stop * dt]
             shifted = None if noise is None else Noise(noise.seed, noise.first, first)
             made = run(

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import State
+from adjsim._state import AnyState, State
 from adjsim.dynamics.base import Dynamics
 
 # In units of the field's root mean square, or of one if it is zero.
 SIZES = (1e-3, 1.0, 10.0, 1e3)
 
 
-def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bool:
+def depends_on(function: Callable[[Any], Tensor], state: AnyState, name: str) -> bool:
     """Return whether a function of the state depends on a field.
 
     The state has replicas along its leading axis.
@@ -37,7 +37,9 @@ def depends_on(function: Callable[[Any], Tensor], state: State, name: str) -> bo
         )
 
 
-def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state: State) -> bool:
+def depends_on_bath(
+    dynamics: Dynamics[State], function: Callable[[Any], Tensor], state: State
+) -> bool:
     """Return whether an observable depends on bath variables at these states.
 
     Raises:
@@ -59,7 +61,7 @@ def depends_on_bath(dynamics: Dynamics, function: Callable[[Any], Tensor], state
     return any(name in dynamics.bath_fields for name in others)
 
 
-def reduced_energy(dynamics: Dynamics, state: State, bath: bool) -> Tensor:
+def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tensor:
     """Compute the reduced energy, with or without the terms of the bath.
 
     An observable that does not depend on the bath is statistically independent of the bath. The

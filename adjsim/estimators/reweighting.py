@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
@@ -68,17 +68,17 @@ class Reweighting(Estimator):
         if not burn_in >= 0 or (every is not None and not every > 0):
             raise ValueError(f"every and burn_in must be times; got {every} and {burn_in}.")
         self.every, self.burn_in, self.threshold = every, burn_in, threshold
-        self._samples: _Samples | None = None
+        self._samples: _Samples[Any] | None = None
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         average = check_stationary(self, simulation, observable)
         self._frames(simulation, common_burn_in(self, self.burn_in, average))
 
     @outside_inference_mode()
     def __call__(
         self,
-        simulation: Simulation,
-        observable: Observable,
+        simulation: Simulation[State],
+        observable: Observable[State],
         *,
         replicas: int,
         chunks: int = 16,
@@ -170,7 +170,7 @@ class Reweighting(Estimator):
             "equilibration": equilibration(torch.stack(halves)) if half > 0 else None,
         }
 
-    def _frames(self, simulation: Simulation, skip: float) -> list[float]:
+    def _frames(self, simulation: Simulation[State], skip: float) -> list[float]:
         """List the time of the start and the times of the stored frames."""
         assert isinstance(simulation.solver, SteppingSolver)
         times, dt = check_times(simulation.ts), simulation.solver.dt
@@ -187,11 +187,11 @@ class Reweighting(Estimator):
 
     def _sample(
         self,
-        simulation: Simulation,
+        simulation: Simulation[State],
         skip: float,
         slices: list[slice],
         generator: torch.Generator | None,
-    ) -> _Samples:
+    ) -> _Samples[State]:
         starts = simulation.starts(slices[-1].stop, generator)
         seed, bath = (
             seed_from(generator) if simulation.dynamics.stochastic else None,
@@ -211,8 +211,8 @@ class Reweighting(Estimator):
                     noise,
                     compile=simulation.compile,
                 )
-                frames = type(starts)(
-                    *(getattr(made, name)[1:].flatten(0, 1) for name in starts._fields)
+                frames = type(starts)._make(
+                    getattr(made, name)[1:].flatten(0, 1) for name in starts._fields
                 )
                 states.append(frames)
                 u = reduced_energy(simulation.dynamics, frames, False)
@@ -230,12 +230,12 @@ class Reweighting(Estimator):
         )
 
     @staticmethod
-    def _effective_share(samples: _Samples, bath: bool) -> float:
+    def _effective_share(samples: _Samples[State], bath: bool) -> float:
         w = torch.softmax(samples.log_weights(bath), 0)
         return 1.0 / float((w**2).sum() * len(w))
 
     def _reweight(
-        self, samples: _Samples, i: int, observable: TimeAverage, bath: bool, largest: float
+        self, samples: _Samples[State], i: int, observable: TimeAverage, bath: bool, largest: float
     ) -> Chunk:
         """Compute one chunk's means of w O and of w, and their derivatives.
 
@@ -252,7 +252,7 @@ class Reweighting(Estimator):
             both = jacobian(torch.cat([A.reshape(-1), B.reshape(1)]), parameters)
         size = A.numel()
         frames = len(w) // samples.sizes[i]
-        extra = {
+        extra: dict[str, Any] = {
             "A": A.detach(),
             "B": B.detach(),
             "dA": {
@@ -270,13 +270,13 @@ class Reweighting(Estimator):
 
 
 @dataclass
-class _Samples:
+class _Samples(Generic[State]):
     """Frames of each chunk, flattened over time and replicas, and their reduced energies.
 
     The energies are those at sampling, with the terms of the bath and without.
     """
 
-    simulation: Simulation
+    simulation: Simulation[State]
     sizes: list[int]
     skip: float
     states: list[State]

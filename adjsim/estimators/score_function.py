@@ -68,12 +68,16 @@ class ScoreFunction(ChunkedEstimator):
         # Kept between calls, since the cache of compiled loops is keyed by this object.
         self._moments: dict[bool, Moments] = {}
 
-    def check(self, simulation: Simulation, observable: Observable) -> None:
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         average = check_stationary(self, simulation, observable)
         common_burn_in(self, self.burn_in, average)
 
     def chunk(
-        self, simulation: Simulation, observable: Observable, start: State, noise: Noise | None
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        start: State,
+        noise: Noise | None,
     ) -> Chunk:
         assert isinstance(observable, TimeAverage)
         dynamics, function = simulation.dynamics, observable.function
@@ -87,7 +91,7 @@ class ScoreFunction(ChunkedEstimator):
     @torch.no_grad()
     def _sample(
         self,
-        simulation: Simulation,
+        simulation: Simulation[State],
         observable: TimeAverage,
         start: State,
         noise: Noise | None,
@@ -141,7 +145,7 @@ class ScoreFunction(ChunkedEstimator):
         return state, evaluations, found
 
     def combine(
-        self, simulation: Simulation, parts: list[Chunk], sizes: list[int]
+        self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
         """Compute the covariance of every chunk about the means of all chunks.
 
@@ -207,7 +211,7 @@ def equilibration(halves: Tensor) -> float | None:
 
 
 def check_stationary(
-    estimator: Estimator, simulation: Simulation, observable: Observable
+    estimator: Estimator, simulation: Simulation[State], observable: Observable[State]
 ) -> TimeAverage:
     """Return the observable as a time average, or raise if it has no stationary mean."""
     name = type(estimator).__name__

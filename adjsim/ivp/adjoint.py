@@ -169,9 +169,7 @@ class _States(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
         parameters: tuple[Tensor, ...] = ctx.saved_tensors
         start, sums = ctx.piece.adjoint.backward(

@@ -46,12 +46,11 @@ and ends at the end of the time span, where the solution is used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from scipy.special import roots_jacobi
 
-Array = np.ndarray[Any, Any]
+from adjsim.ivp.rhs import Array
 
 
 def _radau(stages: int) -> tuple[Array, Array]:

@@ -298,9 +298,7 @@ class _EventTime(torch.autograd.Function):
         return time.clone()
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
         return -grad_outputs[0] / ctx.rate, None, None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ def numpy_error(function: str) -> TypeError:
 
 
 @contextmanager
-def naming_function(function: str) -> Iterator[None]:
+def naming_function(function: str) -> Generator[None, None, None]:
     """Name the function in torch's error about converting a tensor that requires grad."""
     try:
         yield

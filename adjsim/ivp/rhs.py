@@ -270,9 +270,7 @@ class _TimeDerivative(torch.autograd.Function):
         return states.clone()
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
         grad_times = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
         return grad_outputs[0], grad_times.to(ctx.dtype), None

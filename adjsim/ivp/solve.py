@@ -210,8 +210,9 @@ def _adjoint_settings(
     for name in ("rtol", "atol"):
         options[name] = _array(options[name])
     rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
-    backward = float(options.pop("adjoint_rtol", None) or max(rtol / 10, SMALLEST_RTOL))
-    absolute = float(options.pop("adjoint_atol", None) or backward / 1000)
+    relative, absolute = options.pop("adjoint_rtol", None), options.pop("adjoint_atol", None)
+    backward = max(rtol / 10 if relative is None else float(relative), SMALLEST_RTOL)
+    absolute = backward / 1000 if absolute is None else float(absolute)
     jac = options.get("jac")
     if isinstance(jac, str):
         if jac != "autodiff":

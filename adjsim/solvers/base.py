@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic
 
 from torch import Tensor, nn
 
@@ -177,15 +177,15 @@ class Program:
 
 
 @dataclass
-class Problem:
+class Problem(Generic[State]):
     """The validated inputs of one run, for the adjoint."""
 
-    dynamics: Dynamics
+    dynamics: Dynamics[State]
     tensors: ModuleTensors
     state: State
     times: Tensor
     solver: Any
-    record: Record
+    record: Record[State]
     noise: Noise | None = None
     progress: bool = False
     compile: bool = False
@@ -198,11 +198,11 @@ class SteppingSolver(ABC):
     dt: float
 
     @abstractmethod
-    def program(self, dynamics: Dynamics, state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State) -> Program:
         """List the moves of a step, for states like this one."""
 
     @abstractmethod
-    def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ class ContinuousSolver(ABC):
     dt: float | None
 
     @abstractmethod
-    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
         """Refuse, before any work, a problem that this solver or adjoint cannot take."""
 
     @abstractmethod
     def integrate(
         self,
-        field: VectorField,
+        field: VectorField[State],
         start: tuple[Tensor, ...],
         times: Tensor,
         backsolve: dict[str, Any] | None,
@@ -45,7 +45,7 @@ class ContinuousSolver(ABC):
         """
 
     def solve(
-        self, problem: Problem, backsolve: dict[str, Any] | None
+        self, problem: Problem[State], backsolve: dict[str, Any] | None
     ) -> tuple[State | None, Tensor | None, State]:
         """Return frames, record and final state."""
         record = problem.record
@@ -64,7 +64,7 @@ class ContinuousSolver(ABC):
         frames = self.integrate(field, start, times, backsolve)
         _check_finite(frames, problem, saves)
         kind, count = type(problem.state), len(problem.state)
-        states = [kind(*(x[i] for x in frames[:count])) for i in saves]
+        states = [kind._make(x[i] for x in frames[:count]) for i in saves]
         problem.stats["steps"] = None if self.dt is None else round(float(times[-1]))
         if average is not None:
             quadrature = frames[-1]
@@ -75,7 +75,7 @@ class ContinuousSolver(ABC):
             return None, torch.stack([record(state) for state in states]), states[-1]
         return stack(states), None, states[-1]
 
-    def times(self, problem: Problem) -> tuple[Tensor, list[int]]:
+    def times(self, problem: Problem[State]) -> tuple[Tensor, list[int]]:
         """Return the times to solve for, and which of them are save times.
 
         Where the step is fixed, times are in steps from the start.
@@ -106,7 +106,7 @@ class ContinuousSolver(ABC):
         return time / self.dt if self.dt is not None else time
 
 
-class VectorField(torch.nn.Module):
+class VectorField(torch.nn.Module, Generic[State]):
     """The drift on tuples of fields, which counts passes over the energy.
 
     Time is in units of the step if the step is fixed. A continuous adjoint evaluates the drift
@@ -122,7 +122,7 @@ class VectorField(torch.nn.Module):
     """
 
     def __init__(
-        self, problem: Problem, average: TimeAverage | None, unit: float | None, copied: bool
+        self, problem: Problem[State], average: TimeAverage | None, unit: float | None, copied: bool
     ) -> None:
         super().__init__()
         # In a list, so that the module does not register the dynamics.
@@ -131,7 +131,7 @@ class VectorField(torch.nn.Module):
         self._copies = [tuple(x.clone() for x in tensors)] if copied else []
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> Problem[State]:
         return self._problem[0]
 
     @property
@@ -140,7 +140,7 @@ class VectorField(torch.nn.Module):
         return tuple(self.problem.tensors.trainable(self._copies[0]).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
-        return type(self.problem.state)(*fields[: len(self.problem.state)])
+        return type(self.problem.state)._make(fields[: len(self.problem.state)])
 
     def time(self, t: Tensor) -> Any:
         return t if self.unit is None else self.problem.times[0] + t * self.unit
@@ -175,7 +175,7 @@ class VectorField(torch.nn.Module):
         return self.problem.tensors.substituted(self._copies[0]) if self._copies else nullcontext()
 
 
-def asks_gradient(problem: Problem) -> bool:
+def asks_gradient(problem: Problem[State]) -> bool:
     """Return whether a gradient of this run may be needed."""
     return torch.is_grad_enabled() and (
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
@@ -186,7 +186,7 @@ def _count(stats: dict[str, Any]) -> None:
     stats["energy_evaluations"] += 1
 
 
-def _check_finite(frames: tuple[Tensor, ...], problem: Problem, saves: list[int]) -> None:
+def _check_finite(frames: tuple[Tensor, ...], problem: Problem[State], saves: list[int]) -> None:
     for i, save in enumerate(saves):
         if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
             raise FloatingPointError(

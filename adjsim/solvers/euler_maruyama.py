@@ -34,7 +34,7 @@ class EulerMaruyama(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def program(self, dynamics: Dynamics, state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State) -> Program:
         if not isinstance(dynamics, OverdampedLangevin):
             raise TypeError(
                 f"{type(self).__name__} is for OverdampedLangevin; "
@@ -48,7 +48,7 @@ class EulerMaruyama(SteppingSolver):
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
         return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
-    def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         assert isinstance(dynamics, OverdampedLangevin)
         friction = dynamics.frictions(state.position)
         noise = torch.sqrt(2 * dynamics.kT.to(state.position) * self.dt / friction)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchdiffeq import odeint, odeint_adjoint
 
 from adjsim._inputs import as_number
+from adjsim._state import State
 from adjsim.solvers.base import Problem, check_dt
 from adjsim.solvers.continuous import ContinuousSolver, VectorField, asks_gradient
 
@@ -63,7 +64,7 @@ class ODESolver(ContinuousSolver):
         self.method = method
         self.dt = None if dt is None else check_dt(dt)
 
-    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
         if problem.dynamics.stochastic:
             raise TypeError(
                 f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use "
@@ -77,7 +78,7 @@ class ODESolver(ContinuousSolver):
 
     def integrate(
         self,
-        field: VectorField,
+        field: VectorField[State],
         start: tuple[Tensor, ...],
         times: Tensor,
         backsolve: dict[str, Any] | None,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchsde import BaseBrownian, sdeint, sdeint_adjoint
 
 from adjsim._noise import Noise
+from adjsim._state import State
 from adjsim.solvers.base import Problem, check_dt
 from adjsim.solvers.continuous import ContinuousSolver, VectorField
 
@@ -55,7 +56,7 @@ class SDESolver(ContinuousSolver):
             )
         self.method, self.dt = method, check_dt(dt)
 
-    def check(self, problem: Problem, backsolve: dict[str, Any] | None) -> None:
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
         name = type(problem.dynamics).__name__
         if not problem.dynamics.stochastic:
             raise TypeError(
@@ -93,7 +94,7 @@ class SDESolver(ContinuousSolver):
 
     def integrate(
         self,
-        field: VectorField,
+        field: VectorField[State],
         start: tuple[Tensor, ...],
         times: Tensor,
         backsolve: dict[str, Any] | None,
@@ -122,7 +123,7 @@ class _Equation(torch.nn.Module):
 
     noise_type = "diagonal"
 
-    def __init__(self, field: VectorField, start: tuple[Tensor, ...], sde_type: str) -> None:
+    def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
         super().__init__()
         self._field, self.sde_type = field, sde_type
         self.shapes = [x.shape for x in start]

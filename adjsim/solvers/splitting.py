@@ -55,7 +55,7 @@ class Splitting(SteppingSolver):
     def order(self) -> int:
         return 2 if self.scheme == self.scheme[::-1] else 1
 
-    def program(self, dynamics: Dynamics, state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State) -> Program:
         shares = self._shares(dynamics)
         moves = {
             letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()
@@ -74,13 +74,13 @@ class Splitting(SteppingSolver):
                 elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
         return Program(tuple(stages), self.dt, self.order, draws, lattice=lattice)
 
-    def coefficients(self, dynamics: Dynamics, state: State) -> dict[str, Coefficients]:
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {
             letter: dynamics.terms[letter].coefficients(h, state)
             for letter, h in self._shares(dynamics).items()
         }
 
-    def _shares(self, dynamics: Dynamics) -> dict[str, float]:
+    def _shares(self, dynamics: Dynamics[State]) -> dict[str, float]:
         count, known = Counter(self.scheme), dynamics.terms
         unknown = [letter for letter in count if letter not in known]
         missing = [letter for letter in known if letter not in count]

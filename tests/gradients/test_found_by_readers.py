@@ -206,7 +206,7 @@ def simulation(potential):
 SQUARE = adjsim.Final(lambda state: (state.position**2).sum((-1, -2)))
 
 
-def test_estimators_on_a_parameter_that_is_read_past_its_module():
+def test_estimators_on_a_parameter_that_is_not_read_from_its_module():
     expected = adjsim.Pathwise()(simulation(Listed()), SQUARE, replicas=64, generator=0).grad[
         "potential.k"
     ]
@@ -215,7 +215,7 @@ def test_estimators_on_a_parameter_that_is_read_past_its_module():
     ]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     for estimator in (adjsim.Girsanov(), adjsim.ForwardSensitivity()):
-        with pytest.raises(ValueError, match="past its module"):
+        with pytest.raises(ValueError, match="instead of from its module"):
             estimator(simulation(Listed()), SQUARE, replicas=64, generator=0)
 
 

@@ -366,6 +366,18 @@ def test_backward_tolerances_are_their_own():
     assert loose > 1e-6
 
 
+def test_a_backward_tolerance_of_zero_is_not_the_default():
+    """A relative one is the smallest that SciPy accepts."""
+
+    def slope(**options):
+        start = leaf([1.0])
+        found = adjsim.solve_ivp(lambda t, y: -y, (0, 1), start, "DOP853", t_eval=[1.0], **options)
+        return float(torch.autograd.grad(found.y.sum(), start)[0])
+
+    assert abs(slope(adjoint_rtol=0) - math.exp(-1)) < 1e-13 < abs(slope() - math.exp(-1))
+    assert slope(adjoint_atol=0) != slope()
+
+
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
 def test_parameters_do_not_shorten_the_steps(method, monkeypatch):
     """Each tensor's integral has an error of its own: thirty numbers take the steps of the adjoint

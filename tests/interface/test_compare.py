@@ -32,6 +32,7 @@ from adjsim import (
 from adjsim.cli import app
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
 from adjsim.estimators.memory import release
+from adjsim.figures import plot_sweep
 from adjsim.presets import presets
 from adjsim.systems import structure
 from tests.problems import parameter, square
@@ -195,6 +196,16 @@ def test_a_lost_method_is_listed_with_its_reason():
         "method": "reversible",
         "failure": result.failures["reversible"],
     }
+
+
+def test_figures_of_failures_alone_are_refused():
+    result = adjsim.compare(
+        simulation(), Final(energy), {"score": adjsim.ScoreFunction()}, replicas=2, generator=1
+    )
+    assert list(result.failures) == ["score"]
+    for plot in (result.plot, lambda: plot_sweep({0.2: result}), lambda: plot_sweep({})):
+        with pytest.raises(ValueError, match="no method gave an estimate"):
+            plot()
 
 
 def as_a_user(*arguments, cwd):
