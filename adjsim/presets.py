@@ -45,10 +45,13 @@ Answer = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling: the method, and the answer by horizon."""
+    """An answer known without sampling: the method, the answer by horizon, and which question
+    it answers, "path" or "stationary".
+    """
 
     how: str
     answer: Callable[[float], Answer]
+    estimand: str
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ def _at_equilibrium(
             Exact(
                 "equilibrium, by quadrature",
                 lambda horizon: _answer(dynamics, (weights() * function(grid)).sum()),
+                "stationary",
             ),
         )
 
@@ -210,7 +214,7 @@ def _first_passage() -> Preset:
                 "pathwise gradients need it",
                 lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
                 lambda horizon: Final(lambda state: beyond(state.position)),
-                Exact(how, crossed),
+                Exact(how, crossed, "path"),
             ),
             "time": Question(
                 "mean time until absorbed, beyond the barrier at a rate of sigmoid(x / "
@@ -219,7 +223,7 @@ def _first_passage() -> Preset:
                     torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
                 ),
                 lambda horizon: passage,
-                Exact(how, time),
+                Exact(how, time, "path"),
             ),
         },
     )
