@@ -21,6 +21,8 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
+    # Copies MathJax into the pages, so that formulas render without internet.
+    "sphinx-mathjax-offline",
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
 ]
