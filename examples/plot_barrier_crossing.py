@@ -40,7 +40,7 @@ def parameter(value):
 # :math:`e` is a double integral,
 #
 # .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm
-# dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
+#    dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
 #
 # Euler-Maruyama sees the path at its steps only and misses excursions over the target
 # between them. On average this has the effect of a target that is 0.5826 standard

@@ -62,7 +62,7 @@ def refused(comparison, reason="equilibrium mean"):
 # is an integral over the density before,
 #
 # .. math:: p_{n+1}(y) = g(y)\int \mathrm dx\;p_n(x)\,K(x, y),\qquad K(x, y) =
-# \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
+#    \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
 #
 # with :math:`g = 1` for now. On nodes with weights the integral becomes a product with
 # a matrix, and it converges exponentially fast. So the answers below are exact for
@@ -476,7 +476,7 @@ assert abs(curve[-1] - sharp) > 3 * abs(curve[0] - sharp)
 # survivors,
 #
 # .. math:: \langle T\rangle = \Delta t\,\Bigl(g(-1) + \sum_{n=1}^{N-1} \int \mathrm
-# dx\;p_n(x)\Bigr) .
+#    dx\;p_n(x)\Bigr) .
 #
 # For the sharp edge the nodes are those of Gauss and Legendre on the side where walkers
 # survive. For a run without an end the sum is a geometric series of the matrix, which
@@ -579,7 +579,7 @@ hold(found, durations, curves, quotient(passage_times, steps, left_side(), sharp
 # A network gives it a force :math:`u_\theta(t, q)`, which has a cost:
 #
 # .. math:: J(\theta) = \Bigl\langle |q_T - q^*|^2 + \lambda\int_0^T |u_\theta(t,
-# q_t)|^2\,\mathrm dt\Bigr\rangle .
+#    q_t)|^2\,\mathrm dt\Bigr\rangle .
 #
 # Such a force depends on time and need not be the gradient of an energy: it is a
 # :class:`~adjsim.ForceField`. The observable is a function of the whole trajectory, and
@@ -751,13 +751,13 @@ assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 # known (Kappen, Phys. Rev. Lett. 95, 200201 (2005)):
 #
 # .. math:: J \ge -c\,\ln\psi(0, q_0),\qquad \psi(t, q) = \bigl\langle
-# e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
+#    e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
 #
 # The bound holds for the discrete steps. The distribution that attains it gives a step
 # from :math:`q` the mean force
 #
 # .. math:: u(t, q) = 2\,kT\,\nabla_m \ln\bigl\langle\psi(t+\Delta t,\,m +
-# \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
+#    \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
 #
 # In the limit of short steps the optimal distribution changes nothing but this force,
 # so a force attains the bound. Here :math:`\psi` is propagated backward on nodes in the

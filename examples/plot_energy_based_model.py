@@ -195,8 +195,8 @@ assert bias["EulerMaruyama"] > 5
 # .. math:: \frac{\mathrm dL}{\mathrm d\theta}
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_k}
-# - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle -
-# H(p_k)\Big] ,
+#    - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle -
+#    H(p_k)\Big] ,
 #
 # where :math:`\bar U` is U with its parameters held fixed. The bracket is
 # :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a
@@ -210,7 +210,7 @@ assert bias["EulerMaruyama"] > 5
 # .. math:: \underbrace{\varepsilon}_{\text{likelihood}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})}_{\text{two terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-2\lambda t})}_{\text{three terms}}\qquad
-# \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third with the opposite sign}}
+#    \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third, opposite sign}}
 #
 # All vanish at the fit. They differ in slow modes, such as the weight of the disc
 # against the crescent. There the three terms give twice as much as two, and the last
