@@ -90,13 +90,29 @@ def plot_sweep(
     return _curves(panels, axis, comparisons)
 
 
+def _grid(panels: int) -> tuple[int, int]:
+    """Return the rows and columns of panels. On a page three columns can be read."""
+    across = 2 if panels in (2, 4) else min(panels, 3)
+    return math.ceil(panels / across), across
+
+
+def _assigned(figure: Figure, panels: list[Panel], **options: Any) -> list[tuple[Axes, Panel]]:
+    """Make the axes of all panels, and remove those of the grid that are left over."""
+    every = list(figure.subplots(*_grid(len(panels)), squeeze=False, **options).flat)
+    for axes in every[len(panels) :]:
+        axes.remove()
+    return list(zip(every, panels, strict=False))
+
+
 def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparison]) -> Figure:
     """Draw each panel against the quantity in which the comparisons differ."""
     names = list(
         dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
     )
-    figure = Figure(figsize=(3.6 * len(panels), 3.4), layout=ConstrainedLayoutEngine(w_pad=0.1))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    down, across = _grid(len(panels))
+    figure = Figure(figsize=(3.6 * across, 3.4 * down), layout=layout)
+    for axes, panel in _assigned(figure, panels):
         if axis == "replicas":
             axes.set_xscale("log")
         axes.set_xlabel(axis)
@@ -128,11 +144,11 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
     labels = [
         f"{name} ({estimate.estimand})" if len(kinds) > 1 else name for name, estimate in rows
     ]
-    size = (1.4 + 3.0 * len(panels), 1.6 + 0.36 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
+    down, across = _grid(len(panels))
+    size = (1.4 + 3.2 * across, 0.8 + (1.0 + 0.36 * len(rows)) * down)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.1))
     figure.suptitle(title)
-    every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(every, panels, strict=True):
+    for axes, panel in _assigned(figure, panels, sharey=True):
         ends: list[float] = []
         for i, (_, estimate) in enumerate(rows):
             value = panel.number(estimate)
@@ -154,10 +170,10 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             ends += [value - bar, value + bar]
         for kind, style in EXACT_STYLES.items():
             if x in panel.exact.get(kind, {}) and kind in places:
-                known = panel.exact[kind][x]
+                answer = panel.exact[kind][x]
                 low, high = places[kind][0] - 0.4, places[kind][-1] + 0.4
-                axes.plot([known] * 2, [low, high], label=f"exact ({kind})", **style)
-                ends.append(known)
+                axes.plot([answer] * 2, [low, high], label=f"exact ({kind})", **style)
+                ends.append(answer)
         for kind in kinds[1:]:
             axes.axhline(places[kind][0] - 0.5, color="0.8", lw=0.8, zorder=0)
         axes.set(title=panel.title, xlabel=panel.label, ylim=(len(rows) - 0.5, -0.5))
@@ -171,9 +187,10 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
             axes.xaxis.set_minor_locator(NullLocator())
         else:
             _readable(axes, ends, panel.scale == "from zero")
-    if every[0].get_legend_handles_labels()[0]:
+    known = figure.axes[0].get_legend_handles_labels()
+    if known[0]:
         figure.legend(
-            *every[0].get_legend_handles_labels(),
+            *known,
             loc="outside lower center",
             ncols=2,
             fontsize="small",

@@ -38,6 +38,8 @@ exclude_patterns = [
 html_theme = "furo"
 html_title = f"adjsim {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 # Docstrings are Google style; members keep the order of the source. Types stand in the signature,
 # under their short names.
