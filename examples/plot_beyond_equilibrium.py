@@ -273,8 +273,8 @@ def show(found, durations, curves, labels):
                 **style,
             )
         ax.set(
-            xlabel="length of the run T",
-            ylabel=name,
+            xlabel="length of the run T (reduced units)",
+            ylabel=f"{name}\n± two standard errors (reduced units)",
             xscale="log",
             xlim=(0.8 * durations[0], 1.25 * durations[-1]),
         )
@@ -450,8 +450,9 @@ ax.errorbar(
 style = {"fmt": "s", "ms": 5, "capsize": 3, "color": COLORS["Girsanov"], "mfc": "white"}
 ax.errorbar([0.006], score[1], 2 * score[3], label="Girsanov, sharp", **style)
 ax.set(
-    xlabel="width of the sigmoid",
-    ylabel=f"gradient of the share\nwith respect to the barrier, T = {at:g}",
+    xlabel="width of the sigmoid (reduced units)",
+    ylabel=f"gradient of the share at T = {at:g} with respect\n"
+    "to the barrier, ± two standard errors (reduced units)",
     xscale="log",
 )
 ax.set_xticks([0.006, *widths], ["sharp", *(f"{width:g}" for width in widths)])
@@ -718,8 +719,8 @@ left.plot(
     label="FiniteDifference, same noise",
 )
 left.set(
-    xlabel="Pathwise",
-    ylabel="Girsanov, finite differences",
+    xlabel="Pathwise (reduced units)",
+    ylabel="Girsanov, finite differences\n± two standard errors (reduced units)",
     title="entries of the gradient",
 )
 left.legend()
@@ -891,8 +892,10 @@ for ax, base in ((left, 0.0), (right, bound)):
         ls=":",
         label=f"its force, {table:.3f} ± {table_error:.3f}",
     )
-left.set(xlabel="iteration", ylabel="cost J")
-right.set(xlabel="iteration", ylabel="cost above the bound", yscale="log")
+left.set(xlabel="iteration", ylabel="cost J (reduced units)")
+right.set(
+    xlabel="iteration", ylabel="cost above the bound (reduced units)", yscale="log"
+)
 left.legend()
 plt.show()
 
@@ -966,9 +969,9 @@ for ax, part in zip(axes[1], (0.25, 0.75), strict=True):
     ax.set(title=f"the force at t = {time:g}")
 axes[1, 0].legend(loc="lower left", fontsize="small")
 for ax in axes[:, 0]:
-    ax.set_ylabel("y")
+    ax.set_ylabel("y (reduced units)")
 for ax in axes[1]:
-    ax.set_xlabel("x")
+    ax.set_xlabel("x (reduced units)")
 axes[0, 0].set(xlim=(-1.8, 1.8), ylim=(-1.2, 1.8))
 plt.show()
 

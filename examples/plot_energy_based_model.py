@@ -512,6 +512,8 @@ image = show(axes[0, 0], truth, "truth,\nand some of the data")
 axes[0, 0].plot(*data[:400, 0].T, ".", ms=2, color="C9", alpha=0.7)
 for ax, (name, model) in zip(axes.flat[1:], models.items(), strict=True):
     show(ax, model, f"{name},\nKL = {histories[name][-1, 0]:.3f}")
+fig.supxlabel("x (no unit)")
+fig.supylabel("y (no unit)")
 fig.colorbar(image, ax=axes, label="density", shrink=0.8)
 plt.show()
 
@@ -651,6 +653,8 @@ for name, way in trials.items():
         f"{history[0, 0]:.3f}, {history[-1, 0]:.3f}"
     )
 show(middle, model, "after restarts")
+for ax in (left, middle):
+    ax.set(xlabel="x (no unit)", ylabel="y (no unit)")
 right.set(xlabel="iteration", ylabel="probability of the hole", ylim=(0, None))
 fig.legend(loc="outside lower center", ncols=3)
 plt.show()
