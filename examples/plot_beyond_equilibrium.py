@@ -451,8 +451,8 @@ style = {"fmt": "s", "ms": 5, "capsize": 3, "color": COLORS["Girsanov"], "mfc": 
 ax.errorbar([0.006], score[1], 2 * score[3], label="Girsanov, sharp", **style)
 ax.set(
     xlabel="width of the sigmoid (reduced units)",
-    ylabel=f"gradient of the share at T = {at:g} with respect\n"
-    "to the barrier, ± two standard errors (reduced units)",
+    ylabel=f"gradient of the share at T = {at:g}\nwith respect to the barrier\n"
+    "± two standard errors (reduced units)",
     xscale="log",
 )
 ax.set_xticks([0.006, *widths], ["sharp", *(f"{width:g}" for width in widths)])

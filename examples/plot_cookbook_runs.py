@@ -136,7 +136,8 @@ axes[1].set(
 )
 axes[1].set_xticks(STEPS, [f"{dt:g}" for dt in STEPS])
 axes[1].set_xticks([], minor=True)
-axes[1].legend(loc="lower right", fontsize="small")
+axes[1].set_ylim(top=10)  # room for the legend
+axes[1].legend(loc="upper left", fontsize="small")
 plt.show()
 
 for name, errors in (("energy", amplitude), ("gradient", change)):
