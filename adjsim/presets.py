@@ -45,10 +45,15 @@ Answer = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Exact:
-    """An answer known without sampling: its method, and the answer as a function of horizon."""
+    """An answer known without sampling.
+
+    It has the method, the answer as a function of the horizon, and the estimand, "path" or
+    "stationary".
+    """
 
     how: str
     answer: Callable[[float], Answer]
+    estimand: str
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ def _at_equilibrium(
             Exact(
                 "equilibrium, by quadrature",
                 lambda horizon: _answer(dynamics, (weights() * function(grid)).sum()),
+                "stationary",
             ),
         )
 
@@ -210,7 +216,7 @@ def _first_passage() -> Preset:
                 "gives it a pathwise gradient)",
                 lambda horizon: simulation(torch.tensor([0.0, horizon], dtype=torch.float64)),
                 lambda horizon: Final(lambda state: beyond(state.position)),
-                Exact(how, crossed),
+                Exact(how, crossed, "path"),
             ),
             "time": Question(
                 "mean time until absorption (at most the horizon), at the rate "
@@ -219,7 +225,7 @@ def _first_passage() -> Preset:
                     torch.arange(round(horizon / dt) + 1, dtype=torch.float64) * dt
                 ),
                 lambda horizon: passage,
-                Exact(how, time),
+                Exact(how, time, "path"),
             ),
         },
     )

@@ -20,13 +20,17 @@ from adjsim.presets import Answer, Preset, Question
 
 @dataclass
 class Report:
-    """A comparison, and the additional data of its files."""
+    """A comparison, and the additional data of its files.
+
+    ``estimand`` is that of the exact answers.
+    """
 
     sweep: Sweep
     results: dict[float, Comparison]
     about: dict[str, Any]
     answers: dict[float, Answer]
     unit: str
+    estimand: str = "stationary"
 
     @property
     def empty(self) -> bool:
@@ -42,10 +46,11 @@ class Report:
                 run["answer"] = dict(zip(("value", "grad"), self.answers[x], strict=True))
             runs.append(run | {"methods": self.results[x].rows()})
         axis = self.sweep.axis
-        label = f"{axis} / {self.unit}" if axis == "horizon" and self.unit else axis
+        label = f"{axis} / {self.unit or 'reduced units'}" if axis == "horizon" else axis
         picture = BytesIO()
-        exact = {x: grads for x, (_, grads) in self.answers.items()}
-        plot_sweep(self.results, label, exact).savefig(picture, format="png", dpi=130)
+        exact = {self.estimand: {x: grads for x, (_, grads) in self.answers.items()}}
+        units = "eV, angstrom, amu" if self.unit == "fs" else "reduced units"
+        plot_sweep(self.results, label, exact, units).savefig(picture, format="png", dpi=130)
         write_atomically(output / "compare.png", picture.getvalue())
         write_atomically(
             output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode()
@@ -112,7 +117,9 @@ def report_estimators(
     about = {"preset": name, "title": preset.title, "seed": seed, "observable": question.title} | (
         _about(job) if job else {}
     )
-    return Report(sweep, results, about, answers, job.system.time_name if job else "")
+    unit = job.system.time_name if job else ""
+    estimand = question.exact.estimand if question.exact else "stationary"
+    return Report(sweep, results, about, answers, unit, estimand)
 
 
 def _about(job: Job) -> dict[str, Any]:

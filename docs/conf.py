@@ -21,6 +21,8 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
+    # Copies MathJax into the pages, so that formulas render without internet.
+    "sphinx-mathjax-offline",
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
 ]
@@ -36,6 +38,8 @@ exclude_patterns = [
 html_theme = "furo"
 html_title = f"adjsim {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 # Docstrings are Google style; members keep the order of the source. Types stand in the signature,
 # under their short names.

@@ -40,7 +40,7 @@ def parameter(value):
 # :math:`e` is a double integral,
 #
 # .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm
-# dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
+#    dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
 #
 # Euler-Maruyama sees the path at its steps only and misses excursions over the target
 # between them. On average this has the effect of a target that is 0.5826 standard
@@ -111,7 +111,10 @@ ax.errorbar(
     capsize=3,
     label="simulated, 3 standard errors",
 )
-ax.set(xlabel="barrier / kT", ylabel="mean time from one well to the other")
+ax.set(
+    xlabel="barrier / kT",
+    ylabel="mean time from one well\nto the other (reduced units)",
+)
 ax.set_yticks([3, 5, 10, 20, 30, 50], ["3", "5", "10", "20", "30", "50"])
 ax.minorticks_off()
 ax.legend()
@@ -215,7 +218,10 @@ ax.plot(
 )
 ax.axhline(0, color="0.7", lw=1, zorder=0)
 ax.set_xticks(range(3), ["barrier", "friction", "kT"])
-ax.set(xlim=(-0.5, 2.5), ylabel=f"derivative of the share crossed at T = {TIME:g}")
+ax.set(
+    xlim=(-0.5, 2.5),
+    ylabel=f"derivative of the share crossed\nat T = {TIME:g} (reduced units)",
+)
 ax.legend()
 plt.show()
 

@@ -62,7 +62,7 @@ def refused(comparison, reason="equilibrium mean"):
 # is an integral over the density before,
 #
 # .. math:: p_{n+1}(y) = g(y)\int \mathrm dx\;p_n(x)\,K(x, y),\qquad K(x, y) =
-# \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
+#    \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
 #
 # with :math:`g = 1` for now. On nodes with weights the integral becomes a product with
 # a matrix, and it converges exponentially fast. So the answers below are exact for
@@ -273,8 +273,8 @@ def show(found, durations, curves, labels):
                 **style,
             )
         ax.set(
-            xlabel="length of the run T",
-            ylabel=name,
+            xlabel="length of the run T (reduced units)",
+            ylabel=f"{name}\n± two standard errors (reduced units)",
             xscale="log",
             xlim=(0.8 * durations[0], 1.25 * durations[-1]),
         )
@@ -450,8 +450,9 @@ ax.errorbar(
 style = {"fmt": "s", "ms": 5, "capsize": 3, "color": COLORS["Girsanov"], "mfc": "white"}
 ax.errorbar([0.006], score[1], 2 * score[3], label="Girsanov, sharp", **style)
 ax.set(
-    xlabel="width of the sigmoid",
-    ylabel=f"gradient of the share\nwith respect to the barrier, T = {at:g}",
+    xlabel="width of the sigmoid (reduced units)",
+    ylabel=f"gradient of the share at T = {at:g}\nwith respect to the barrier\n"
+    "± two standard errors (reduced units)",
     xscale="log",
 )
 ax.set_xticks([0.006, *widths], ["sharp", *(f"{width:g}" for width in widths)])
@@ -476,7 +477,7 @@ assert abs(curve[-1] - sharp) > 3 * abs(curve[0] - sharp)
 # survivors,
 #
 # .. math:: \langle T\rangle = \Delta t\,\Bigl(g(-1) + \sum_{n=1}^{N-1} \int \mathrm
-# dx\;p_n(x)\Bigr) .
+#    dx\;p_n(x)\Bigr) .
 #
 # For the sharp edge the nodes are those of Gauss and Legendre on the side where walkers
 # survive. For a run without an end the sum is a geometric series of the matrix, which
@@ -579,7 +580,7 @@ hold(found, durations, curves, quotient(passage_times, steps, left_side(), sharp
 # A network gives it a force :math:`u_\theta(t, q)`, which has a cost:
 #
 # .. math:: J(\theta) = \Bigl\langle |q_T - q^*|^2 + \lambda\int_0^T |u_\theta(t,
-# q_t)|^2\,\mathrm dt\Bigr\rangle .
+#    q_t)|^2\,\mathrm dt\Bigr\rangle .
 #
 # Such a force depends on time and need not be the gradient of an energy: it is a
 # :class:`~adjsim.ForceField`. The observable is a function of the whole trajectory, and
@@ -718,8 +719,8 @@ left.plot(
     label="FiniteDifference, same noise",
 )
 left.set(
-    xlabel="Pathwise",
-    ylabel="Girsanov, finite differences",
+    xlabel="Pathwise (reduced units)",
+    ylabel="Girsanov, finite differences\n± two standard errors (reduced units)",
     title="entries of the gradient",
 )
 left.legend()
@@ -751,13 +752,13 @@ assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 # known (Kappen, Phys. Rev. Lett. 95, 200201 (2005)):
 #
 # .. math:: J \ge -c\,\ln\psi(0, q_0),\qquad \psi(t, q) = \bigl\langle
-# e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
+#    e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
 #
 # The bound holds for the discrete steps. The distribution that attains it gives a step
 # from :math:`q` the mean force
 #
 # .. math:: u(t, q) = 2\,kT\,\nabla_m \ln\bigl\langle\psi(t+\Delta t,\,m +
-# \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
+#    \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
 #
 # In the limit of short steps the optimal distribution changes nothing but this force,
 # so a force attains the bound. Here :math:`\psi` is propagated backward on nodes in the
@@ -891,8 +892,10 @@ for ax, base in ((left, 0.0), (right, bound)):
         ls=":",
         label=f"its force, {table:.3f} ± {table_error:.3f}",
     )
-left.set(xlabel="iteration", ylabel="cost J")
-right.set(xlabel="iteration", ylabel="cost above the bound", yscale="log")
+left.set(xlabel="iteration", ylabel="cost J (reduced units)")
+right.set(
+    xlabel="iteration", ylabel="cost above the bound (reduced units)", yscale="log"
+)
 left.legend()
 plt.show()
 
@@ -966,9 +969,9 @@ for ax, part in zip(axes[1], (0.25, 0.75), strict=True):
     ax.set(title=f"the force at t = {time:g}")
 axes[1, 0].legend(loc="lower left", fontsize="small")
 for ax in axes[:, 0]:
-    ax.set_ylabel("y")
+    ax.set_ylabel("y (reduced units)")
 for ax in axes[1]:
-    ax.set_xlabel("x")
+    ax.set_xlabel("x (reduced units)")
 axes[0, 0].set(xlim=(-1.8, 1.8), ylim=(-1.2, 1.8))
 plt.show()
 

@@ -195,8 +195,8 @@ assert bias["EulerMaruyama"] > 5
 # .. math:: \frac{\mathrm dL}{\mathrm d\theta}
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_k}
-# - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle -
-# H(p_k)\Big] ,
+#    - \frac{\mathrm d}{\mathrm d\theta}\Big[\langle\bar U(x_k(\theta))\rangle -
+#    H(p_k)\Big] ,
 #
 # where :math:`\bar U` is U with its parameters held fixed. The bracket is
 # :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a
@@ -210,7 +210,7 @@ assert bias["EulerMaruyama"] > 5
 # .. math:: \underbrace{\varepsilon}_{\text{likelihood}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})}_{\text{two terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-2\lambda t})}_{\text{three terms}}\qquad
-# \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third with the opposite sign}}
+#    \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third, opposite sign}}
 #
 # All vanish at the fit. They differ in slow modes, such as the weight of the disc
 # against the crescent. There the three terms give twice as much as two, and the last
@@ -512,6 +512,8 @@ image = show(axes[0, 0], truth, "truth,\nand some of the data")
 axes[0, 0].plot(*data[:400, 0].T, ".", ms=2, color="C9", alpha=0.7)
 for ax, (name, model) in zip(axes.flat[1:], models.items(), strict=True):
     show(ax, model, f"{name},\nKL = {histories[name][-1, 0]:.3f}")
+fig.supxlabel("x (no unit)")
+fig.supylabel("y (no unit)")
 fig.colorbar(image, ax=axes, label="density", shrink=0.8)
 plt.show()
 
@@ -651,6 +653,8 @@ for name, way in trials.items():
         f"{history[0, 0]:.3f}, {history[-1, 0]:.3f}"
     )
 show(middle, model, "after restarts")
+for ax in (left, middle):
+    ax.set(xlabel="x (no unit)", ylabel="y (no unit)")
 right.set(xlabel="iteration", ylabel="probability of the hole", ylim=(0, None))
 fig.legend(loc="outside lower center", ncols=3)
 plt.show()

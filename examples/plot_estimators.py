@@ -126,8 +126,17 @@ for shift, (name, rows) in zip((0.94, 1.0, 1.06), found.items(), strict=True):
         **style,
     )
     assert (np.abs(grad - exact) < 4 * stderr).all()
-left.set(xlabel="k", ylabel="minus the gradient of <x²>\nwith respect to k")
-right.set(xlabel="k", ylabel="gradient / exact", xscale="log")
+left.set(
+    xlabel="k (reduced units)",
+    ylabel="minus the gradient of <x²>\nwith respect to k (reduced units)",
+    title="bars: two standard errors",
+)
+right.set(
+    xlabel="k (reduced units)",
+    ylabel="gradient / exact",
+    title="bars: 95 % intervals",
+    xscale="log",
+)
 for ax in (left, right):
     ax.set_xticks(stiffness, [f"{k:g}" for k in stiffness])
     ax.minorticks_off()
@@ -174,7 +183,7 @@ for j, name in enumerate(found):
         label=f"{name}, slope {slope:.2f} ± {uncertain:.2f}",
     )
     ax.loglog(sizes, np.exp(offset) * sizes**slope, "-", lw=1, color=COLORS[name])
-ax.set(xlabel="replicas N", ylabel="variance of the gradient")
+ax.set(xlabel="replicas N", ylabel="variance of the gradient (reduced units)")
 ax.legend()
 plt.show()
 
@@ -260,7 +269,7 @@ for j, estimator in enumerate(
     )
     right.loglog(spent[sampled], losses[sampled], "o", ms=4, color=COLORS[name])
 assert runs["Reweighting"] < 0.5 * runs["ScoreFunction"]
-left.set(xlabel="iteration", ylabel="loss")
+left.set(xlabel="iteration", ylabel="loss (reduced units)")
 right.set(xlabel="passes over the energy")
 left.legend(title="dots: a new run")
 plt.show()
@@ -365,8 +374,12 @@ left.errorbar(
     color=COLORS["Pathwise"],
     label="Pathwise",
 )
-left.set(xlabel="length of the run", ylabel="gradient of <x²> by k", title="one well")
-left.legend()
+left.set(
+    xlabel="length of the run (reduced units)",
+    ylabel="gradient of <x²> with respect to k\n(reduced units)",
+    title="one well",
+)
+left.legend(title="bars: two standard errors")
 for name, shift in (("Pathwise", 0.95), ("Girsanov", 1.05)):
     rows = np.array(
         [pair(estimate, "potential.asymmetry") for estimate in across[name]]
@@ -396,8 +409,8 @@ right.errorbar(
     label="ScoreFunction",
 )
 right.set(
-    xlabel="length of the run",
-    ylabel="gradient of <x> by b",
+    xlabel="length of the run (reduced units)",
+    ylabel="gradient of <x> with respect to b\n(reduced units)",
     title="two wells",
     xscale="log",
     ylim=(-3.4, 0.6),
@@ -469,7 +482,10 @@ left.loglog(
     color=COLORS["Girsanov"],
     label=power,
 )
-left.set(xlabel="length of the run", ylabel="standard error of the gradient")
+left.set(
+    xlabel="length of the run (reduced units)",
+    ylabel="standard error of the gradient\n(reduced units)",
+)
 left.legend()
 right.plot(times, share, "o", color=COLORS["Girsanov"], label="Girsanov")
 fine = np.linspace(0, times[-1], 50)
@@ -481,7 +497,9 @@ right.plot(
     label="exact, in the limit of short steps",
 )
 right.set(
-    xlabel="length of the run", ylabel="effective share of the paths", ylim=(0.6, 1.02)
+    xlabel="length of the run (reduced units)",
+    ylabel="effective share of the paths",
+    ylim=(0.6, 1.02),
 )
 right.legend()
 left.set_xticks(times, [f"{t:g}" for t in times])

@@ -306,7 +306,7 @@ for gamma, colour in ((10.0, "C3"), (3.0, "C2"), (1.0, "C1")):
         label=rf"friction {gamma:g}",
     )
 axes[0].set(
-    xlabel="time",
+    xlabel="time (reduced units)",
     ylabel="bits in the buffer of a degree of freedom",
     xlim=(0, 10.4),
     ylim=(0, None),
@@ -316,7 +316,9 @@ bits, bound, heat = zip(*(found[gamma, 2000] for gamma in frictions), strict=Tru
 axes[1].loglog(frictions, bits, "ko", label="bits in the buffer")
 axes[1].loglog(frictions, heat, "rx", ms=8, label=r"heat / ($kT\,\ln 2$)")
 axes[1].loglog(frictions, bound, "k-", lw=1, label=r"$\gamma\,\Delta t/\ln 2$")
-axes[1].set(xlabel="friction", ylabel="bits a step and degree of freedom")
+axes[1].set(
+    xlabel="friction (reduced units)", ylabel="bits a step and degree of freedom"
+)
 axes[1].legend(loc="upper left")
 plt.show()
 

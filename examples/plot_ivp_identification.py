@@ -121,7 +121,10 @@ for i, fit in enumerate(fits):
     label = f"mass {mass:.2f}, damping {damping:.2f}, stiffness {stiffness:.2f}"
     axes[0].plot(smooth, curve, ["-", "--"][i], color=f"C{i}", label=label)
 axes[0].set(
-    xlabel="time", ylabel="position", ylim=(-1.2, 1.8), title="two fits, one curve"
+    xlabel="time (reduced units)",
+    ylabel="position (reduced units)",
+    ylim=(-1.2, 1.8),
+    title="two fits, one curve",
 )
 axes[0].legend(loc="upper right", fontsize="small")
 axes[1].bar(NAMES, blind, color="C3")

@@ -84,7 +84,11 @@ axes[0].set(
 )
 losses = np.array([loss for _, loss in history])
 axes[1].semilogy(np.maximum(losses, 1e-32), "o-")
-axes[1].set(xlabel="solution", ylabel="squared distance from the target")
+axes[1].set(
+    xlabel="solution",
+    ylabel="squared distance from the target\n(parts of the jug squared)",
+)
+axes[1].set_xticks(range(len(losses)))
 plt.show()
 
 # %%

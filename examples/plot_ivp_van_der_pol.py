@@ -52,9 +52,13 @@ with torch.no_grad():
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 axes[0].plot(solution.t, solution.y[0], ".-", ms=4)
-axes[0].set(xlabel="t", ylabel="y", title="the solution, at the solver's steps")
+axes[0].set(
+    xlabel="t (no unit)",
+    ylabel="y (no unit)",
+    title="the solution, at the solver's steps",
+)
 axes[1].semilogy(solution.t[1:], solution.t.diff(), ".-", ms=4, color="C1")
-axes[1].set(xlabel="t", ylabel="length of the step")
+axes[1].set(xlabel="t (no unit)", ylabel="length of the step (no unit)")
 plt.show()
 
 # %%
@@ -185,7 +189,7 @@ for i, (name, rows) in enumerate(results.items()):
     axes[2].semilogx(
         [RTOLS[k] for k in came], [sizes[k] / 1e6 for k in came], "o-", color=f"C{i}"
     )
-axes[0].set(ylabel="error of the gradient", title="error")
+axes[0].set(ylabel="error of the gradient (no unit)", title="error")
 axes[1].set(ylabel="seconds, there and back", title="time")
 axes[2].set(ylabel="MB", title="growth of the resident set")
 for ax in axes:

@@ -30,6 +30,7 @@ from adjsim import (
     compare,
 )
 from adjsim.cli import app
+from adjsim.estimators import GradientEstimate
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
 from adjsim.estimators.memory import release
 from adjsim.figures import plot_sweep
@@ -206,6 +207,41 @@ def test_figures_of_failures_alone_are_refused():
     for plot in (result.plot, lambda: plot_sweep({0.2: result}), lambda: plot_sweep({})):
         with pytest.raises(ValueError, match="no method gave an estimate"):
             plot()
+
+
+def test_the_picture_of_one_comparison_has_rows_and_the_answer_at_its_estimand():
+    def estimate(slope, error, estimand):
+        info = {"seconds": 1.0, "peak_memory": 2e6, "reconstruction_error": None}
+        found = [torch.tensor(x) for x in (1.0, error, slope, error)]
+        return GradientEstimate(
+            found[0], found[1], {"k": found[2]}, {"k": found[3]}, estimand, info
+        )
+
+    comparison = adjsim.Comparison(
+        {
+            "reweighting": estimate(-1.1, 0.1, "stationary"),
+            "pathwise": estimate(-0.8, 0.05, "path"),
+            "score-function": estimate(-0.9, 0.2, "stationary"),
+        }
+    )
+    exact = {"path": {2.0: {"k": -0.75}}, "stationary": {2.0: {"k": -1.0}}}
+    figure = plot_sweep({2.0: comparison}, "horizon", exact, "eV")
+    gradient = figure.axes[0]
+    labels = [label.get_text() for label in gradient.get_yticklabels()]
+    assert labels == [
+        "pathwise (path)",
+        "reweighting (stationary)",
+        "score-function (stationary)",
+    ]
+    assert "± 2 standard errors (eV)" in gradient.get_xlabel()
+    bars = [bar[2][0].get_segments()[0] for bar in gradient.containers]
+    expected = [(-0.9, -0.7), (-1.3, -0.9), (-1.3, -0.5)]
+    assert [tuple(bar[:, 0]) for bar in bars] == [pytest.approx(ends) for ends in expected]
+    lines = {line.get_label(): line for line in gradient.lines}
+    for label, value, rows in (("path", -0.75, (-0.4, 0.4)), ("stationary", -1.0, (0.6, 2.4))):
+        line = lines[f"exact ({label})"]
+        assert list(line.get_xdata()) == [value, value]
+        assert tuple(line.get_ydata()) == pytest.approx(rows)
 
 
 def as_a_user(*arguments, cwd):
