@@ -17,14 +17,12 @@ from adjsim._cpp.program import Parts
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
-# wrapper no iteration returns to Python. Indices into the noise come from the loop's own counter
-# and need no check.
+# wrapper no iteration returns to Python.
 OPTIONS = {
     "realize_reads_threshold": 64,
     "realize_opcount_threshold": 1024,
     "unroll_reductions_threshold": 1,
     "cpp_wrapper": True,
-    "assert_indirect_indexing": False,
     # The graphs of a loop are part of the key of torch's cache, so a compiled loop may be reused in
     # other processes.
     "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},

@@ -291,14 +291,15 @@ def test_rows_that_are_filled_up_end_where_they_should(name):
     assert torch.equal(printed(JOINED[name], x), JOINED[name](x))
 
 
-def run_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
-    """Compile a function that torch would refuse to evaluate at these numbers."""
+def run_of(
+    function: Callable[[Tensor], Tensor], x: Tensor, exact: bool = False
+) -> tuple[Callable[[], Tensor], str]:
+    """Compile a function that torch would refuse to evaluate at these numbers, by either path."""
     constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
     loop, path = compile_loop(
-        spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test"
+        spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
     )
-    assert path == "C++"
-    return lambda: loop(constants, carry)[0]
+    return lambda: loop(constants, carry)[0], path
 
 
 def test_filled_ends_of_rows_are_no_addresses():
@@ -321,8 +322,20 @@ OUT_OF_RANGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_refused(name):
+    run, path = run_of(OUT_OF_RANGE[name], numbers(13).abs() + 1)
+    assert path == "C++"
     with pytest.raises(IndexError, match="out of range"):
-        run_of(OUT_OF_RANGE[name], numbers(13).abs() + 1)()
+        run()
+
+
+@pytest.mark.marathon
+def test_numbers_out_of_range_are_refused_by_inductor():
+    """An exact loop leaves exp to Inductor, whose unchecked indices would read other memory."""
+    x = numbers(13).abs() + 1
+    run, path = run_of(lambda x: torch.exp(x) + TABLE[(x * 1e9).to(torch.int64)], x, exact=True)
+    assert path.startswith("Inductor")
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run()
 
 
 @pytest.mark.parametrize("mode", ["floor", "trunc", "rest"])
@@ -336,8 +349,10 @@ def test_division_of_whole_numbers_by_zero_is_refused(mode):
         )
         return found.to(x.dtype)
 
+    run, path = run_of(divide, numbers(13))
+    assert path == "C++"
     with pytest.raises(ZeroDivisionError):
-        run_of(divide, numbers(13))()
+        run()
 
 
 def test_conversion_to_integers_and_back():

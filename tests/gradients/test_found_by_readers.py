@@ -242,7 +242,7 @@ def test_the_score_keeps_its_digits_beside_an_offset():
     def initial(count, generator):
         return dynamics.init(torch.ones(count, 1, 1), generator=generator)
 
-    made, found = adjsim.Simulation(dynamics, initial, [0.0, 40.0], adjsim.BAOAB(0.1)), []
+    made, found = adjsim.Simulation(dynamics, initial, [0.0, 15.0], adjsim.BAOAB(0.1)), []
     for offset in (0.0, 1e8):
         average = TimeAverage(
             lambda state, offset=offset: offset + (state.position**2).sum((-1, -2)), burn_in=5.0

@@ -97,8 +97,16 @@ def test_a_record_that_is_random_is_refused(adjoint, average):
         )
 
 
-@every_adjoint
-@pytest.mark.parametrize("change", ["step", "data", "buffer"])
+# Backpropagation does not see a write through data, of which torch warns.
+CHANGES = [
+    pytest.param(adjoint, change, id=f"{name}-{change}")
+    for name, adjoint in ADJOINTS.items()
+    for change in ("step", "data", "buffer")
+    if (name, change) != ("direct", "data")
+]
+
+
+@pytest.mark.parametrize(("adjoint", "change"), CHANGES)
 def test_a_run_reads_its_parameters_once(adjoint, change):
     """An optimiser's step between a run and its backward changes the next run alone."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3), center=0.2))
@@ -112,13 +120,12 @@ def test_a_run_reads_its_parameters_once(adjoint, change):
         else:
             dynamics.potential.center.add_(0.7)
     loss = (run.final.position**2).sum()
-    if isinstance(adjoint, DirectAdjoint):
-        if change == "step":
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-        return
-    loss.backward()
-    torch.testing.assert_close(dynamics.potential.k.grad, expected[0], rtol=1e-11, atol=0)
+    if isinstance(adjoint, DirectAdjoint) and change == "step":
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        loss.backward()
+        torch.testing.assert_close(dynamics.potential.k.grad, expected[0], rtol=1e-11, atol=0)
 
 
 class Simulates(nn.Module):

@@ -497,6 +497,7 @@ def test_command_line_refuses_stochastic_nonsense(command, tmp_path, options, sa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_command_line_exact(tmp_path):
     """Reversal on the lattice beside the plain one, which is shown with what it loses."""
     done = as_a_user(
@@ -528,6 +529,7 @@ def test_command_line_refuses_exact_steps_that_cannot_be_undone(command, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_command_line_on_a_preset(tmp_path):
     """Path and stationary estimates apart, each within its errors of the quadrature; what does not
     apply says why.

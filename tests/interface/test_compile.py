@@ -32,17 +32,16 @@ def _unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.mark.parametrize(("name", "scheme", "potential"), ROWS)
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
-def test_a_step_compiles_whole(name, scheme, potential, exact):
+STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
+
+
+@pytest.mark.parametrize("case", [c for c in STEPS if c.couplings or not c.exact], ids=repr)
+def test_a_step_compiles_whole(case):
     torch._dynamo.reset()
-    case = Case(name, scheme, potential, exact)
-    if exact and not case.couplings:
-        return
     dynamics, solver = case.build(), case.solver
     state = case.start(dynamics, *square())
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
-    if exact:
+    if case.exact:
         state, coefficients = (
             program.lattice.to_lattice(state),
             program.lattice.rationals(coefficients),

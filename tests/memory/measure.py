@@ -73,7 +73,7 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
         system = cluster()
         kT, friction = (torch.nn.Parameter(torch.tensor(x)) for x in (0.1, 10.0))
         dynamics = adjsim.Langevin(system.potential, kT=kT, friction=friction)
-        position = system.position.repeat(16, 1, 1)
+        position = system.position.repeat(64, 1, 1)
         start, dt = dynamics.init(position, torch.zeros_like(position)), 0.005
     elif problem == "langevin":
         number = torch.nn.Parameter(torch.tensor(1.0))

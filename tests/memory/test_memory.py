@@ -36,10 +36,10 @@ def test_reversible_is_flat_under_friction_too(problem):
 
 
 def test_exact_reversal_is_flat_up_to_what_friction_takes():
-    """Friction dt = 0.05 spills 0.07 bits a step for each of 624 degrees of freedom: 4 kB in 800
-    steps, whose states take 8 MB.
+    """Friction dt = 0.05 spills 0.07 bits a step for each of 2,496 degrees of freedom: 9 kB in 400
+    steps, whose states take 16 MB. The allocator moves the peak by two or three.
     """
-    assert growth("reversible", 1_000, "exact") - growth("reversible", 200, "exact") < 2 * MB
+    assert growth("reversible", 500, "exact") - growth("reversible", 100, "exact") < 5 * MB
 
 
 def test_checkpoint_grows_as_the_root():
@@ -108,7 +108,7 @@ def test_backward_time_is_linear_in_the_steps(adjoint):
     steps = 40 if backsolve else 120
     seconds(steps)
     # Pairs measured next to each other, so that the speed of the machine at the time cancels.
-    assert statistics.median(seconds(4 * steps) / seconds(steps) for _ in range(5)) < 5
+    assert statistics.median(seconds(4 * steps) / seconds(steps) for _ in range(3)) < 5
 
 
 class Saved:
