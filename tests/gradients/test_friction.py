@@ -63,10 +63,10 @@ STRONG = {
     ("name", "scheme"),
     [
         ("langevin", "BAOAB"),
-        ("langevin", "OBABO"),
-        ("langevin", "ABOBA"),
+        pytest.param("langevin", "OBABO", marks=pytest.mark.slow),
+        pytest.param("langevin", "ABOBA", marks=pytest.mark.slow),
         ("langevin-atoms", "BAOAB"),
-        ("generalised", "BAGAB"),
+        pytest.param("generalised", "BAGAB", marks=pytest.mark.slow),
     ],
 )
 def test_exact_up_to_friction_times_time_of_a_hundred(name, scheme):

@@ -106,7 +106,14 @@ def test_direct_against_central_differences_on_common_noise(method, name, kind):
     agrees_with_differences(grads, loss, 1e-8)
 
 
-@pytest.mark.parametrize("name", ["langevin", "generalised-2", "overdamped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "langevin",
+        pytest.param("generalised-2", marks=pytest.mark.slow),
+        pytest.param("overdamped", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("method", "order"),
     [("midpoint", 1), ("heun", 1), ("euler", 1), ("euler_heun", 1), ("milstein", 1), ("srk", 1)],

@@ -105,23 +105,24 @@ def tensors(**changed) -> dict:
     return {name: torch.tensor(value) for name, value in {**START, **changed}.items()}
 
 
+def directions(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(x.shape, generator=generator) for name, x in tensors().items()}
+
+
 @functools.cache
-def differences(output: str) -> dict[str, torch.Tensor]:
-    """Central differences of a solution of tolerance 1e-12, good to 1e-7."""
-    h, found = 1e-4, {}
+def slope(output: str, seed: int) -> torch.Tensor:
+    """Central differences along a direction in all inputs, of a solution of tolerance 1e-13.
+
+    They are good to 1e-7.
+    """
+    h, ends = 1e-4, []
     with torch.no_grad():
-        for name, value in tensors().items():
-            flat, grads = value.reshape(-1), []
-            for i in range(flat.numel()):
-                ends = []
-                for sign in (1, -1):
-                    moved = flat.clone()
-                    moved[i] += sign * h
-                    values = {**tensors(), name: moved.reshape(value.shape)}
-                    ends.append(float(loss(output, values, "DOP853", rtol=1e-12, atol=1e-13)))
-                grads.append((ends[0] - ends[1]) / (2 * h))
-            found[name] = torch.tensor(grads).reshape(value.shape)
-    return found
+        for sign in (1, -1):
+            along = directions(seed)
+            values = {name: x + sign * h * along[name] for name, x in tensors().items()}
+            ends.append(loss(output, values, "DOP853", rtol=1e-13, atol=1e-14))
+    return (ends[0] - ends[1]) / (2 * h)
 
 
 @functools.cache
@@ -144,8 +145,10 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
 @pytest.mark.parametrize(
     ("method", "adjoint"),
     [
-        *((m, "interpolate") for m in METHODS),
-        *((m, a) for m in ("RK45", "Radau", "LSODA") for a in ADJOINTS[1:]),
+        *((m, "interpolate") for m in METHODS if m != "RK23"),
+        *((m, a) for m in ("RK45", "Radau") for a in ADJOINTS[1:]),
+        pytest.param("RK23", "interpolate", marks=pytest.mark.slow),
+        *(pytest.param("LSODA", a, marks=pytest.mark.slow) for a in ADJOINTS[1:]),
     ],
 )
 def test_table(method, adjoint, output):
@@ -153,15 +156,20 @@ def test_table(method, adjoint, output):
     more: a thousand).
     """
     rtol = RTOL.get(method, 1e-8) * (1000 if method in ("BDF", "LSODA") else 30)
-    torch.testing.assert_close(
-        gradients(output, method, adjoint), differences(output), rtol=rtol, atol=rtol + 1e-7
-    )
+    found = gradients(output, method, adjoint)
+    for seed in range(4):
+        along = directions(seed)
+        mine = sum((found[name] * along[name]).sum() for name in found)
+        torch.testing.assert_close(mine, slope(output, seed), rtol=rtol, atol=rtol + 1e-7)
 
 
 def test_the_table_can_fail():
     """Every input matters to some output, and every output depends on most inputs."""
     sizes = {
-        output: {name: float(x.abs().max()) for name, x in differences(output).items()}
+        output: {
+            name: float(x.abs().max())
+            for name, x in gradients(output, "DOP853", "interpolate").items()
+        }
         for output in OUTPUTS
     }
     for name in START:
