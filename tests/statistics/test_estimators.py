@@ -188,13 +188,14 @@ def derivative(f, x, h=1e-4):
     return (f(x + h) - f(x - h)) / (2 * h)
 
 
-def equilibrium(potential, kT, start, time=30.0, dt=0.02, burn_in=5.0):
+def equilibrium(potential, kT, start, time=30.0, dt=0.02, burn_in=5.0, compile=False):
     dynamics = adjsim.OverdampedLangevin(potential, kT=kT, friction=1.0)
 
     def initial(n, generator):
         return dynamics.init(start + 0.3 * torch.randn(n, 1, 1, generator=generator))
 
-    return Simulation(dynamics, initial, [0.0, time], adjsim.LeimkuhlerMatthews(dt)), burn_in
+    solver = adjsim.LeimkuhlerMatthews(dt)
+    return Simulation(dynamics, initial, [0.0, time], solver, compile=compile), burn_in
 
 
 STATIONARY = [ScoreFunction, lambda burn_in: Reweighting(burn_in=burn_in)]
@@ -231,7 +232,7 @@ def test_asymmetric_double_well(make, b, exact):
 
     assert derivative(mean, b) == pytest.approx(exact, abs=2e-6)
     simulation, burn_in = equilibrium(
-        adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT, 0.0, 60.0, 0.01, 20.0
+        adjsim.AsymmetricDoubleWell(1.0, parameter(b)), kT, 0.0, 60.0, 0.01, 20.0, compile=True
     )
     observable = TimeAverage(lambda s: s.position[:, 0, 0])
     estimate = make(burn_in)(simulation, observable, replicas=2048, chunks=8, generator=seeded(4))
@@ -316,7 +317,9 @@ def test_reweighting_keeps_its_samples_until_they_wear_out():
 @pytest.mark.slow
 def test_variance_of_the_score_falls_as_one_over_the_samples():
     """Slope -1 within 0.1 in log-log, over two decades, from the spread of repetitions."""
-    simulation, burn_in = equilibrium(adjsim.Harmonic(parameter(1.0)), 1.0, 0.0, 6.0, 0.05, 4.0)
+    simulation, burn_in = equilibrium(
+        adjsim.Harmonic(parameter(1.0)), 1.0, 0.0, 6.0, 0.05, 4.0, compile=True
+    )
     sizes = [16, 64, 256, 1024]
     spreads = []
     for size in sizes:
