@@ -22,6 +22,7 @@ from adjsim._cpp.values import (
     Index,
     Indices,
     Joined,
+    Lazy,
     Reduced,
     Reinterpreted,
     Value,
@@ -376,13 +377,14 @@ def _tasks(value: Value) -> list[Task]:
             tasks.append(Task(value.buffer, part, begin=begin))
             at += part.shape[value.axis]
         return tasks
+    assert isinstance(value, Lazy)
     return [Task(value.buffer, StoredExpression(value))]
 
 
 class StoredExpression(Value):
     """The expression of a stored value, which is evaluated to fill its buffer."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Lazy) -> None:
         super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
         self.value = value
 

@@ -7,6 +7,7 @@ one index to another, so they cost nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,10 +126,7 @@ def make_buffer(
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the graph. Subclasses define how an element is printed.
-
-    An instance of this class itself is an input of the graph, and has a buffer.
-    """
+    """A tensor of the graph that lies in a buffer: an input, or a stored result."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -158,16 +156,20 @@ class Value:
 
     def load(self, body: Body, index: Indices) -> str:
         """Return an expression for an element, and print the statements that it needs."""
-        if self.buffer is not None:
-            return body.read(self.buffer, index)
-        return body.compute(self, index)
+        assert self.buffer is not None
+        return body.read(self.buffer, index)
 
+
+@dataclass(eq=False)
+class Lazy(Value, ABC):
+    """A tensor whose elements are computed where they are read, unless it is given a buffer."""
+
+    def load(self, body: Body, index: Indices) -> str:
+        return body.compute(self, index) if self.buffer is None else super().load(body, index)
+
+    @abstractmethod
     def print(self, body: Body, index: Indices) -> str:
-        """Return the expression of an element of a lazy value.
-
-        Values that are always stored have none.
-        """
-        raise NotImplementedError
+        """Return the expression of an element."""
 
 
 @dataclass(eq=False)
@@ -200,7 +202,7 @@ class View(Value):
 
 
 @dataclass(eq=False)
-class Pointwise(Value):
+class Pointwise(Lazy):
     """An elementwise expression of operands that broadcast."""
 
     expression: Callable[..., str] = str
@@ -228,7 +230,7 @@ class Literal(Value):
 
 
 @dataclass(eq=False)
-class Arange(Value):
+class Arange(Lazy):
     """The numbers begin, begin + step, ... along one axis."""
 
     begin: float = 0
@@ -240,7 +242,7 @@ class Arange(Value):
 
 
 @dataclass(eq=False)
-class Gathered(Value):
+class Gathered(Lazy):
     """Elements of the first operand, selected by index tensors along adjacent axes.
 
     The other operands are the index tensors, already checked to be in range.
@@ -308,7 +310,7 @@ class Body:
         self.reads.append((buffer, at))
         return self.define(buffer.dtype, f"{buffer.name}[{at}]")
 
-    def compute(self, value: Value, index: Indices) -> str:
+    def compute(self, value: Lazy, index: Indices) -> str:
         """Return the variable that holds an element of a lazy value."""
         key = (value, index)
         if key not in self._known:
