@@ -240,7 +240,7 @@ def test_gradient_where_floating_point_is_lost(name, steps):
         run(ReversibleAdjoint(checkpoint_every=steps), False)
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_twenty_thousand_chaotic_steps():
     """Reversal against backpropagation through the same exact run, two gigabytes of it."""
 

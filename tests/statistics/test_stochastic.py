@@ -112,10 +112,13 @@ def test_double_well_and_moments(name, scheme):
         within(values[..., i], exact[i], scale[i], bias)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme"),
-    [("langevin", "BAOAB"), ("generalised-2", "BAGAB"), ("overdamped", "LeimkuhlerMatthews")],
+    [
+        pytest.param("langevin", "BAOAB", marks=pytest.mark.slow),
+        pytest.param("generalised-2", "BAGAB", marks=pytest.mark.marathon),
+        pytest.param("overdamped", "LeimkuhlerMatthews", marks=pytest.mark.marathon),
+    ],
 )
 def test_muller_brown_basin(name, scheme):
     """<x>, <y> and <U> of the whole surface at kT = 30, where basins mix, by quadrature. The bias
