@@ -37,8 +37,8 @@ def test_reversible_is_flat_under_friction_too(problem):
 
 def test_exact_reversal_is_flat_up_to_what_friction_takes():
     """Friction dt = 0.05 spills 0.07 bits a step for each of 2,496 degrees of freedom: 9 kB in 400
-    steps, whose states take 16 MB. Measured peaks are 9.4, 10.8, 11.1 and 12.3 MB at 100, 500, 1,000
-    and 2,000 steps, a fortieth of what states would add.
+    steps, whose states take 16 MB. Measured peaks are 9.4, 10.8, 11.1 and 12.3 MB at 100, 500,
+    1,000 and 2,000 steps, a twenty-sixth of what states would add.
     """
     assert growth("reversible", 500, "exact") - growth("reversible", 100, "exact") < 4 * MB
 
