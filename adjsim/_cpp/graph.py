@@ -57,17 +57,14 @@ class Lowering:
         graph: a graph of tensors of known shapes on the CPU, without dead code.
         inputs: the buffers of its placeholders.
         large: values with more elements are not stored merely for being read more than once.
-        exact: refuse operations whose last bit IEEE 754 does not determine.
 
     Attributes:
         stored: the stored values, in the order of the graph.
         outputs: the values of the graph's outputs.
     """
 
-    def __init__(
-        self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool
-    ) -> None:
-        self.large, self.exact = large, exact
+    def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int) -> None:
+        self.large = large
         self.stored: list[Value] = []
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
@@ -408,8 +405,7 @@ class Lowering:
         common = dtype
         if base in LOGICAL and tensors:
             common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
-        inexact = meta.numel() <= (1 if self.exact else self.large)
-        operands, expression = pointwise(base, name, args, node.kwargs, common, inexact)
+        operands, expression = pointwise(base, name, args, node.kwargs, common)
         # The condition of `where` stays bool; all other operands are computed in the common type.
         conditions = 1 if base == "where" else 0
         cast = [

@@ -1,8 +1,8 @@
 """The C++ expressions of the operations of a traced graph.
 
 Arithmetic follows IEEE 754 in the order of the traced operations, so results agree bit for bit.
-The exceptions are the order of sums, the last bit of functions such as exp, and ``addcmul`` and
-similar operations, which torch's own kernels fuse.
+The exceptions are the order of sums, the last bits of functions such as exp and of higher powers,
+and ``addcmul`` and similar operations, which torch's own kernels fuse.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import torch
 from adjsim._cpp.values import TYPES, UnprintableError
 
 Printer = Callable[..., str]
+
+# The largest integer power that is printed as a product: its relative error is below a rounding for
+# each of its factors.
+LARGEST_PRODUCT = 16
 
 
 def literal(x: Any, dtype: torch.dtype) -> str:
@@ -40,17 +44,26 @@ def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
     return x if number == 1 else f"{literal(number, dtype)} * {x}"
 
 
-def power(x: str, exponent: float) -> str | None:
-    """Print a power as torch computes it without pow(); None for other exponents."""
-    if exponent in (1, 2, 3):
-        return " * ".join([x] * int(exponent))
-    return {
-        0: "1",
-        -1: f"1 / {x}",
-        -2: f"1 / ({x} * {x})",
-        0.5: f"std::sqrt({x})",
-        -0.5: f"1 / std::sqrt({x})",
-    }.get(exponent)
+def power(x: str, exponent: float) -> str:
+    """Print a power: products for small integers, as torch computes 2 and 3, and roots."""
+    if exponent in (0.5, -0.5):
+        root = f"std::sqrt({x})"
+        return root if exponent > 0 else f"1 / {root}"
+    if exponent == 0:
+        return "1"
+    if exponent != int(exponent) or abs(exponent) > LARGEST_PRODUCT:
+        return f"math::pow({x}, {float(exponent)!r})"
+    product = _product(x, abs(int(exponent)))
+    return product if exponent > 0 else f"1 / ({product})"
+
+
+def _product(x: str, exponent: int) -> str:
+    """Print a product of equal factors, by repeated squaring."""
+    if exponent == 1:
+        return x
+    half = _product(x, exponent // 2)
+    square = f"({half}) * ({half})" if exponent > 3 else f"{half} * {half}"
+    return square if exponent % 2 == 0 else f"{square} * {x}"
 
 
 # From printed operands to a printed result of the common type.
@@ -88,32 +101,18 @@ BITWISE: dict[str, Printer] = {
     "bitwise_xor": lambda x, y: f"{x} ^ {y}",
     "bitwise_not": lambda x: f"inverted({x})",
 }
-# The last bits of these functions differ between libraries, and between torch's scalar and vector
-# versions.
+# Functions that IEEE 754 does not define to the last bit.
 FUNCTIONS = [
-    "exp",
-    "log",
-    "sin",
-    "cos",
-    "tan",
-    "tanh",
-    "sinh",
-    "cosh",
-    "expm1",
-    "log1p",
-    "erf",
-    "erfc",
-    "atan",
-    "asin",
-    "acos",
-]
-INEXACT: dict[str, Printer] = {
-    **{name: (lambda x, function=name: f"std::{function}({x})") for name in FUNCTIONS},
-    "sigmoid": lambda x: f"1 / (1 + std::exp(-{x}))",
-    "atan2": lambda x, y: f"std::atan2({x}, {y})",
+    "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
+    "atan", "asin", "acos",
+]  # fmt: skip
+TRANSCENDENTAL: dict[str, Printer] = {
+    **{name: (lambda x, function=name: f"math::{function}({x})") for name in FUNCTIONS},
+    "sigmoid": lambda x: f"1 / (1 + math::exp(-{x}))",
+    "atan2": lambda x, y: f"math::atan2({x}, {y})",
 }
 
-PRELUDE = """#include <algorithm>
+HEADER = """#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -165,4 +164,58 @@ template <class T> inline T floor_rest(T a, T b) {
   return r != 0 && (b < 0) != (r < 0) ? r + b : r;
 }
 }
+"""
+
+# The GNU C library has vectorised versions of these functions, with errors of up to 4 units in the
+# last place, which GCC calls in vectorised loops if they are declared to it.
+VECTORISED = f"""
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if __GLIBC_PREREQ(2, 35)
+#define VECTOR __attribute__((simd("notinbranch")))
+#define ONE(f) VECTOR double f(double) noexcept; VECTOR float f##f(float) noexcept;
+#define TWO(f) VECTOR double f(double, double) noexcept; VECTOR float f##f(float, float) noexcept;
+extern "C" {{
+{" ".join(f"ONE({name})" for name in FUNCTIONS)}
+TWO(pow) TWO(atan2)
+}}
+#endif
+#endif
+namespace {{ namespace math {{
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2"))}
+}} }}
+"""
+
+# A vectorised version gives other last bits than the scalar one, and whether a compiler takes it
+# depends on the loop and on the place of an element in it. So the functions of an exact run are
+# scalar, or made of operations that IEEE 754 defines to the last bit.
+#
+# exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
+# the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
+# order of 13 leaves 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves, so that
+# neither overflows before the result does.
+REPRODUCIBLE = f"""
+namespace {{ namespace math {{
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name != "exp")}
+inline double two_to(double shifted) {{
+  int64_t bits;
+  std::memcpy(&bits, &shifted, 8);
+  bits = (bits + 1023) << 52;
+  double result;
+  std::memcpy(&result, &bits, 8);
+  return result;
+}}
+inline double exp(double x) {{
+  // A number in the units of 2^52 * 1.5 is rounded to an integer, which is in its last bits.
+  const double shift = 0x1.8p52;
+  x = x < -746 ? -746 : x > 710 ? 710 : x;
+  const double n = (x * {(1 / math.log(2)).hex()} + shift) - shift;
+  const double r = (x - n * 0x1.62e42fefp-1) - n * 0x1.473de6af278edp-34;
+  double series = {1 / math.factorial(13)!r};
+{chr(10).join(f"  series = series * r + {1 / math.factorial(k)!r};" for k in range(12, 1, -1))}
+  const double first = n * 0.5 + shift;
+  const double second = (n - (first - shift)) + shift;
+  return (1 + (r + r * r * series)) * two_to(first) * two_to(second);
+}}
+inline float exp(float x) {{ return std::exp(x); }}
+}} }}
 """

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from adjsim._cpp.operations import BITWISE, EXACT, INEXACT, LOGICAL, Printer, literal, power, scaled
+from adjsim._cpp.operations import (
+    BITWISE,
+    EXACT,
+    LOGICAL,
+    TRANSCENDENTAL,
+    Printer,
+    literal,
+    power,
+    scaled,
+)
 from adjsim._cpp.values import UnprintableError, Value
 
 
@@ -17,7 +26,6 @@ def pointwise(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     dtype: torch.dtype,
-    inexact: bool,
 ) -> tuple[list[Value], Printer]:
     """Return the operands of an elementwise operation, and the printer of its expression.
 
@@ -25,7 +33,6 @@ def pointwise(
         base, name: the operation without its overload, and with it.
         args, kwargs: its arguments, with tensors as values.
         dtype: the dtype in which it is computed.
-        inexact: whether to accept functions such as exp, whose last bits differ between libraries.
 
     Raises:
         UnprintableError: the operation is not supported.
@@ -74,12 +81,9 @@ def pointwise(
         return printed(lambda x, y: f"floor_rest({x}, {y}{status_argument})", *args[:2])
     if base == "pow" and not isinstance(args[1], Value) and isinstance(args[0], Value):
         exponent = args[1]
-        text = power("x", exponent)
-        if (integral and exponent not in (1, 2, 3)) or (text is None and not inexact):
+        if integral and exponent not in (1, 2, 3):
             raise UnprintableError(name)
-        if text is None:
-            return printed(lambda x: f"std::pow({x}, {literal(exponent, dtype)})", args[0])
-        return printed(lambda x: str(power(x, exponent)), args[0])
+        return printed(lambda x: power(x, exponent), args[0])
     if base == "square":
         return printed(lambda x: f"{x} * {x}", args[0])
     if base == "clamp" or base in ("clamp_min", "clamp_max"):
@@ -100,15 +104,13 @@ def pointwise(
         return printed(clamp, args[0], *bounds)
     if base == "round" and not integral and len(args) == 1 and not kwargs.get("decimals"):
         return printed(EXACT["round"], args[0])
-    if base in INEXACT and not inexact:
-        raise UnprintableError(f"{name}, whose last bit differs in torch's vectorised version")
     table = (
         LOGICAL
         if base in LOGICAL
         else BITWISE
         if base in BITWISE
-        else INEXACT
-        if base in INEXACT
+        else TRANSCENDENTAL
+        if base in TRANSCENDENTAL
         else EXACT
     )
     if (

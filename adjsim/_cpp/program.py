@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.library import compiled
 from adjsim._cpp.nests import Function, Output
-from adjsim._cpp.operations import PRELUDE
+from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
 # Constants with more elements are read in place, without copying them to padded rows.
@@ -69,7 +69,7 @@ def program(
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors; the first constant is the number of steps.
-        exact: whether results must equal those of torch's operations bit for bit.
+        exact: whether functions such as exp must have the same bits wherever they are computed.
         threads: the number of threads that share large loops.
 
     Raises:
@@ -117,7 +117,7 @@ class _Program:
     ) -> None:
         if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
             raise UnprintableError("tensors of other types, or not on the CPU")
-        self.exact, self.threads = exact, threads
+        self.threads = threads
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.baked: list[Tensor] = []
@@ -137,7 +137,8 @@ class _Program:
         all_constants = [*consts, *start_baked, *body_baked, *finish_baked]
         self.source = "\n".join(
             [
-                PRELUDE,
+                HEADER,
+                REPRODUCIBLE if exact else VECTORISED,
                 *self.functions,
                 *self._run(
                     consts,
@@ -167,7 +168,7 @@ class _Program:
         self.baked += part.baked
         inputs = [*inputs, *baked]
         part.graph.graph.eliminate_dead_code()
-        lowering = Lowering(part.graph, inputs, self.large, self.exact)
+        lowering = Lowering(part.graph, inputs, self.large)
         kept = lowering.outputs[1:] if result else lowering.outputs
         targets = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
         function = Function(

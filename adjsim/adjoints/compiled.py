@@ -74,7 +74,8 @@ class ForwardLoops:
     """Run forward steps in compiled loops.
 
     The first step is not compiled. It determines whether a step ends with the force with which the
-    next one begins.
+    next one begins. An exact run repeats it in a loop: functions such as exp may have other last
+    bits in torch than in the loops that reverse the run.
     """
 
     def __init__(self, driver: LoopRunner, recording: Recording) -> None:
@@ -90,8 +91,10 @@ class ForwardLoops:
         if start == 0:
             inputs = Inputs(state, driver.fixed.coefficients, driver.fixed.parameters)
             with torch.no_grad():
-                state = driver.stepper.step(0, state, inputs, self.forces)
-            self.force, start = self.forces.cached(state.position), 1
+                first = driver.stepper.step(0, state, inputs, self.forces)
+            self.force = self.forces.cached(first.position)
+            if not driver.exact:
+                state, start = first, 1
         while start < stop:
             count = min(driver.length, stop - start)
             averaging = driver.averages(start + 1)
@@ -125,7 +128,16 @@ class ForwardLoops:
         """Specify an iteration: one step."""
 
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
-            return torch.zeros_like(constants.steps), carry
+            k = torch.zeros_like(constants.steps)
+            if driver.exact and carry.force:
+                stats = {"energy_evaluations": 0}
+                position = kind._make(map(driver.unpack, carry.state)).position
+                program = driver.program.with_spacings(constants.spacings)
+                forces = program.forces(driver.dynamics.potential, stats=stats)
+                force = forces.force(position, driver.time(constants, k)(0.0))
+                carry = carry._replace(force=(driver.pack(force),))
+                loop.fixed_evaluations += stats["energy_evaluations"]
+            return k, carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
             return k < count

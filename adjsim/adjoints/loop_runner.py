@@ -122,6 +122,7 @@ class LoopRunner:
             (a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad
         ]
         lattice = self.program.lattice
+        self.exact = lattice is not None
         self.fixed = LoopConstants(
             torch.zeros((), dtype=torch.int64, device=self.device),
             torch.zeros((), dtype=torch.int64, device=self.device),
@@ -300,9 +301,9 @@ class LoopRunner:
         short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
-        within, exact = partial(self._within, spec.backward, loop), self.program.lattice is not None
+        within = partial(self._within, spec.backward, loop)
         loop.function, loop.path = compile_loop(
-            specification, within, constants, carry, exact=exact, short=short, what=what
+            specification, within, constants, carry, exact=self.exact, short=short, what=what
         )
         return loop
 

@@ -76,7 +76,7 @@ def compile_loop(
         within: makes the context in which the loop is traced, from traced constants; the context
             returns the constants to use.
         constants, carry: examples of the arguments; the first constant is the number of steps.
-        exact: whether results must equal those of uncompiled operations bit for bit.
+        exact: whether functions such as exp must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
 

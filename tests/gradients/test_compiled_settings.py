@@ -146,6 +146,10 @@ def end(dynamics, compile, record=None, start=None):
     return loss.detach(), *torch.autograd.grad(loss, list(dynamics.parameters()))
 
 
+def gradient(run, dynamics):
+    return torch.autograd.grad((run.final.position**2).sum(), list(dynamics.parameters()))
+
+
 def close(mine, theirs, rtol=1e-11):
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-13)
@@ -172,7 +176,6 @@ class SoftCore(adjsim.potentials.PairPotential):
         return self.height * torch.exp(-s / self.width)
 
 
-@pytest.mark.marathon
 def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     position = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.7, 0.2], [1.1, -0.3]])
     start = adjsim.PhaseState(
@@ -183,7 +186,6 @@ def test_two_atoms_in_one_place_and_one_parameter_under_two_names():
     close(end(dynamics, True, record, start), end(dynamics, False, record, start))
 
 
-@pytest.mark.marathon
 @pytest.mark.parametrize("cutoff", [None, 1.75])
 @pytest.mark.parametrize("dim", [2, 3])
 def test_tilted_cells_compile(cutoff, dim):
@@ -192,6 +194,31 @@ def test_tilted_cells_compile(cutoff, dim):
     start = adjsim.PhaseState(*(torch.randn(5, dim, generator=generator) * x for x in (2.0, 0.3)))
     dynamics = adjsim.Hamiltonian(SoftCore(parameter(1.1), box=box, cutoff=cutoff))
     close(end(dynamics, True, start=start), end(dynamics, False, start=start))
+
+
+def test_exact_runs_of_functions_are_reversed():
+    """Torch and a loop, and two loops, may round exp in two ways; under friction a difference would
+    stay.
+    """
+    generator = torch.Generator().manual_seed(2)
+    grid = 1.1 * torch.cartesian_prod(*[torch.arange(2.0)] * 3)[:7]
+    dynamics = adjsim.Langevin(SoftCore(parameter(3.0)), kT=0.7, friction=1.0)
+    start = dynamics.init(grid, generator=generator)
+    found = [
+        adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 0.5, 4.0],
+            solver=adjsim.Splitting("BAOAB", 0.01, exact=True),
+            adjoint=ReversibleAdjoint(),
+            generator=1,
+            compile=compile,
+        )
+        for compile in (True, False)
+    ]
+    assert found[0].stats["compiled_forward"] == "C++"
+    ends = [(run.final.position, *gradient(run, dynamics)) for run in found]
+    close(*ends)
 
 
 @pytest.mark.marathon
