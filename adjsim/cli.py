@@ -215,8 +215,8 @@ def compare_command(
         typer.Option(
             "--compile",
             help="Compile the runs of all methods that support it: the adjoint reversible, and the "
-            "estimators finite-difference, score-function and reweighting. Each compiles for up to "
-            "a minute at the first horizon and reads the compiled code from a cache at the others. "
+            "estimators finite-difference, score-function and reweighting. Each compiles for a few "
+            "seconds at the first horizon and reads the compiled code from a cache at the others. "
             "The seconds in the table include neither.",
         ),
     ] = False,

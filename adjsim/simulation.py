@@ -69,7 +69,8 @@ def simulate(
             value or save time does not compile again. Anything else that a potential or a record
             reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
             in, and a change of it compiles again; a value that cannot be inspected is refused.
-            Gradients agree with uncompiled ones to rounding, and exact runs to the last bit.
+            Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
+            unless the force has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.
 
     Raises:

@@ -3,9 +3,9 @@ The adjoint against backpropagation
 ===================================
 
 To get the gradient of a simulation, one can write the integrator in PyTorch and call
-``backward()``. The result is right, but every step stays in memory. This example does
-so by hand and counts the memory. Then the four adjoints of the library take the same
-gradient.
+``backward()``. The result is right, but every step stays in memory. This example first
+writes such a loop by hand and counts its memory. Then the four adjoints of the library
+compute the gradient of the same observable.
 
 The system is a block of 32 Lennard-Jones atoms in free space, in reduced units:
 energies in epsilon, lengths in sigma, masses in the mass of an atom. The observable is
@@ -78,8 +78,8 @@ def by_hand(steps):
 #
 # Every operation passes through a dispatch mode, forward and backward. The mode adds
 # the size of each new storage to a count and subtracts it when the storage is freed. So
-# the peak is that of the tensors alive at one time, to the byte, without the
-# interpreter and the allocator.
+# the peak is the largest size of all tensors alive at one time. It is exact to the byte
+# and leaves out the interpreter and the allocator.
 
 
 class TensorMemory(TorchDispatchMode):
@@ -184,11 +184,12 @@ ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %%
-# The memory of backpropagation grows in proportion to the number of steps, by hand and
-# with the library. The library takes more for each step: its forces use the full table
-# of pairs, while the loop above takes each pair once. The memory of checkpoints grows
-# at most as the root of the number of steps. The memory of reversal and of the
-# continuous adjoint does not grow.
+# The memory of backpropagation grows in proportion to the number of steps, both in the
+# hand-written loop and with the direct adjoint. The direct adjoint takes more for each
+# step: the forces of the library use the full table of pairs, while the loop above
+# takes each pair once. The memory of the checkpoint adjoint grows at most as the square
+# root of the number of steps. The memory of the reversible adjoint and of backsolve
+# does not grow.
 
 
 def growth(name):
@@ -222,7 +223,8 @@ for (name, steps), gradient in gradients.items():
 # Gradient and time
 # -----------------
 #
-# The same call runs for ten lengths of the run, and each is timed forward and backward.
+# The same call is now made for ten lengths of the run. The forward and the backward
+# pass of each call are timed together.
 
 horizons = range(20, 201, 20)
 seconds, curve = {}, {}
@@ -267,8 +269,8 @@ plt.show()
 # ------------
 #
 # :func:`adjsim.compare` runs estimators on the same starts and prints their results and
-# costs. Its memory is the growth of the resident set of the process. This is coarser
-# than the count above, since memory freed by earlier work is reused.
+# costs. The printed memory is the growth of the resident set of the process. This
+# number is good to about a megabyte, so it is coarser than the count above.
 
 observable = adjsim.Final(lambda state: adjsim.radius_of_gyration(state.position))
 
@@ -296,8 +298,8 @@ assert comparison.difference("reversible") < 1e-10
 # --------------------------------------
 #
 # Backsolve gives the gradient of the exact flow. It differs from the other gradients by
-# the discretisation error of velocity Verlet, which is of second order: half the step
-# makes a quarter of the difference.
+# the discretisation error of velocity Verlet, which is of second order: halving the
+# step divides the difference by four.
 
 exact = continuous.estimates["backsolve"].grad["potential.sigma"]
 coarse = discrete.estimates["reversible"].grad["potential.sigma"]
@@ -308,6 +310,6 @@ print(
     f"difference at dt {float(coarse - exact):.2e}, at dt/2 "
     f"{float(fine - exact):.2e}, ratio {ratio:.2f}"
 )
-# The next term of the error is dt^2 smaller; a tenth covers it and the tolerances of
-# the ODE solver.
+# The next term of the error is smaller by a factor of order dt^2. A margin of a tenth
+# covers this term and the tolerances of the ODE solver.
 assert abs(ratio - 4) < 0.4

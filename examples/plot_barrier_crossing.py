@@ -3,14 +3,14 @@ Barrier crossing in a double well
 =================================
 
 A particle starts in the left well of :math:`U = b\\,(q^2 - 1)^2`, and noise carries it
-over the barrier. This example answers three questions. How long does the crossing take?
-For overdamped dynamics the exact answer is known and checks the simulation. How does
-the share of particles that has crossed change with the barrier, the friction and the
-temperature? This gradient is taken through the noisy paths. And how far back can a path
-with friction be reversed?
+over the barrier, whose height is :math:`b`. This example answers three questions. How
+long does the crossing take? For overdamped dynamics the exact answer is known and
+checks the simulation. How does the share of particles that have crossed change with the
+barrier, the friction and the temperature? The answer is a gradient, computed by
+differentiating the noisy paths. And how far back can a path with friction be reversed?
 
-Lengths are in units of the distance of a well from the barrier and masses in units of
-the particle's. Friction 1 sets the time.
+Lengths are in units of the distance of a well from the barrier, and masses in units of
+the particle's mass. A friction of 1 sets the unit of time.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -42,11 +42,11 @@ def parameter(value):
 # .. math:: \tau = \frac1{kT}\int_{-1}^{e}\mathrm
 #    dy\;e^{U(y)/kT}\int_{-\infty}^{y}\mathrm dx\;e^{-U(x)/kT} .
 #
-# Euler-Maruyama sees the path at its steps only and misses excursions over the target
-# between them. On average this has the effect of a target that is 0.5826 standard
+# Euler-Maruyama sees the path at its steps only and misses excursions beyond the target
+# between two steps. On average this has the effect of a target that is 0.5826 standard
 # deviations of a step's noise further out (Broadie, Glasserman and Kou, Math. Finance
 # 7, 325 (1997)). So the exact time is computed for the shifted target. Paths are run in
-# blocks, and those that have arrived are dropped.
+# blocks of steps, and paths that have arrived are dropped after each block.
 
 DT, REPLICAS, BLOCK = 0.01, 4096, 500
 
@@ -63,7 +63,7 @@ def exact_time(kT, end):
 
 
 def crossing_times(kT, generator):
-    """Return the first times at or beyond 1 of paths from -1."""
+    """Return the first time at which each path from -1 is at or beyond 1."""
     dynamics = adjsim.OverdampedLangevin(adjsim.DoubleWell(BARRIER), kT=kT)
     position, elapsed, found = -torch.ones(REPLICAS, 1, 1), 0.0, []
     while len(position) > 0:
@@ -148,8 +148,8 @@ def simulation(solver, time=TIME, **values):
     dynamics = adjsim.Langevin(
         potential, kT=parameter(values["kT"]), friction=parameter(values["friction"])
     )
-    # The starts do not depend on kT: every estimator holds them fixed, and so must the
-    # differences below.
+    # The starts are drawn at a constant kT, not at the parameter kT. Every estimator
+    # holds the starts fixed, so the finite differences below must hold them fixed too.
     thermal = adjsim.Langevin(potential, kT=kT)
 
     def initial(replicas, generator):
@@ -171,7 +171,10 @@ def estimate(solver, adjoint, seed, time=TIME):
 
 
 def value(name, at):
-    """Return the mean on the noise of seed 2, which is a function of the seed alone."""
+    """Return the mean observable on the noise of seed 2, with one parameter changed.
+
+    The noise depends on the seed alone.
+    """
     generator = torch.Generator().manual_seed(2)
     run = simulation(adjsim.BAOAB(DT), **{name: at})
     return adjsim.Pathwise()(
@@ -242,10 +245,10 @@ assert (
 assert splitting.grad["kT"] > 10 * splitting.grad_stderr["kT"]
 
 # %%
-# Paths part at the top of the barrier, so the gradients of single paths grow with the
-# length of the run, while their mean does not. The error of the mean grows with them.
-# For much longer runs ask the equilibrium question instead (see
-# :doc:`/choosing_an_adjoint`).
+# Nearby paths separate at the top of the barrier. So the gradients of single paths grow
+# with the length of the run, while their mean does not. The standard error of the mean
+# grows with the gradients of single paths. For much longer runs, ask instead how the
+# equilibrium mean changes (the stationary question in :doc:`/choosing_an_adjoint`).
 
 lengths = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 longer = [
@@ -261,12 +264,13 @@ for name in names:
 # Reversal under friction
 # -----------------------
 #
-# Backward, friction acts as antifriction. A path that is reversed without checkpoints
-# is lost as :math:`e^{\gamma t}`, the factor by which rounding of 1e-16 is amplified.
-# By default the adjoint stores checkpoints, which keep the error under its tolerance at
-# any length. The continuous adjoint of the SDE starts from the discretisation error of
-# its solver instead of from rounding, so its error has much less room to grow. It is
-# refused beyond :math:`\gamma T = 5` between save times.
+# Backward in time, friction acts as antifriction. Without checkpoints, the reversal of
+# a path amplifies rounding errors of 1e-16 by :math:`e^{\gamma t}`, where
+# :math:`\gamma` is the friction. By default the reversible adjoint stores checkpoints,
+# which keep the error under the tolerance of the adjoint at any length. The error of
+# the continuous adjoint of the SDE starts from the discretisation error of the solver
+# instead of from rounding, so this error has much less room to grow. The continuous
+# adjoint is refused beyond :math:`\gamma T = 5` between save times.
 
 DT = 1 / 64
 products = np.array([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32])
@@ -346,9 +350,10 @@ assert 0.7 < slope < 1.3
 assert max(kept) < 1e-6
 
 # %%
-# The limit of five is no guarantee. Some of these 64 paths stay at the barrier, whose
-# instability adds to that of friction. At the limit the first digit of the continuous
-# gradient is wrong. Save more often, or use the splitting.
+# The limit of five is not a guarantee. Some of these 64 paths stay at the barrier, and
+# the instability of the barrier adds to the instability under friction. At the limit
+# the first digit of the continuous gradient is wrong. Save more often, or use the
+# splitting (BAOAB).
 
 print("continuous adjoint off by", ", ".join(f"{error:.1e}" for error in solved))
 assert max(solved[:4]) < 0.01 < 0.05 < solved[4]

@@ -2,18 +2,19 @@ r"""
 Beyond equilibrium
 ==================
 
-Three questions have no equilibrium answer. How likely has a walker crossed a barrier
-after a given time? How long does the first crossing take? And which force,
-time-dependent and not the gradient of an energy, steers the walker across at the least
-cost?
+Three questions have no equilibrium answer. How likely is a walker to have crossed a
+barrier after a given time? How long does the first crossing take? And which force
+steers the walker across at the least cost? Such a force depends on time and need not be
+the gradient of an energy.
 
 :class:`~adjsim.Pathwise`, :class:`~adjsim.Girsanov` and
 :class:`~adjsim.FiniteDifference` answer each question. The first two questions have
 answers known to many digits, and the third has a lower bound on the cost of any
-control. The stationary estimators cannot answer any of them. They are asked all the
-same, and give a reason instead of a number.
+control. The stationary estimators cannot answer any of the questions. The comparisons
+below include these estimators all the same, and list a reason instead of a number.
 
-Lengths, energies and friction are 1. The walkers are overdamped and integrated by
+Units are reduced: the distance of a well from the barrier, the height of the barrier
+and the friction are 1. The walkers are overdamped and integrated by
 :class:`~adjsim.EulerMaruyama`.
 """
 
@@ -56,20 +57,22 @@ def refused(comparison, reason="equilibrium mean"):
 # The exact answer
 # ----------------
 #
-# A walker starts in the left well of :math:`b\,(x^2-1)^2`, with a barrier of two kT. A
-# step of Euler-Maruyama takes it from :math:`x` to a Gaussian about :math:`m(x) = x +
-# F(x)\,\Delta t` of variance :math:`s^2 = 2\,kT\,\Delta t`. So the density after a step
-# is an integral over the density before,
+# A walker starts in the left well of :math:`b\,(x^2-1)^2`, with a barrier of two kT.
+# After an Euler-Maruyama step from :math:`x` the position of the walker is Gaussian,
+# with mean :math:`m(x) = x + F(x)\,\Delta t` and variance :math:`s^2 =
+# 2\,kT\,\Delta t`, where :math:`F` is the force. So the density after a step is an
+# integral over the density before the step,
 #
 # .. math:: p_{n+1}(y) = g(y)\int \mathrm dx\;p_n(x)\,K(x, y),\qquad K(x, y) =
 #    \frac{e^{-(y-m(x))^2/2s^2}}{s\sqrt{2\pi}},
 #
-# with :math:`g = 1` for now. On nodes with weights the integral becomes a product with
-# a matrix, and it converges exponentially fast. So the answers below are exact for
-# these steps and have no bias of :math:`\Delta t`. The share beyond the barrier is a
-# sum over the nodes, with the last step in closed form where the edge is sharp.
-# Forward-mode differentiation gives the derivative with respect to the barrier at all
-# times at once.
+# with :math:`g = 1` until the section on first-passage times. There :math:`g` is the
+# share of walkers that are not absorbed in a step. On quadrature nodes with weights the
+# integral becomes a product with a matrix, which converges exponentially fast with the
+# number of nodes. So the answers below are exact for these discrete steps and have no
+# bias from :math:`\Delta t`. The share beyond the barrier is a sum over the nodes. If
+# the edge is sharp, the last step is taken in closed form. Forward-mode differentiation
+# gives the derivative with respect to the barrier at all times at once.
 
 KT, DT, EDGE, WIDTH, LIFETIME = 0.5, 0.05, 2.6, 0.1, 0.2
 S, START = math.sqrt(2 * KT * DT), torch.tensor([-1.0])
@@ -135,9 +138,11 @@ def exact(function, *args):
 #
 # The share beyond the barrier is the mean of a step function, which has no derivative
 # along a path. :class:`~adjsim.Pathwise` finds zero, and warns that its zero means
-# nothing. So it gets a sigmoid instead of the step, which is another question with
-# another answer. :class:`~adjsim.Girsanov` needs values only and answers both
-# questions. Finite differences see the step too, if their own step is large enough.
+# nothing. So Pathwise gets a sigmoid (the smooth question) instead of the step function
+# (the sharp question), and the two questions have different answers.
+# :class:`~adjsim.Girsanov` needs only the values of the observable and answers both
+# questions. Finite differences can be used for the sharp question too, if the
+# difference step is large enough.
 
 
 def well(duration, every_step=False):
@@ -196,9 +201,9 @@ assert comparison.difference("FiniteDifference") < 1e-4
 
 # %%
 # On the same noise the pathwise gradient and the difference quotient are the same
-# number, up to the square of the relative step. Girsanov's score is another estimator,
-# and agrees within errors. The next figure has independent noise, for runs of six
-# lengths.
+# number, up to the square of the quotient's relative step. Girsanov's score is another
+# estimator, and agrees within errors. The next figure shows runs of six lengths, with
+# independent noise for each method.
 
 
 def entry(estimate, i=None):
@@ -213,8 +218,9 @@ def entry(estimate, i=None):
 
 
 def measure(problem, sharp, smooth, pair, durations, replicas, seed, trusted=math.inf):
-    """Estimate, by method and question, rows of value, gradient and errors, one for
-    each length.
+    """Estimate values, gradients and standard errors by method and question.
+
+    Each array has one row for each length of the run.
     """
     found = {}
     for i, t in enumerate(durations.tolist()):
@@ -304,7 +310,7 @@ def hold(found, durations, curves, quotients):
 
 
 def quotient(function, *args):
-    """Compute the number that a sharp difference quotient estimates."""
+    """Compute the exact value of the quotient that ``coarse`` estimates."""
     up, down = (
         function(torch.tensor(1 + d), *args).numpy() for d in (coarse.h, -coarse.h)
     )
@@ -335,12 +341,13 @@ plt.show()
 hold(found, durations, curves, quotient(sharp_share, steps))
 
 # %%
-# Bars are two standard errors, circles the sigmoid and squares the step. The marks are
-# shifted along the axis for legibility. Every mark is within four of its standard
-# errors of the exact answer. (The coarse quotient of the step is compared with an exact
-# coarse quotient.) Paths on the same noise part at the top of the barrier. So the error
-# of the pathwise gradient, and of the quotient that follows it, grows fast with time.
-# Girsanov propagates no tangents, and its error grows more slowly.
+# Bars are two standard errors. Circles are the sigmoid, and squares are the step
+# function. The marks are shifted along the axis for legibility. Every mark is within
+# four of its standard errors of the exact answer. (The coarse difference quotient of
+# the step function is compared with the exact value of this quotient.) Nearby paths on
+# the same noise separate at the top of the barrier. So the error of the pathwise
+# gradient and of the smooth difference quotient grows fast with time. Girsanov
+# propagates no tangents, and its error grows more slowly.
 
 spread = {method: found[method, "smooth"][:, 3] for method in COLORS}
 for method, errors in spread.items():
@@ -353,11 +360,11 @@ assert (
 )
 
 # %%
-# Longer runs of Pathwise, and of the quotient that follows it, are left out, since
-# fewer and fewer paths carry the gradient: those that stay near the top. If each path
-# has a barrier of its own, the derivatives with respect to these barriers are the
-# gradients g of single paths, and :math:`(\sum|g|)^2/\sum g^2` counts the paths that
-# matter.
+# The figure leaves out longer runs of Pathwise and of the smooth difference quotient,
+# since fewer and fewer paths carry the gradient: the paths that stay near the top of
+# the barrier. To count these paths, give each path a barrier parameter of its own. The
+# derivatives with respect to these parameters are the gradients g of single paths, and
+# :math:`(\sum|g|)^2/\sum g^2` is the effective number of paths that carry the gradient.
 
 
 def carriers(t, seed):
@@ -395,16 +402,17 @@ for seed in range(4):
     )
 
 # %%
-# A batch of long runs may contain none of the paths that matter. Then neither its mean
-# nor its error bar shows that they are missing. The last lines print how far four
-# batches of the longest run are from the exact gradient, in their own standard errors.
+# A batch of long runs may contain none of the paths that carry the gradient. Then
+# neither its mean nor its error bar shows that these paths are missing. The last lines
+# printed above show how far four batches of the longest run are from the exact
+# gradient, in units of their own standard errors.
 #
 # The width of the sigmoid
 # ------------------------
 #
-# A narrow sigmoid is close to the sharp question, but few walkers are on its slope. A
-# wide sigmoid is another question. As the width falls, the bias falls and the error
-# rises.
+# A narrow sigmoid is close to the step function, but few walkers are on its slope. A
+# wide sigmoid asks another question. As the width falls, the bias relative to the sharp
+# answer falls and the standard error rises.
 
 
 def blurred(width):
@@ -470,18 +478,20 @@ assert abs(curve[-1] - sharp) > 3 * abs(curve[0] - sharp)
 # -----------------------
 #
 # The observable is the time until a walker is first seen beyond the barrier, or the
-# length of the run if it is not seen there: :func:`~adjsim.first_passage_time` of a
-# rate that is infinite beyond the barrier. Pathwise needs a smooth rate,
-# :math:`\operatorname{sigmoid}(x/w)/\tau`. The exact answer has :math:`g =
-# e^{-\mathrm{rate}\,\Delta t}`, the share of walkers that survive a visit, and sums the
-# survivors,
+# length of the run if the walker is not seen there. It is
+# :func:`~adjsim.first_passage_time` with an absorption rate that is infinite beyond the
+# barrier. Pathwise needs a smooth rate, :math:`\operatorname{sigmoid}(x/w)/\tau`, with
+# a width :math:`w` and a lifetime :math:`\tau`. In the exact answer :math:`g =
+# e^{-\mathrm{rate}\,\Delta t}` is the share of the walkers at a point that survive a
+# step. The mean time within :math:`N` steps is the sum of the shares that survive,
+# multiplied by the step,
 #
 # .. math:: \langle T\rangle = \Delta t\,\Bigl(g(-1) + \sum_{n=1}^{N-1} \int \mathrm
 #    dx\;p_n(x)\Bigr) .
 #
-# For the sharp edge the nodes are those of Gauss and Legendre on the side where walkers
-# survive. For a run without an end the sum is a geometric series of the matrix, which
-# takes one linear solve.
+# For the sharp edge the nodes are Gauss-Legendre nodes on the side where walkers
+# survive. For a run without an end the sum is a geometric series in the matrix, and one
+# linear solve gives its value.
 
 
 def sharp_rate(x):
@@ -567,24 +577,27 @@ plt.show()
 hold(found, durations, curves, quotient(passage_times, steps, left_side(), sharp_rate))
 
 # %%
-# As the run gets long, the first-passage time within T grows to the mean first-passage
-# time, and its gradient follows later. A smooth rate absorbs some walkers before the
-# barrier and lets others return from beyond the barrier.
+# As the run gets longer, the mean first-passage time within T approaches the mean
+# first-passage time of a run without an end. The gradient needs longer runs to approach
+# its limit. A smooth rate absorbs some walkers before the barrier and lets others
+# return from beyond the barrier.
 #
 # Optimal control
 # ---------------
 #
-# A bent channel joins two wells at :math:`(\pm1, 0)`, :math:`U = (x^2-1)^2 +
-# \tfrac32\,(y + x^2 - 1)^2`, and kT is a quarter of the barrier. A walker in the left
-# well should be in the right well after a time T that is too short for a free crossing.
-# A network gives it a force :math:`u_\theta(t, q)`, which has a cost:
+# A bent channel joins two wells at :math:`(\pm1, 0)`. The energy is :math:`U =
+# (x^2-1)^2 + \tfrac32\,(y + x^2 - 1)^2`, and kT is a quarter of the barrier. A walker
+# in the left well should be in the right well after a time T that is too short for a
+# free crossing. A network applies a force :math:`u_\theta(t, q)` to the walker. The
+# cost is the squared distance from the right well :math:`q^*` at the end, plus the
+# squared force along the path at a price :math:`\lambda`:
 #
 # .. math:: J(\theta) = \Bigl\langle |q_T - q^*|^2 + \lambda\int_0^T |u_\theta(t,
 #    q_t)|^2\,\mathrm dt\Bigr\rangle .
 #
-# Such a force depends on time and need not be the gradient of an energy: it is a
-# :class:`~adjsim.ForceField`. The observable is a function of the whole trajectory, and
-# also depends on the parameters explicitly.
+# Such a force depends on time and need not be the gradient of an energy, so its class
+# is :class:`~adjsim.ForceField`. The observable is a function of the whole trajectory,
+# and also depends on the parameters explicitly.
 
 KT, DT, TIME, PRICE, STIFFNESS = 0.25, 0.04, 1.0, 0.1, 3.0
 SIGMA = math.sqrt(2 * KT * DT)
@@ -655,7 +668,8 @@ def flat(parts):
 
 
 # %%
-# The stationary estimators get this mean, and a time average under this force.
+# The stationary estimators are asked for the gradient of this mean cost, and for the
+# gradient of a time average under this force.
 
 simulation = steered()
 asked = {"Pathwise": adjsim.Pathwise(), **stationary}
@@ -745,11 +759,12 @@ assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 # quotient equals the pathwise gradient. Girsanov's score, on noise of its own, agrees
 # within the errors.
 #
-# What is the least cost of any control? A force moves the mean of a step's noise by
-# :math:`u\,\Delta t`. So the relative entropy of controlled to free walkers is the mean
-# of :math:`\sum|u|^2\Delta t/4kT`, and the cost is the mean of the miss plus :math:`c =
-# 4\lambda\,kT` times this entropy. The minimum of such a sum over all distributions is
-# known (Kappen, Phys. Rev. Lett. 95, 200201 (2005)):
+# What is the least cost of any control? A force :math:`u` shifts the mean of a step by
+# :math:`u\,\Delta t`. So the relative entropy of the controlled paths with respect to
+# the free paths is the mean of :math:`\sum|u|^2\Delta t/4kT`. The cost is the mean
+# squared distance from the target at the end, plus :math:`c = 4\lambda\,kT` times this
+# entropy. The minimum of such a sum over all distributions of paths is known (Kappen,
+# Phys. Rev. Lett. 95, 200201 (2005)):
 #
 # .. math:: J \ge -c\,\ln\psi(0, q_0),\qquad \psi(t, q) = \bigl\langle
 #    e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
@@ -760,9 +775,11 @@ assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 # .. math:: u(t, q) = 2\,kT\,\nabla_m \ln\bigl\langle\psi(t+\Delta t,\,m +
 #    \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .
 #
-# In the limit of short steps the optimal distribution changes nothing but this force,
-# so a force attains the bound. Here :math:`\psi` is propagated backward on nodes in the
-# plane, as the densities were propagated forward on the line.
+# In this formula :math:`\sigma^2 = 2\,kT\,\Delta t` and :math:`\xi` is standard normal.
+# In the limit of short steps the optimal distribution differs from the free
+# distribution by this force alone, so a force attains the bound. Here :math:`\psi` is
+# propagated backward on nodes in the plane, as the densities were propagated forward on
+# the line.
 
 C, SPACING = 4 * PRICE * KT, SIGMA / 2
 nodes_x, nodes_y = torch.arange(-1.9, 2.1, SPACING), torch.arange(-1.8, 2.4, SPACING)
@@ -815,8 +832,9 @@ class Tabled(adjsim.ForceField):
 
 
 # %%
-# Adam trains with the gradients of Pathwise, and with those of Girsanov.
-# ``estimate.accumulate(dynamics)`` adds them into ``.grad``, as ``backward()`` does.
+# Adam trains one network with the gradients of Pathwise, and another with the gradients
+# of Girsanov. ``estimate.accumulate(dynamics)`` adds the gradients into ``.grad``, as
+# ``backward()`` does.
 
 ITERATIONS, RATE = 60, 0.2
 
@@ -890,7 +908,7 @@ for ax, base in ((left, 0.0), (right, bound)):
         color="k",
         lw=1,
         ls=":",
-        label=f"its force, {table:.3f} ± {table_error:.3f}",
+        label=f"optimal force, {table:.3f} ± {table_error:.3f}",
     )
 left.set(xlabel="iteration", ylabel="cost J (reduced units)")
 right.set(
@@ -906,12 +924,12 @@ for mean, error in [*reached.values(), (table, table_error)]:
 # %%
 # Bands are 95 % intervals from four chunks of replicas. Both trainings reduce the cost
 # alike, although Girsanov's gradients are noisier. The dotted line is the cost of the
-# optimal force, looked up at the nearest node. It does not reach the bound because of
-# the finite step.
+# optimal force, looked up at the nearest node. This cost does not reach the bound
+# because the time step is finite.
 #
 # The last figure shows walkers before and after training, over the contours of the
-# energy. Below, it shows the trained force at two times, where walkers are, beside the
-# optimal force.
+# energy. The lower panels show the force trained by Pathwise beside the optimal force
+# (the force of the bound), at two times and at places where walkers are.
 
 mesh_x, mesh_y = np.meshgrid(np.linspace(-1.8, 1.8, 121), np.linspace(-1.2, 1.8, 101))
 height = energy(torch.tensor(np.stack([mesh_x, mesh_y], -1))).numpy()

@@ -2,9 +2,10 @@
 Cookbook: models, losses and optimisers
 =======================================
 
-Each section is a recipe. After the imports and the start below it is complete, and it
-checks its result. Units are reduced, with energies in epsilon, lengths in sigma and
-masses in the mass of an atom.
+Each section is a recipe that checks its result. A recipe needs the imports and
+definitions at the top of this page, and names any other recipe that it builds on. Units
+are reduced, with energies in epsilon, lengths in sigma and masses in the mass of an
+atom.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -34,10 +35,10 @@ def parameter(value):
 # ---------------------------------
 #
 # Any module that maps positions ``(*batch, atoms, dim)`` to energies ``(*batch,)`` is a
-# potential. A network of pair distances does not change under rotations. Its activation
-# must have a continuous derivative, because the network's derivative is the force. One
-# backward pass gives the gradient with respect to all weights. A difference quotient
-# along this gradient checks it.
+# potential. The output of a network of pair distances does not change under rotations.
+# The activation must have a continuous derivative, because the network's derivative
+# gives the force. One backward pass gives the gradient with respect to all weights. A
+# difference quotient along the direction of the gradient checks this gradient.
 
 
 class PairNetwork(nn.Module):
@@ -86,11 +87,11 @@ assert abs(quotient / squared_norm - 1) < 1e-6
 # Fitting a distribution
 # ----------------------
 #
-# The data are the distribution of a bond length, as a histogram. The histogram is the
-# observable: :class:`~adjsim.Reweighting` differentiates the weights of samples, so an
-# observable may be discontinuous. The gradients of all bins are the Jacobian of a
-# Gauss-Newton step. Stored samples are used again until too few of them count at the
-# new parameters.
+# The data are the distribution of a bond length, as a histogram. The observable is the
+# histogram of the simulated bond length: :class:`~adjsim.Reweighting` differentiates
+# the weights of samples, so an observable may be discontinuous. The gradients of all
+# bins are the Jacobian of a Gauss-Newton step. Stored samples are used again until
+# their effective share at the new parameters falls below a threshold.
 
 KT, EDGES = 0.1, torch.linspace(0.2, 2.2, 25)
 middle = (EDGES[1:] + EDGES[:-1]) / 2
@@ -176,15 +177,16 @@ plt.show()
 # A record and a loss of your own
 # -------------------------------
 #
-# A record is any function of the state to a tensor; ``torch.stack`` puts several
-# numbers into one. A loss is any function of what was recorded. The bond above should
-# vibrate at a given frequency. The record holds its length and its energy. torch's FFT
-# gives the mean frequency of the length's spectrum, and Newton's method finds the
-# stiffness from the frequency and its gradient.
+# A record is any function that maps the state to a tensor; ``torch.stack`` puts several
+# numbers into one tensor. A loss is any function of the recorded tensors. Here a bond
+# (class ``Bond`` of the previous recipe) should vibrate at a given frequency. The
+# record holds the length and the energy of the bond. torch's FFT gives the mean
+# frequency of the length's spectrum. Newton's method finds the stiffness from the
+# frequency and its gradient.
 
 
 def vibration(k):
-    """Return the mean frequency of the bond's length, and the drift of the energy."""
+    """Return the mean frequency of the length, the drift of the energy, and k."""
     bond = adjsim.Hamiltonian(Bond(k, 1.0))
     position = torch.tensor([[0.0, 0.0, 0.0], [1.1, 0.0, 0.0]])
 
@@ -213,7 +215,7 @@ for _ in range(4):
     frequency, drift, k = vibration(stiffness)
     (slope,) = torch.autograd.grad(frequency, k)
     stiffness += (wanted - frequency.item()) / slope.item()
-exact = (2 * torch.pi * wanted) ** 2 / 2  # of the reduced mass 1/2
+exact = (2 * torch.pi * wanted) ** 2 / 2  # with reduced mass 1/2
 print(f"stiffness {stiffness:.3f}, of a harmonic bond {exact:.3f}; drift {drift:.1e}")
 assert abs(stiffness / exact - 1) < 0.02
 
@@ -271,10 +273,10 @@ assert max(abs(x - 1) for x in found) < 1e-5
 # Clipping and hooks
 # ------------------
 #
-# A run leaves ordinary gradients in its parameters, so the tools of torch apply. In
-# chaos the gradient of a long run is large, and ``clip_grad_norm_`` bounds the step of
-# an optimiser. A hook of a parameter changes the gradient as it arrives: this one gives
-# the gradient with respect to log sigma.
+# The backward pass of a run leaves ordinary gradients in the parameters, so the tools
+# of torch apply. In chaos the gradient of a long run is large, and
+# ``clip_grad_norm_`` bounds the step of an optimiser. A hook of a parameter changes the
+# gradient as it arrives. The hook here gives the gradient with respect to log sigma.
 
 potential = adjsim.LennardJones(parameter(1.0), parameter(1.1))
 newton = adjsim.Hamiltonian(potential)

@@ -2,9 +2,10 @@
 Cookbook: runs
 ==============
 
-Each section is a recipe. After the imports and the start below it is complete, and it
-checks its result. Units are reduced, with energies in epsilon, lengths in sigma and
-masses in the mass of an atom, except where a recipe states others.
+Each section is a recipe that checks its result. A recipe needs only the imports and
+definitions at the top of this page. Units are reduced, with energies in epsilon,
+lengths in sigma and masses in the mass of an atom, except where a recipe states other
+units.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -43,9 +44,9 @@ def parameter(value):
 #
 # ASE reads the file, here liquid argon in a periodic box, and gives the units: eV,
 # angstrom and amu. The gradient of the temperature after 400 fs is taken with respect
-# to the parameters of the pair potential. A difference quotient checks it. Its step is
-# small, because the force jumps where a pair crosses the cutoff, and a longer step
-# would change which pairs cross.
+# to the parameters of the pair potential. A difference quotient checks the derivative
+# with respect to sigma. The step of the quotient is small, because the force jumps
+# where a pair crosses the cutoff, and a longer step would change which pairs cross.
 
 atoms = ase.io.read(
     Path(adjsim.__file__).parents[1] / "examples" / "data" / "argon.xyz"
@@ -94,9 +95,10 @@ assert abs(quotient / sigma.grad.item() - 1) < 1e-4
 #
 # The energy of velocity Verlet oscillates with an amplitude proportional to dt squared
 # and does not drift. A drift, or an amplitude that grows faster, means that dt is too
-# large. The gradient has an error of the same order, so its change on halving dt is
-# three quarters of its error. Choose the largest dt at which both are small enough. The
-# gradient here is that of the radius of gyration with respect to sigma.
+# large. The gradient has an error of the same order, so the change of the gradient on
+# halving dt is three quarters of the error before halving. Choose the largest dt at
+# which the errors of the energy and of the gradient are both small enough. The gradient
+# here is the gradient of the radius of gyration with respect to sigma.
 
 STEPS = [0.04, 0.02, 0.01, 0.005, 0.0025]
 sigma = parameter(1.0)
@@ -149,9 +151,9 @@ for name, errors in (("energy", amplitude), ("gradient", change)):
 # Many replicas in one batch
 # --------------------------
 #
-# A leading axis of the start is an axis of replicas, and all of them take a step
-# together. One backward pass gives the gradient of their mean with respect to a
-# parameter, and the gradient with respect to the start of each replica.
+# A leading axis of the start is an axis of replicas, and all replicas take each step
+# together. One backward pass gives the gradient of the mean over replicas, both with
+# respect to a parameter and with respect to the start of each replica.
 
 k = parameter(1.0)
 langevin = adjsim.Langevin(adjsim.Harmonic(k), kT=1.0, friction=1.0)
@@ -183,9 +185,9 @@ assert abs(slope.item() + 1) < 0.05  # at equilibrium <q^2> = kT/k
 #
 # A state is a named tuple of tensors, which ``torch.load`` also reads with
 # ``weights_only=True``. The noise is a function of the seed and of the step within the
-# run, so a long run with noise is made of segments, each with its own seed. Resumed
-# from a file, it then equals the run that was never stopped, bit for bit. Without
-# noise, two runs in a row equal one long run bit for bit.
+# run. So split a long run with noise into segments, each with its own seed. A run
+# resumed from a file then equals the uninterrupted run bit for bit. Without noise, two
+# runs in a row equal one long run bit for bit.
 
 langevin = adjsim.Langevin(adjsim.LennardJones(), kT=0.1, friction=1.0)
 
@@ -232,9 +234,9 @@ print("resumed runs equal uninterrupted runs bit for bit")
 # float32
 # -------
 #
-# A run has the dtype of its start, and the parameters are cast to it. Rounding of the
-# reversed steps comes near the default tolerance of 1e-6, so give a larger ``tol``. The
-# gradient arrives in the dtype of the parameter.
+# A run has the dtype of its start, and the parameters are cast to this dtype. In
+# float32 the rounding error of the reversed steps comes near the default tolerance of
+# 1e-6, so give a larger ``tol``. The gradient arrives in the dtype of the parameter.
 
 sigma = parameter(1.0)
 newton = adjsim.Hamiltonian(adjsim.LennardJones(sigma=sigma))

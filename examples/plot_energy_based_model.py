@@ -2,18 +2,19 @@ r"""
 Training an energy-based model by contrastive divergence
 ========================================================
 
-A network is an energy :math:`U_\theta`, and represents the density
-:math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient of the likelihood of data needs
-samples of this density, which Langevin chains of k steps provide. This example compares
-three methods for the gradient. The score function takes the ends of chains that start
-from data as samples. The persistent method does the same, but continues the same chains
-from one iteration to the next. The pathwise method starts from data and also
-differentiates through the chains.
+An energy-based model is a network that gives an energy :math:`U_\theta`, and so
+represents the density :math:`p_\theta=e^{-U_\theta}/Z_\theta`. The gradient of the
+likelihood of data needs samples of this density, which Langevin chains of k steps
+provide. This example compares three methods for the gradient. The score function method
+starts chains from data, and takes their ends as samples. The persistent method also
+takes the ends of chains as samples, but each iteration continues the chains of the
+iteration before. The pathwise method starts chains from data and also differentiates
+through them.
 
 The data are in the plane, and their density is known in closed form. Quadrature gives
-:math:`Z_\theta`. The quality of a method is the Kullback-Leibler divergence of its
-model from the truth, compared with that of the exact gradient of the likelihood. kT and
-friction are 1.
+:math:`Z_\theta`. The quality of a method is measured by the Kullback-Leibler divergence
+of its model from the truth. The exact gradient of the likelihood serves as the
+reference. kT and friction are 1.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -48,12 +49,12 @@ def seeded(seed):
 # ---------------
 #
 # The truth is a crescent with a disc above it. Its energy is minus the logarithm of its
-# density, so that Z = 1. A potential is any module that takes positions ``(*batch, 1,
+# density, so that Z = 1. A potential is any module that maps positions ``(*batch, 1,
 # 2)`` to energies ``(*batch,)``. The model is a small network in a wide confining well,
 # without which Z might be infinite.
 
 SHARE, BEND, BASE, ACROSS, ALONG, HEIGHT = 0.3, 0.35, -1.8, 0.45, 1.2, 1.4
-WIDTH = 2.0  # of the Gaussian density of the confining well alone
+WIDTH = 2.0  # standard deviation of the Gaussian density of the confining well
 
 
 class Truth(nn.Module):
@@ -142,9 +143,9 @@ assert abs(total - 1) < 1e-3
 # The chains
 # ----------
 #
-# Which integrator is unbiased enough? Chains that start from draws of the truth, in the
-# energy of the truth, should keep its distribution. The mean change of their energy is
-# the bias.
+# Which integrator is unbiased enough? Chains that start from draws of the truth, and
+# run in the energy of the truth, should keep its distribution. A mean change of their
+# energy is the bias of the integrator.
 
 true_dynamics, starts, bias = (
     adjsim.OverdampedLangevin(truth),
@@ -169,28 +170,30 @@ assert bias["EulerMaruyama"] > 5
 
 # %%
 # The chains of Euler-Maruyama end at too high an energy, and a network trained on them
-# would have to compensate for it. :class:`~adjsim.LeimkuhlerMatthews` costs the same
-# and shows no bias, so it is used throughout.
+# would have to compensate for this bias. :class:`~adjsim.LeimkuhlerMatthews` costs the
+# same and shows no bias, so it is used throughout.
 #
 # Three terms
 # -----------
 #
-# Let :math:`p_0` be the density of the data, and :math:`p_k` that of the ends of chains
-# that start from them. The gradient of minus the log likelihood is
+# Let :math:`p_0` be the density of the data, and :math:`p_k` the density of the ends of
+# chains of k steps that start from the data. The gradient of minus the log likelihood
+# is
 #
 # .. math:: \frac{\mathrm d}{\mathrm d\theta}\,\mathrm{KL}(p_0\|p_\theta)
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
 #    - \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_\theta} .
 #
-# The second mean is a score function, the derivative of :math:`-\log Z`. No tangent is
-# propagated through a chain. Contrastive divergence (Hinton, Neural Comput. 14, 1771
-# (2002)) replaces :math:`p_\theta` by :math:`p_k` there. It is motivated by
+# The second mean is a score function, the derivative of :math:`-\log Z`. It needs
+# samples only, so no tangent is propagated through a chain. Contrastive divergence
+# (Hinton, Neural Comput. 14, 1771 (2002)) replaces :math:`p_\theta` by :math:`p_k` in
+# the second mean. The method is motivated by the loss
 #
 # .. math:: L = \mathrm{KL}(p_0\|p_\theta) - \mathrm{KL}(p_k\|p_\theta)
 #    = \langle U\rangle_{p_0} - \langle U\rangle_{p_k} + H(p_k) - H(p_0) ,
 #
-# in which Z cancels. But the chains depend on :math:`\theta`, so the gradient of L has
-# a third term, which contrastive divergence leaves out:
+# where H is the entropy and Z cancels. But the chains depend on :math:`\theta`, so the
+# gradient of L has a third term, which contrastive divergence leaves out:
 #
 # .. math:: \frac{\mathrm dL}{\mathrm d\theta}
 #    = \Big\langle\frac{\partial U}{\partial\theta}\Big\rangle_{p_0}
@@ -199,47 +202,50 @@ assert bias["EulerMaruyama"] > 5
 #    H(p_k)\Big] ,
 #
 # where :math:`\bar U` is U with its parameters held fixed. The bracket is
-# :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k`. Its derivative is a
-# pathwise gradient, taken through the chain.
+# :math:`\mathrm{KL}(p_k\|p_\theta)` as a function of :math:`p_k` alone, up to a
+# constant. The derivative of the bracket is a pathwise gradient, taken through the
+# chain.
 #
 # What is the effect of the third term? Close to the fit, let :math:`\log p_\theta -
 # \log p_0 = \varepsilon\,\varphi`, with :math:`\varphi` a mode of unit variance that
-# the chain relaxes as :math:`e^{-\lambda t}`. The derivatives with respect to
-# :math:`\varepsilon` are, for chains of length t,
+# the chain relaxes as :math:`e^{-\lambda t}`. For chains of length t, the derivatives
+# with respect to :math:`\varepsilon` are
 #
 # .. math:: \underbrace{\varepsilon}_{\text{likelihood}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})}_{\text{two terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-2\lambda t})}_{\text{three terms}}\qquad
 #    \underbrace{\varepsilon\,(1-e^{-\lambda t})^2}_{\text{third, opposite sign}}
 #
-# All vanish at the fit. They differ in slow modes, such as the weight of the disc
-# against the crescent. There the three terms give twice as much as two, and the last
-# expression is of second order.
+# All four vanish at the fit. They differ in slow modes, such as the weight of the disc
+# relative to the crescent. In a slow mode the three terms give twice as much as the
+# first two terms. The last expression has the third term with the opposite sign, and is
+# of second order in :math:`\lambda t`.
 #
 # The last expression matters because it is in use. Du, Li, Tenenbaum and Mordatch,
 # "Improved contrastive divergence training of energy-based models" (ICML 2021), showed
-# that the term can be estimated. The code published with the paper adds the bracket to
-# the loss, for the last step of chains from a replay buffer. This draws the chains
-# closer to the model, while the gradient of L pushes them away. This example tries both
-# signs.
+# that the third term can be estimated. The code published with the paper adds the
+# bracket to the loss, for the last step of chains from a replay buffer. Adding the
+# bracket draws the chains closer to the model, while the gradient of L pushes them
+# away. This example tries both signs.
 #
 # The entropy comes from the distances between the ends (Kozachenko and Leonenko, Probl.
 # Inf. Transm. 23, 95 (1987)),
 #
 # .. math:: H \approx \psi(n) - \psi(m) + \ln\pi + 2\,\langle\ln r_m\rangle ,
 #
-# with :math:`r_m` the distance from one of n ends to its m-th neighbour. The derivative
-# of the logarithm is :math:`1/r_m`. In the plane :math:`r_1^2` is distributed
-# exponentially, so :math:`1/r_1^2` has no mean, and the variance of the gradient from
-# nearest neighbours is infinite. For m > 1 it is finite. The bias grows with m. Here m
-# = 8.
+# with :math:`\psi` the digamma function and :math:`r_m` the distance from one of n ends
+# to its m-th neighbour. The derivative of the logarithm with respect to the distance is
+# :math:`1/r_m`. In the plane :math:`r_1^2` is distributed exponentially, so
+# :math:`1/r_1^2` has no mean, and the variance of the gradient from nearest neighbours
+# is infinite. For m > 1 the variance is finite, but the bias of the entropy grows with
+# m. Here m = 8.
 
 NEIGHBOUR = 8
 
 
 def entropies(position, neighbour=NEIGHBOUR):
-    """Return numbers whose mean is the entropy of the density that the positions are
-    drawn from.
+    """Return one number for each position. Their mean estimates the entropy of the
+    density that the positions are drawn from.
     """
     x = position.squeeze(-2)
     with torch.no_grad():
@@ -249,8 +255,8 @@ def entropies(position, neighbour=NEIGHBOUR):
 
 
 def two_means(potential, neighbour=NEIGHBOUR):
-    """Return, for ends of chains, the energy with the ends fixed, and the fixed energy
-    less the entropy.
+    """Return an observable of the ends of chains with two entries: the energy with the
+    ends fixed, and the energy with the parameters fixed less the entropy (the bracket).
     """
     fixed = copy.deepcopy(potential).requires_grad_(False)
 
@@ -285,13 +291,14 @@ assert abs(off.mean()) < 0.1
 # The sign
 # --------
 #
-# The first test has exact answers. The data are normal with variance 1, and :math:`U =
-# \kappa\,|x|^2/2`. The ends of the chains are then normal too, and their variance
-# follows from the steps. So L and its derivative are known.
+# The first test compares the sign and size of the third term with exact answers. The
+# data are normal with variance 1, and :math:`U = \kappa\,|x|^2/2`. The ends of the
+# chains are then normal too, and their variance follows from the recursion of the
+# steps. So L and its derivative are known.
 
 
 def exact_terms(kappa, h=1e-5):
-    """Compute the first two terms of dL/dkappa together, and the third, for
+    """Compute the sum of the first two terms of dL/dkappa, and the third term, for
     LeimkuhlerMatthews.
     """
 
@@ -346,13 +353,14 @@ assert errors[1] > 4 * errors[NEIGHBOUR]
 assert errors[NEIGHBOUR] > stderr[0]
 
 # %%
-# The third term has the sign of the other two together, as derived, and the three are
-# less than twice the two. With nearest neighbours the noise would hide it. With the
-# eighth neighbour it is still noisier than the other two together.
+# The third term has the same sign as the sum of the first two, as derived, and the sum
+# of all three is less than twice the sum of the first two. With nearest neighbours (m =
+# 1) the noise would hide the third term. With the eighth neighbour the third term is
+# still noisier than the sum of the first two.
 #
 # The second test uses the network. The pathwise derivative of the bracket along a
-# random direction of the parameters is compared with a central difference on the same
-# noise.
+# random direction in parameter space is compared with a central difference. Both use
+# the same noise.
 
 torch.manual_seed(0)
 untrained = Energy()
@@ -363,7 +371,9 @@ direction, observable = (
 
 
 def moved(h):
-    """Estimate with a changed energy of the chains, and this energy as observable."""
+    """Estimate with displaced parameters in the chains, and the parameters of
+    ``untrained`` in the observable.
+    """
     dynamics = adjsim.OverdampedLangevin(copy.deepcopy(untrained))
     with torch.no_grad():
         for p, along in zip(dynamics.parameters(), direction, strict=True):
@@ -391,11 +401,13 @@ assert abs(slope - quotient) < 1e-5 * abs(quotient)
 # --------
 #
 # A method is a function of the dynamics, a batch of data and the current positions of
-# its chains. It returns a loss with its gradient, and the new positions of the chains.
-# Training needs no error bars, so the chains come from :func:`~adjsim.simulate`, and
-# for the third term ``backward`` goes through them. The persistent chains (Tieleman,
-# ICML 2008) begin as draws of the confining well. All methods have the same initial
-# network, the same batches and the same optimizer, whose rate falls to a tenth.
+# its chains. It returns a loss whose gradient is the method's estimate, and the new
+# positions of the chains. Training needs no error bars, so the chains come from
+# :func:`~adjsim.simulate` instead of an estimator. For the third term ``backward``
+# differentiates through the chains. The persistent chains (Tieleman, ICML 2008) begin
+# as draws from the density of the confining well. All methods have the same initial
+# network, the same batches and the same optimizer, whose learning rate falls to a
+# tenth.
 
 
 def ends_of(dynamics, starts, generator):
@@ -406,7 +418,7 @@ def ends_of(dynamics, starts, generator):
 
 
 def likelihood(dynamics, batch, at, generator):
-    """Return the exact gradient, which needs quadrature."""
+    """Return minus the log likelihood, with Z by quadrature. Its gradient is exact."""
     model = dynamics.potential
     return model(batch).mean() + coarse.log_partition(model(coarse.points)), at
 
@@ -438,8 +450,8 @@ def pathwise(dynamics, batch, at, generator, sign=-1.0):
 
 
 def train(model, way, region, at=None, iterations=ITERATIONS, rate=RATE):
-    """Train the model; return :func:`measure` at regular iterations, and the seconds of
-    training.
+    """Train the model; return the values of :func:`measure` at regular iterations, and
+    the seconds of training.
     """
     dynamics, batches, noise = adjsim.OverdampedLangevin(model), seeded(7), seeded(8)
     at = WIDTH * torch.randn(CHAINS, 1, 2, generator=noise) if at is None else at
@@ -485,7 +497,7 @@ for name, way in ways.items():
     )
 
 # %%
-# The colours scale as the root of the density, so that thin density shows.
+# The colour scale is the square root of the density, so that low densities are visible.
 
 SIDE = 4.2
 norm = PowerNorm(0.5, 0.0, weight.max().item() / fine.cell)
@@ -518,8 +530,8 @@ fig.colorbar(image, ax=axes, label="density", shrink=0.8)
 plt.show()
 
 # %%
-# The next figure shows the progress of training. The weight of the disc is the slow
-# mode.
+# The next figure shows the progress of training. The weight of the disc, which is its
+# probability in the model, is the slow mode.
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4.3), layout="constrained")
 right.axhline(TRUE_SHARE, color="0.75", lw=4, label="truth")
@@ -545,21 +557,23 @@ ratio = seconds["pathwise"] / seconds["score function"]
 print(f"pathwise takes {ratio:.1f} times as long as the score function")
 
 # %%
-# On average over the second half of the iterations, the plain score function is within
-# a factor of two of the exact gradient, and the pathwise method within a factor of two
-# of the score function. But the pathwise method takes longer, so here the third term is
-# not worth its noise and its cost. With the opposite sign the network stays further
-# from the truth.
+# On average over the second half of the iterations, the KL divergence of the plain
+# score function is within a factor of two of the divergence of the exact gradient. The
+# divergence of the pathwise method is within a factor of two of the divergence of the
+# score function. But the pathwise method takes longer, so here the third term is not
+# worth its noise and its cost. With the opposite sign the network stays further from
+# the truth.
 #
-# The weight of the disc is what the chains determine least. Its swing is the standard
-# deviation after the first quarter of the iterations. The swing of the score function
-# is larger than that of the exact gradient. Persistent chains swing most of the three
-# and lag behind, since they have to follow a changing model while they cross between
-# its parts.
+# The weight of the disc is the quantity that the chains determine least precisely. The
+# swing is the standard deviation of this weight over the iterations after the first
+# quarter. The swing of the score function is larger than that of the exact gradient. Of
+# the score function, persistent and pathwise methods, the persistent method has the
+# largest swing. Persistent chains also lag behind, since they have to follow a changing
+# model while they cross between the disc and the crescent.
 #
 # Contrastive divergence is known to leave density in regions that its chains do not
-# visit. Here the three methods leave little where the density of the truth is below
-# 1e-4 of its maximum.
+# visit. Here the three methods leave little density where the density of the truth is
+# below 1e-4 of its maximum.
 
 three = ("score function", "persistent", "pathwise")
 assert late["score function"] < 2 * late["likelihood, by quadrature"]
@@ -575,12 +589,12 @@ assert max(astray[name] for name in three) < 0.03
 # Density that no chain sees
 # --------------------------
 #
-# The model was wide at the start, so the chains visited every region where it had to be
-# lowered. This need not be so. Now the network trained by the score function gets a
-# hole in its energy, far from the data and deep enough to hold three tenths of the
-# density, and training continues. The persistent chains start from data here. They are
-# tried with and without restarting a share of 5 % in every iteration, as draws of the
-# confining well.
+# The model was wide at the start, so the chains visited every region where its density
+# had to be lowered. This is not always the case. Now the network trained by the score
+# function gets a hole in its energy, far from the data and deep enough to hold three
+# tenths of the probability, and training continues. The persistent chains start from
+# data here. They are tried without and with restarts: in every iteration each chain is
+# replaced, with a probability of 5 %, by a draw from the density of the confining well.
 
 
 class Holed(nn.Module):
@@ -661,8 +675,8 @@ plt.show()
 
 # %%
 # Some of the restarted chains fall into the hole, and the network fills the hole.
-# Chains from the data do not reach it, so none of the three terms contains it, and
-# without restarts more than a third of the hole is left. So the score function can
+# Chains from the data do not reach the hole, so no term of the gradient contains it,
+# and without restarts more than a third of the hole is left. So the score function can
 # train a model that is wide from the start. Where the model may be narrow, restart some
 # of the chains.
 

@@ -2,16 +2,18 @@ r"""
 Two questions and their estimators
 ==================================
 
-How does a mean change with a parameter? After a given time from a given start, or at
-equilibrium. These are two questions. Each estimator answers one of them, and its
-estimate carries the label of the question.
+How does a mean change with a parameter? The mean may be taken after a given time from a
+given start (the path question), or at equilibrium (the stationary question). Each
+estimator answers one of these two questions, and its estimate carries the label of that
+question.
 
-The equilibrium question comes first, in a harmonic well, where the exact answer is
+The stationary question comes first, in a harmonic well, where the exact answer is
 known. The example compares the estimators with the exact gradient, shows how their
 errors fall with the number of replicas, and makes a fit. Then it asks both questions in
 a double well, for runs of increasing length.
 
-Lengths, masses and friction are 1. The overdamped particle is stepped by
+All quantities are in reduced units. Masses are 1, and the friction is 1 except in the
+fit. In the harmonic wells kT = 0.8. The overdamped particle is stepped by
 :class:`~adjsim.LeimkuhlerMatthews`, which samples a harmonic well without bias.
 """
 
@@ -59,9 +61,10 @@ def pair(estimate, name):
 # ------------------------------
 #
 # :math:`\langle x^2\rangle = kT/k`, so :math:`\mathrm d\langle x^2\rangle/\mathrm dk =
-# -kT/k^2`. All replicas start at the bottom of the well. The first relaxation times are
-# left out, and the rest is averaged. In one well paths on the same noise meet, so the
-# pathwise gradient of a long run approaches the stationary one.
+# -kT/k^2`. All replicas start at the bottom of the well. The first six relaxation
+# times, each 1/k, are left out, and the rest of the run is averaged. In a single well,
+# paths from different starts converge if they have the same noise, so the pathwise
+# gradient of a long run approaches the stationary one.
 
 
 def well(k, duration, dt):
@@ -144,16 +147,18 @@ left.legend()
 plt.show()
 
 # %%
-# The bars on the left are two standard errors. Those on the right are 95 % intervals of
-# Student's t over 16 chunks of replicas. The marks are shifted along k for legibility.
+# The bars on the left are two standard errors. The bars on the right are 95 % intervals
+# of Student's t over 16 chunks of replicas. The marks are shifted along k for
+# legibility.
 #
 # Errors and replicas
 # -------------------
 #
-# The variance of each estimator falls as one over the number of replicas N. Here it is
-# the square of the standard error that each estimate reports, from 64 chunks. Such a
-# variance is itself uncertain, by a share of :math:`\sqrt{2/63}` if chunks are large
-# enough for their means to be Gaussian, and so is the fitted slope.
+# The variance of each estimator falls as one over the number of replicas N. Here the
+# variance is the square of the standard error that each estimate reports, from 64
+# chunks. Such a variance has a relative uncertainty of :math:`\sqrt{2/63}` if chunks
+# are large enough for their means to be Gaussian. The uncertainty of the fitted slope
+# follows from it.
 
 CHUNKS, sizes = 64, np.array([1024, 4096, 16384, 65536, 262144])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -191,14 +196,16 @@ plt.show()
 # A fit
 # -----
 #
-# The fit seeks the k of a well with a given :math:`\langle x^2\rangle`, that of k = 1,
-# and starts from four times this k. The loss is :math:`(\ln\langle x^2\rangle -
-# \ln\text{target})^2`. ``estimate.surrogate(dynamics)`` is a tensor with the value and
-# the gradient of the estimate, so a loss can use it as any other tensor, and
-# ``backward()`` gives the gradient of the loss. Every iteration makes a new run, except
-# with Reweighting, which reweights its frames until their effective share falls below
-# one half. The particle has inertia here, since BAOAB samples the harmonic well without
-# bias at any step and all five estimators support it.
+# The fit seeks the stiffness k at which the well has a given :math:`\langle
+# x^2\rangle`. The target is the value at k = 1, and the fit starts from four times this
+# k. The loss is :math:`(\ln\langle x^2\rangle - \ln\text{target})^2`.
+# ``estimate.surrogate(dynamics)`` is a tensor with the value and the gradient of the
+# estimate. So a loss can use it like any other tensor, and ``backward()`` gives the
+# gradient of the loss. Every iteration makes a new run, except with Reweighting, which
+# reweights its frames until their effective share (the effective sample size over their
+# number) falls below one half. The particle has inertia here and is stepped by BAOAB,
+# which all five estimators support. BAOAB samples the harmonic well without bias at any
+# step size.
 
 TARGET, ITERATIONS = KT / 1.0, 30
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
@@ -229,7 +236,7 @@ def fit(estimator, seed):
         history.append(
             (loss.item(), info["energy_evaluations"], info.get("sampled", True))
         )
-    # The error that remains: that of the last mean, as an error of k.
+    # The remaining error: the standard error of the last mean, converted to one of k.
     return (
         k.item(),
         abs(estimate.value_stderr / estimate.grad["potential.k"]).item(),
@@ -277,18 +284,19 @@ plt.show()
 # %%
 # The loss falls until it reaches the noise of the mean. Reweighting keeps its frames,
 # so it finds the minimum of the loss on these frames, to any number of digits. This
-# minimum is not the exact k. The difference is the sampling error of the frames, which
-# the printed standard error contains.
+# minimum is not at the exact k. The difference is the sampling error of the frames,
+# which the printed standard error includes.
 #
 # Path and stationary
 # -------------------
 #
-# The figure shows both questions for increasing lengths of the run. On the left is the
-# harmonic well with k = 1 and the square of the last position. Its exact line is the
-# derivative of the second moment of the steps. On the right is the last position of a
-# particle with inertia in the double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5
-# and friction 1, integrated by BAOAB. Every run starts at rest, on the right in the
-# left well.
+# The figure shows both questions for increasing lengths of the run. The left panel is
+# for the harmonic well with k = 1, and the observable is the square of the last
+# position. The exact line of the path is the derivative of the second moment of x, from
+# the recursion of the discrete steps. The right panel is for a particle with inertia in
+# the double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, integrated
+# by BAOAB. The observable is the last position. Every run in the double well starts at
+# rest in the left well.
 
 
 def exact_path(duration, dt, k=1.0, h=1e-5):
@@ -421,12 +429,15 @@ right.legend(loc="lower left")
 plt.show()
 
 # %%
-# Bars are two standard errors. ScoreFunction stands at the right edge, since its answer
-# has no length. In one well the pathwise gradient is right for the path at every
-# length, and approaches the stationary one after a few relaxation times. In two wells
-# this takes many crossings, and paths on the same noise part at the barrier each time.
-# So its bias, as an answer to the stationary question, falls while its spread grows,
-# and no length makes both small. The next figure shows the bars beyond the frame.
+# Bars are two standard errors. The mark of ScoreFunction is at the right edge, since a
+# stationary gradient does not depend on the length of a run. In one well the pathwise
+# gradient agrees with the exact path gradient at every length, and approaches the
+# stationary one after a few relaxation times. In two wells this approach takes many
+# crossings of the barrier, and neighbouring paths with the same noise diverge at each
+# crossing. As an answer to the stationary question, the pathwise gradient therefore has
+# a bias that falls with the length of the run and a spread that grows with it. No
+# length makes both small. The next figure shows the standard errors, including those
+# whose bars leave the frame here.
 
 truth = np.array([exact_path(t, 0.05) for t in lengths])
 assert (np.abs(grad - truth) < 4 * error).all()
@@ -443,12 +454,13 @@ for one, two in zip(*across.values(), strict=True):
 # -------------------------
 #
 # :class:`~adjsim.Girsanov` propagates no tangents. Its error is the spread of the score
-# S, whose variance grows in proportion to the time. Here :math:`\partial F/\partial b =
-# -1` everywhere, so S is Gaussian with variance :math:`T/(2\gamma\,m\,kT)`. Weights for
-# a change :math:`\delta` of b leave an effective share
-# :math:`e^{-\delta^2\operatorname{var}S}` of the paths. ``diagnostics["ess"]`` is this
-# number of paths for a change by a tenth of the parameter, or by 0.1 if it is zero, as
-# here.
+# S, whose variance grows in proportion to the length T of the run. Here the force F has
+# :math:`\partial F/\partial b = -1` everywhere, so S is Gaussian with variance
+# :math:`T/(2\gamma\,m\,kT)`. If the paths are reweighted for a change :math:`\delta` of
+# b, their effective share (the effective sample size over their number) is
+# :math:`e^{-\delta^2\operatorname{var}S}`. ``diagnostics["ess"]`` is the effective
+# sample size for a change of the parameter by a tenth of its value, or by 0.1 if its
+# value is zero, as here.
 
 spread = {
     name: np.array([pair(e, "potential.asymmetry")[1] for e in rows])

@@ -6,8 +6,9 @@ A step that can be undone needs no stored states for its gradient. In floating p
 undone step is off by rounding, and chaos and friction amplify this error until the path
 is lost. ``Splitting(..., exact=True)`` runs the steps on a lattice, where each step is
 a bijection, and undoes them bit for bit. Information buffers keep the bits that
-friction removes from the momenta (:ref:`theory <exact>`). This example compares the two
-on a hot drop of 13 Lennard-Jones atoms. Then it counts the bits in the buffers.
+friction removes from the momenta (:ref:`theory <exact>`). This example compares
+reversal in floating point with reversal on the lattice, on a hot drop of 13
+Lennard-Jones atoms. Then it counts the bits in the buffers.
 
 Units are reduced: energies in epsilon, lengths in sigma, masses in the mass of an atom.
 """
@@ -38,10 +39,10 @@ def parameter(value):
 # --------
 #
 # The cluster starts at its icosahedral minimum, with momenta hot enough to melt it. It
-# runs at constant energy by velocity Verlet, and at friction 1 by BAOAB. The gradient
-# is that of the atoms' mean squared distance from the origin at the end of the run,
-# with respect to epsilon and sigma, and under friction also to the bath's temperature
-# and friction.
+# runs at constant energy by velocity Verlet, and at friction 1 by BAOAB. The observable
+# is the atoms' mean squared distance from the origin at the end of the run. Its
+# gradient is taken with respect to epsilon and sigma, and under friction also with
+# respect to the temperature of the bath and the friction.
 
 momentum = math.sqrt(HOT) * torch.randn(
     13, 3, generator=torch.Generator().manual_seed(3)
@@ -81,11 +82,13 @@ def difference(found, true):
 # Reversal in floating point and on the lattice
 # ---------------------------------------------
 #
-# Plain reversal runs to the start here, without checkpoints and without a tolerance. By
-# default it would raise an error above 1e-6. Exact reversal runs with its defaults.
-# Both gradients are compared with that of :class:`~adjsim.CheckpointAdjoint` on the
-# same steps, which runs the steps again from stored states and is always exact. Over
-# the shorter horizons the exact gradient is also compared with backpropagation.
+# Here plain reversal runs back to the start without checkpoints and without a
+# tolerance. With its default tolerance it would raise an error if the reconstruction
+# error were above 1e-6. Exact reversal runs with its defaults. Both gradients are
+# compared with that of :class:`~adjsim.CheckpointAdjoint` on the same steps. This
+# adjoint runs the steps again from stored states, so its gradient is always exact. Over
+# the shorter horizons the gradient of exact reversal is also compared with
+# backpropagation through all steps (:class:`~adjsim.DirectAdjoint`).
 
 horizons = {"BAB": [2, 5, 10, 15, 20], "BAOAB": [2, 5, 8, 11, 15]}
 FAR, SHORT = 25, 8
@@ -109,7 +112,7 @@ for scheme, times in horizons.items():
                 exact, gradient(scheme, time, adjsim.DirectAdjoint(), exact=True)[0]
             )
         size[key] = exact.norm().item()
-    # A longer horizon, where no reference is left to compare with.
+    # A longer horizon, at which only exact reversal runs.
     kept[scheme, FAR] = gradient(scheme, FAR, adjsim.ReversibleAdjoint(), exact=True)[
         1
     ]["reconstruction_error"]
@@ -169,7 +172,7 @@ for scheme in horizons:
 ax.axhline(1e-6, color="0.7", lw=1, zorder=0)
 ax.text(FAR, 1.5e-6, "default tolerance", color="0.4", ha="right", va="bottom")
 ax.set(
-    xlabel="horizon (reduced units; one is 200 steps)",
+    xlabel="horizon (reduced units; one unit is 200 steps)",
     ylabel="reconstruction error",
     xlim=(0, FAR + 1),
 )
@@ -196,8 +199,8 @@ assert all(error == 0.0 for error in kept.values())
 # The gradient
 # ------------
 #
-# The recovered states have the same bits, so the gradients computed from them have the
-# same bits too.
+# The recovered states have the same bits as the states of the forward run, so the
+# gradients computed from them have the same bits too.
 
 fig, ax = plt.subplots(figsize=(9.5, 4), layout="constrained")
 axis_with_zero(ax, 1e-17)
@@ -220,12 +223,12 @@ for scheme in horizons:
         near.values(),
         ":",
         **style,
-        label=f"exact, {names[scheme]}, from direct",
+        label=f"exact against direct, {names[scheme]}",
     )
 for scheme in horizons:
-    at_zero(ax, off_exact, scheme, f"exact, {names[scheme]}, from checkpoint: 0")
+    at_zero(ax, off_exact, scheme, f"exact against checkpoint, {names[scheme]}: 0")
 ax.set(
-    xlabel="horizon (reduced units; one is 200 steps)",
+    xlabel="horizon (reduced units; one unit is 200 steps)",
     ylabel="relative difference of the gradient",
     xlim=(0, 21),
 )
@@ -234,10 +237,10 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 plt.show()
 
 # %%
-# The direct adjoint adds the same products in another order, so it differs by rounding.
-# The gradient itself grows with the horizon, since nearby paths part. This is not an
-# error: it is the gradient of this one path. As the gradient of an average it is
-# useless (:doc:`/choosing_an_adjoint`).
+# The direct adjoint adds the same products in another order, so its gradient differs by
+# rounding. The gradient itself grows with the horizon, since nearby paths diverge. This
+# growth is not an error: the gradient is that of this one path. As the gradient of an
+# average it is useless (:doc:`/choosing_an_adjoint`).
 
 for scheme, times in horizons.items():
     print(
@@ -254,16 +257,17 @@ assert max(off_direct.values()) < 1e-11
 # -----------------------
 #
 # Without friction the buffers stay empty. Friction multiplies momenta by
-# :math:`e^{-\gamma\Delta t}` in a step, so :math:`e^{\gamma\Delta t}` values of each
-# momentum go to one. To record which value it was takes :math:`\gamma\,\Delta t/\ln 2`
-# bits. In the long run no inverse needs less. ``trajectory.stats`` has the bits that
-# the buffers took, for each step and degree of freedom, and this bound. The runs start
-# twice as hot as the bath, since half of the heat goes into the bonds at once.
+# :math:`e^{-\gamma\Delta t}` in a step, so on average :math:`e^{\gamma\Delta t}`
+# lattice values of a momentum are mapped to one value. Recording which of these values
+# it was takes :math:`\gamma\,\Delta t/\ln 2` bits. In the long run no exact inverse
+# needs fewer bits. ``trajectory.stats`` has the bits that the buffers took, per step
+# and degree of freedom, and this bound. The runs start twice as hot as the bath, since
+# half of the kinetic energy goes into the bonds at once.
 
 
 def counted(friction, steps):
-    """Return bits a step and degree of freedom, the bound, and the heat removed by
-    friction in kT ln 2.
+    """Return the bits per step and degree of freedom, the bound, and the heat that
+    friction removes, also per step and degree of freedom, in units of kT ln 2.
     """
     dynamics = drop("BAOAB", friction)
     with torch.no_grad():
@@ -307,7 +311,7 @@ for gamma, colour in ((10.0, "C3"), (3.0, "C2"), (1.0, "C1")):
     )
 axes[0].set(
     xlabel="time (reduced units)",
-    ylabel="bits in the buffer of a degree of freedom",
+    ylabel="bits in the buffer per degree of freedom",
     xlim=(0, 10.4),
     ylim=(0, None),
 )
@@ -317,22 +321,22 @@ axes[1].loglog(frictions, bits, "ko", label="bits in the buffer")
 axes[1].loglog(frictions, heat, "rx", ms=8, label=r"heat / ($kT\,\ln 2$)")
 axes[1].loglog(frictions, bound, "k-", lw=1, label=r"$\gamma\,\Delta t/\ln 2$")
 axes[1].set(
-    xlabel="friction (reduced units)", ylabel="bits a step and degree of freedom"
+    xlabel="friction (reduced units)", ylabel="bits per step and degree of freedom"
 )
 axes[1].legend(loc="upper left")
 plt.show()
 
 # %%
-# The buffer holds the entropy of the bath. In a step friction takes the heat
-# :math:`\gamma\,\Delta t\,p^2/m` from a degree of freedom, on average
-# :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT` this is an entropy of
+# The buffer holds the entropy that the momenta give to the bath. In a step friction
+# takes the heat :math:`\gamma\,\Delta t\,p^2/m` from a degree of freedom, on average
+# :math:`\gamma\,\Delta t\,kT`. Divided by :math:`kT` this heat is an entropy of
 # :math:`\gamma\,\Delta t` (in units of Boltzmann's constant), which a real bath would
 # keep in the motion of its molecules. Noise returns as much heat. The noise is a
 # function of the seed, so it needs no memory.
 #
 # The count does not equal the bound exactly. A system's buffers are emptied 32 bits at
-# a time, with one more word that names the system: one word in 39 here. And buffers
-# that hold only a few bits are below the bound by a fraction of a bit.
+# a time, with at most one more word, which names the system. And buffers that hold only
+# a few bits are below the bound by a fraction of a bit.
 
 for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
     print(
@@ -340,7 +344,7 @@ for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
         f"{b / least:.3f}, heat over kT ln 2 {h:.5f}"
     )
 for (gamma, n), (b, least, _) in found.items():
-    # A bit or two, and the word that names the system.
+    # Allowed are a bit or two, and the word that names the system.
     assert abs(n * b - n * least) < 2 + n * least / 39, (gamma, n)
     assert abs(least / (gamma * DT / math.log(2)) - 1) < 1e-6
 # Over many relaxation times the mean kinetic energy of 39 degrees of freedom is thermal

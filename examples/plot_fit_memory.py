@@ -2,12 +2,12 @@
 Fitting a memory kernel to a velocity autocorrelation
 =====================================================
 
-A particle in a double well is coupled to a bath with a memory: the friction is
-:math:`K(t) = \\sum_i s_i\\,e^{-r_i t}` with two exponentials. The data are the velocity
-autocorrelation of the particle, with its statistical error. The fit seeks the rates and
-strengths. In a well that is not harmonic no formula gives the kernel from the
-autocorrelation. So each trial bath is simulated, and the gradient of the misfit is
-taken through the noisy momentum trajectories.
+A particle in a double well is coupled to a bath with a memory: the friction has the
+memory kernel :math:`K(t) = \\sum_i s_i\\,e^{-r_i t}`, with two exponentials. The data
+are the velocity autocorrelation of the particle, with its statistical error. The fit
+seeks the rates :math:`r_i` and strengths :math:`s_i`. In a well that is not harmonic no
+formula gives the kernel from the autocorrelation. So each trial bath is simulated, and
+the gradient of the misfit is taken through the noisy momentum trajectories.
 
 Mass, kT and the height of the barrier are 1 and known.
 """
@@ -38,10 +38,11 @@ DIRECT, REVERSIBLE = adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()
 #
 # Starts are drawn from equilibrium: positions by inverting the distribution function,
 # momenta and memory by ``init``. So the run needs no burn-in, and its frames serve as
-# time origins. Many short runs are better here than few long ones, because the gradient
-# of a path grows with its length at the barrier. Every trial rebuilds the bath from the
-# logarithms of its parameters, since the constructor takes tensors with a graph. Every
-# trial seeds the generator alike, which makes the misfit a smooth function of the bath.
+# time origins. Many short runs are better here than few long ones, because near the
+# barrier the gradient of a path grows with the length of the run. The constructor takes
+# tensors with an autograd graph, so every trial rebuilds the bath from the logarithms
+# of its parameters. Every trial uses the same seed, which makes the misfit a smooth
+# function of the parameters.
 
 x = torch.linspace(-3, 3, 6001)
 cumulative = torch.exp(-potential(x.reshape(-1, 1, 1))).cumsum(0)
@@ -82,8 +83,9 @@ target = known.mean(1)
 # The errors of a measured autocorrelation are correlated between lags. So the misfit
 # weights the residual with the inverse of its covariance, which comes from the spread
 # of the replicas. Simulation and target have the same number of replicas and
-# independent noise, hence twice the covariance of one. For the true bath the misfit is
-# then a chi-square per lag, 1 on average.
+# independent noise, so the covariance of the residual is twice the covariance of one of
+# them. For the true bath the misfit is then chi-square divided by the number of lags,
+# which is 1 on average.
 
 covariance = 2 * torch.cov(known) / REPLICAS
 weight = torch.linalg.inv(covariance)
@@ -163,10 +165,11 @@ plt.show()
 # What the data determine
 # -----------------------
 #
-# With :math:`J` the derivative of the autocorrelation with respect to the logarithms
-# and :math:`C` the covariance, the errors of the fit have the covariance :math:`(J^\top
-# C^{-1} J)^{-1}`. Its eigenvectors show which combinations the data determine. The best
-# combination is known tens of times more precisely than the worst.
+# With :math:`J` the derivative of the autocorrelation with respect to the logarithms of
+# the parameters and :math:`C` the covariance of the residual, the errors of the fit
+# have the covariance :math:`(J^\top C^{-1} J)^{-1}`. Its eigenvectors show which
+# combinations the data determine. The best combination is known tens of times more
+# precisely than the worst.
 
 with torch.no_grad():
     columns = [
@@ -209,11 +212,11 @@ assert LAGS * fit.fun < chi2.ppf(0.999, LAGS - 4)
 assert widths[-1] > 1000 * widths[0]
 
 # %%
-# The fast pair is known to a few per cent, the slow pair to tens of per cent. The
-# autocorrelation depends on the kernel. The errors of the two slow numbers are
-# correlated so that the slow part of the kernel stays nearly the same over the fitted
-# lags. So the kernel itself is plotted. Its error, propagated from the four parameters,
-# is small where the data reach.
+# The fast rate and strength are known to a few per cent, the slow rate and strength to
+# tens of per cent. The autocorrelation depends on them only through the kernel. The
+# errors of the slow rate and the slow strength are correlated so that the slow part of
+# the kernel stays nearly the same over the fitted lags. So the figure shows the kernel
+# itself. Its error, propagated from the four parameters, is small over the fitted lags.
 
 
 def kernel(logarithms, t):
@@ -239,8 +242,8 @@ total, true_total = (kernel(values, [0.0])[0] for values in (fit.x, TRUTH))
 print(f"K(0) = {total:.2f}, truth {true_total:.2f}")
 
 # %%
-# On noise that the fit has not seen, the fitted bath still gives the target within
-# errors.
+# With noise that the fit did not use, the fitted bath still reproduces the target
+# within errors.
 
 with torch.no_grad():
     fresh = correlations(torch.tensor(fit.x), seed=7).mean(1)

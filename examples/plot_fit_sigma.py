@@ -2,12 +2,12 @@
 Fitting sigma through a trajectory
 ==================================
 
-Given a trajectory, the fit seeks one parameter of the force that made it. Here the
-target comes from the 13-atom Lennard-Jones cluster with a known sigma, and the fit
-starts from a wrong sigma. It compares pair distances along the two trajectories and
-follows the gradient of their mean squared difference.
-:class:`~adjsim.ReversibleAdjoint` takes this gradient in memory that does not grow with
-the number of steps.
+The fit seeks one parameter of a force from a trajectory that this force produced. Here
+the target comes from the 13-atom Lennard-Jones cluster with a known sigma, and the fit
+starts from a wrong sigma. The fit compares pair distances along the two trajectories
+and follows the gradient of their mean squared difference.
+:class:`~adjsim.ReversibleAdjoint` computes this gradient in memory that does not grow
+with the number of steps.
 
 Lengths are in units of the true sigma, energies in epsilon, masses in the mass of an
 atom, which fixes the unit of time.
@@ -57,11 +57,12 @@ def loss(sigma, target, horizon):
 # The loss and the horizon
 # ------------------------
 #
-# The figure shows the root of the loss for three lengths of the run, from forward runs
-# alone. A longer run carries more information on sigma, and its loss is steeper near
-# the truth. For the longest run the loss is rugged further away. This is the effect of
-# instability on a fit: the gradient stays right, but its direction is useful over a
-# shorter and shorter distance. So the fit uses a short run.
+# The figure shows the square root of the loss for three lengths of the run, from
+# forward runs alone. A longer run carries more information on sigma, and its loss is
+# steeper near the truth. For the longest run the loss is rugged further away from the
+# truth. This is the effect of instability on a fit: the gradient stays right, but its
+# direction is useful over a distance that shrinks as the run becomes longer. So the fit
+# uses a short run.
 
 HORIZONS = [0.5, 2.0, 8.0]
 scan = np.linspace(0.95, 1.05, 51)
@@ -84,8 +85,8 @@ ax.set(
 ax.legend()
 plt.show()
 
-# Near the truth longer is steeper; only the longest has valleys apart from the one at
-# the truth.
+# Near the truth the loss of a longer run is steeper. Only the loss of the longest run
+# has valleys other than the one at the truth.
 near = [curves[h][26] for h in HORIZONS]
 valleys = [int(((c[1:-1] < c[:-2]) & (c[1:-1] < c[2:])).sum()) for c in curves.values()]
 print(f"valleys: {valleys}")
@@ -97,8 +98,8 @@ assert valleys[0] == valleys[1] == 1 < valleys[2]
 # -------
 #
 # Sigma is an ``nn.Parameter``, so the potential keeps it trainable. SciPy's L-BFGS-B
-# calls for the loss and its gradient. Its first step has no scale, so bounds keep it in
-# the range where the cluster holds together.
+# calls a function that returns the loss and its gradient. The first step of L-BFGS-B
+# has no scale, so bounds keep sigma in the range where the cluster holds together.
 
 horizon = HORIZONS[0]
 target = targets[horizon]
@@ -151,7 +152,7 @@ assert abs(found.x[0] - TRUTH) < 1e-7
 # -------------------
 #
 # At the first guess the gradient agrees with a central difference. The loss has a large
-# curvature there, so the difference quotient has an error of its own, the square of its
+# curvature there, so the difference quotient has an error of its own: the square of the
 # step times a large third derivative. The check asks for six digits.
 
 h = 1e-5

@@ -3,12 +3,12 @@ solve_ivp: a bouncing ball aimed at a target
 ============================================
 
 A ball is thrown against the floor and should hit a target after two bounces. Its
-velocity jumps at each bounce, and the time of each bounce depends on the throw. A
-derivative that ignores this time is wrong: after a bounce at time :math:`t_b` a later
-bounce means a longer fall, which the reset of the velocity alone does not contain.
+velocity jumps at each bounce, and the time :math:`t_b` of each bounce depends on the
+throw. A derivative that ignores the change of this time is wrong. A later bounce means
+a longer fall, and the reset of the velocity alone does not contain this effect.
 
-Here a bounce is an event with a reset, and the target's plane is an event that ends the
-flight. The gradient goes through all of them.
+Here a bounce is an event with a reset. Reaching the wall, which is the vertical plane
+of the target, is an event that ends the flight. The gradient goes through all events.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -59,8 +59,8 @@ def throw(angle, **options):
 # Aiming
 # ------
 #
-# Newton's method on the height at the wall, from a throw downward that bounces twice
-# and hits the wall too low.
+# Newton's method finds the angle at which the ball hits the wall at the height of the
+# target. It starts from a throw downward that bounces twice and hits the wall too low.
 
 history, angle = [], math.radians(-56)
 for _ in range(6):
@@ -102,12 +102,12 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# Between bounces the ball flies a parabola, so the height at the wall has a closed
-# form, and so has its derivative.
+# Between bounces the ball follows a parabola, so the height at the wall and its
+# derivative have a closed form.
 
 
 def by_hand(angle, bounces=2):
-    """Compute the height at the wall after that many bounces, from the parabolas."""
+    """Compute the height at the wall after a number of bounces, from the parabolas."""
     vx, vy = SPEED * torch.cos(angle), SPEED * torch.sin(angle)
     left, height = WALL / vx, torch.tensor(HEIGHT)
     for _ in range(bounces):

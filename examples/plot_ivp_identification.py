@@ -2,14 +2,14 @@ r"""
 solve_ivp: identifying mass, damping and stiffness
 ==================================================
 
-An oscillator, :math:`m \ddot x + c \dot x + k x = 0`, is released and its position
-measured, with noise. What are its mass, damping and stiffness? The fit finds numbers
-that describe the data, from any start. But doubling all three leaves the motion
-unchanged, so the data do not determine them. A fit should report this.
+An oscillator, :math:`m \ddot x + c \dot x + k x = 0`, is released, and its position is
+measured with noise. What are its mass, damping and stiffness? The fit finds numbers
+that describe the data, from any start. But doubling all three parameters leaves the
+motion unchanged, so the data do not determine them. A fit should report this.
 
-The gradient shows it: the derivative of every predicted point with respect to every
-parameter, one adjoint solve a point. A direction of the parameters that moves no point
-is not identified by the data.
+The Jacobian shows it. It holds the derivative of every predicted point with respect to
+every parameter, and takes one adjoint solve per point. A direction in parameter space
+that moves no point is not identified by the data.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -60,9 +60,9 @@ data = clean + NOISE * torch.randn(
 # The fit
 # -------
 #
-# The fit uses logarithms of the parameters, which keeps them positive and compares
-# their relative changes. The gradient of chi squared takes one adjoint solve, which
-# stops at every measured point.
+# The fit uses logarithms of the parameters, which keeps the parameters positive and
+# makes their relative changes comparable. The gradient of chi squared takes one adjoint
+# solve, which stops at every measured point.
 
 
 def chi_squared(logs):
@@ -88,9 +88,9 @@ for fit in fits:
     )
 
 # %%
-# Both fits describe the data equally well, with different numbers. The derivatives
-# explain it: those of every point with respect to every parameter, one adjoint solve a
-# point, have a singular value that is zero.
+# Both fits describe the data equally well, with different parameters. The Jacobian
+# explains this. It holds the derivatives of every point with respect to every
+# parameter, at one adjoint solve per point, and one of its singular values is zero.
 
 
 def derivatives(logs):
@@ -129,12 +129,15 @@ axes[0].set(
 axes[0].legend(loc="upper right", fontsize="small")
 axes[1].bar(NAMES, blind, color="C3")
 axes[1].axhline(1 / np.sqrt(3), color="0.4", ls=":", lw=1)
-axes[1].set(ylabel="part of the direction", title="the direction that moves no point")
+axes[1].set(
+    ylabel="component of the direction (logarithms)",
+    title="the direction that moves no point",
+)
 plt.show()
 
 # %%
-# This direction is (1, 1, 1) in logarithms: a common factor of all three. The data
-# determine two ratios, which have error bars.
+# The direction that moves no point is (1, 1, 1) in logarithms: a common factor of all
+# three parameters. The data determine two ratios, which have error bars.
 
 assert singular[-1] < 1e-6 * singular[0] < singular[-2]
 assert np.allclose(blind, 1 / np.sqrt(3), atol=1e-6)
@@ -157,7 +160,7 @@ for label, way in {
 # The derivatives against the closed solution
 # -------------------------------------------
 #
-# An underdamped oscillator that starts at one and at rest is at :math:`e^{-at}
+# An underdamped oscillator that starts at rest at x = 1 has the position :math:`e^{-at}
 # (\cos\omega t + (a/\omega) \sin\omega t)`, with :math:`a = c/2m` and :math:`\omega^2 =
 # k/m - a^2`.
 

@@ -3,15 +3,16 @@ solve_ivp: pouring a drink
 ==========================
 
 A jug that holds :math:`V_0` is tilted at a steady rate :math:`\omega`. At a tilt
-:math:`\theta` it can hold :math:`V_0 (1 - \theta/\theta_m)`, and any volume above this
-runs out at a rate proportional to it:
+:math:`\theta` the jug can hold :math:`V_0 (1 - \theta/\theta_m)`, where
+:math:`\theta_m` is the tilt at which it can hold nothing. Any volume above this
+capacity runs out, at a rate k times the excess:
 
 .. math:: \dot V = -k \left( V - V_0 (1 - \theta/\theta_m) \right), \qquad \dot\theta =
    \omega.
 
 After two seconds 0.6 of the jug should be in the cup. Which rate of tilting achieves
-this? The rate is an argument, the loss is one number at the end, and one adjoint solve
-gives the gradient.
+this? The rate of tilting is an argument of the equation, the loss is one number at the
+end, and one adjoint solve gives the gradient.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -95,8 +96,9 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# The equation is linear. The volume lags behind by :math:`(V_0 \omega/\theta_m k) (1 -
-# e^{-kt})`, so the cup holds :math:`(V_0 \omega/\theta_m) (T - (1 - e^{-kT})/k)`.
+# The equation is linear. The volume exceeds the capacity of the jug by :math:`(V_0
+# \omega/\theta_m k) (1 - e^{-kt})`. So at the end, t = T, the cup holds :math:`(V_0
+# \omega/\theta_m) (T - (1 - e^{-kT})/k)`.
 
 by_hand = TARGET * FLAT / FULL / (END + math.expm1(-RATE * END) / RATE)
 print(f"by hand    {by_hand:.9f}")

@@ -4,10 +4,11 @@ solve_ivp: throwing with drag, as far as possible
 
 A ball is thrown from the ground at 10 m/s. Air brakes it in proportion to its velocity,
 :math:`\dot v = -k v - g` with k = 0.5/s and g = 9.81 m/s². Without air the best angle
-would be 45 degrees. With air it is lower, since time in the air costs distance.
+would be 45 degrees. With air the best angle is lower, since drag shortens the range
+more in a longer flight.
 
-The ball lands when its height is zero again. This is an event whose time depends on the
-angle, and the gradient of the range goes through this time.
+The ball lands when its height is zero again. Landing is an event whose time depends on
+the angle, and the gradient of the range goes through this time.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -59,8 +60,9 @@ def throw(angle, **options):
 # The best angle
 # --------------
 #
-# The last state is that at the event. Its gradient with respect to the angle has two
-# parts: the path changes, and so does its end.
+# The last state of the solution is the state at the landing. Its gradient with respect
+# to the angle has two parts: the path changes, and so does the time at which the path
+# ends.
 
 history = []
 
@@ -111,8 +113,9 @@ plt.show()
 # The same by hand
 # ----------------
 #
-# Linear drag has a closed solution. Its range is the root of one equation, and the best
-# angle the zero of a difference quotient.
+# Linear drag has a closed solution. The time of landing is the root of one equation,
+# and the range follows from it. The best angle is the zero of a difference quotient of
+# the range.
 
 
 def reach_by_hand(angle):

@@ -2,16 +2,18 @@ r"""
 solve_ivp: from differentiating the solver to the adjoint
 =========================================================
 
-Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, starts at :math:`\mu = 5`
-from (2, 0). How does y at t = 10 depend on :math:`\mu`? The answer, -0.631501703, is
-known. A direct approach writes the solver in PyTorch and differentiates through its
-steps. The result is right, but every step stays in memory. An adjoint solves one more
-equation backward and stores less. The choice of adjoint matters: the oscillator
-contracts so strongly that an adjoint which integrates the state backward fails.
+Van der Pol's oscillator, :math:`y'' = \mu (1 - y^2) y' - y`, starts from (y, y') = (2,
+0), with :math:`\mu = 5`. What is the derivative of y at t = 10 with respect to
+:math:`\mu`? The answer, -0.631501703, is known. A direct approach writes the solver in
+PyTorch and differentiates through its steps. The result is right, but every step stays
+in memory. An adjoint method solves one more equation backward and stores less. The
+choice of adjoint matters: nearby solutions of the oscillator converge so strongly that
+an adjoint which integrates the state backward fails.
 
-This example compares time, memory and error: of backpropagation through torchdiffeq's
-solver, of its adjoint, and of the adjoints of :func:`~adjsim.solve_ivp`, all by the
-same method of Dormand and Prince at the same tolerances.
+This example compares the time, memory and error of backpropagation through
+torchdiffeq's solver, of torchdiffeq's adjoint, and of the adjoints of
+:func:`~adjsim.solve_ivp`. All use the same method of Dormand and Prince at the same
+tolerances.
 """
 
 # sphinx_gallery_thumbnail_number = 2
@@ -127,8 +129,9 @@ WAYS = {
 # Time, memory and error
 # ----------------------
 #
-# Each measurement runs in a process of its own, forked from this one, which measures
-# the growth of its resident set. Python's own tracer does not see tensors.
+# Each measurement runs in a process of its own, forked from this one. The child process
+# measures the growth of its own resident set, since Python's tracemalloc does not see
+# tensors.
 
 
 def measure(gradient, rtol, answers):
@@ -158,7 +161,7 @@ def apart(gradient, rtol):
 
 warnings.filterwarnings(
     "ignore", "a gradient at rtol"
-)  # which is tried here on purpose
+)  # a loose tolerance is tried here on purpose
 results = {
     name: [apart(gradient, rtol) for rtol in RTOLS] for name, gradient in WAYS.items()
 }
@@ -170,10 +173,11 @@ for name, rows in results.items():
         print(f"   rtol {rtol:.0e}: {seconds:6.2f} s, {size / 1e6:6.1f} MB, {error}")
 
 # %%
-# Backpropagation is as accurate as its solution, and its memory grows with the number
-# of steps, each with all its stages. The adjoints that integrate the state backward
-# either fail, which is the better case, or return a wrong number. Those that read the
-# forward solution are right, within 0.05 at a relative tolerance of 1e-3 and 1e-7 at
+# Backpropagation is as accurate as its solution. It stores every step with all its
+# stages, so its memory grows with the number of steps. The adjoints that integrate the
+# state backward (torchdiffeq's and "backsolve") either fail, which is the better case,
+# or return a wrong number. The adjoints that read the forward solution ("interpolate"
+# and "checkpoint") are right, within 0.05 at a relative tolerance of 1e-3 and 1e-7 at
 # 1e-9, in about the time of backpropagation. For so few steps of two numbers,
 # interpolants take less memory than the solvers that are stored as checkpoints.
 
@@ -190,7 +194,7 @@ for i, (name, rows) in enumerate(results.items()):
         [RTOLS[k] for k in came], [sizes[k] / 1e6 for k in came], "o-", color=f"C{i}"
     )
 axes[0].set(ylabel="error of the gradient (no unit)", title="error")
-axes[1].set(ylabel="seconds, there and back", title="time")
+axes[1].set(ylabel="seconds, forward and backward", title="time")
 axes[2].set(ylabel="MB", title="growth of the resident set")
 for ax in axes:
     ax.set_xlabel("relative tolerance")

@@ -3,9 +3,10 @@ Potentials and integrators
 ==========================
 
 This example shows the systems that the library simulates, and the accuracy of its
-integrators. It draws the potentials, checks the order of velocity Verlet, compares two
-deterministic samplers with exact averages, and runs every integrator in one well beside
-the exact density. All quantities are in reduced units.
+integrators. It draws the potentials, checks the order of velocity Verlet, and compares
+two deterministic samplers with exact averages. Then it runs all dynamics of the library
+in the same potential and compares each with the exact density. All quantities are in
+reduced units.
 """
 
 # sphinx_gallery_thumbnail_number = 1
@@ -98,8 +99,8 @@ with torch.no_grad():
         swings.append(float((run.record - run.record[0]).abs().max()))
 slope, offset = np.polyfit(np.log(steps), np.log(swings), 1)
 print(f"the energy error falls as dt to the power {slope:.3f}")
-# The next term of the error is dt^2 smaller than the first: less than a hundredth here,
-# which moves the fit by less than that.
+# The next term of the error is smaller than the first by a factor of about dt^2, here
+# less than a hundredth. It moves the fitted slope by less than that.
 assert abs(slope - 2) < 0.03
 
 fig, ax = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
@@ -123,8 +124,9 @@ ax.legend()
 plt.show()
 
 # %%
-# The phase portrait has closed orbits: inside one well below the barrier, around both
-# wells above it. One call runs all orbits, as a batch of replicas.
+# The phase portrait has closed orbits. Orbits below the barrier stay inside one well,
+# and orbits above the barrier go around both wells. One call runs all orbits, as a
+# batch of replicas.
 
 position = torch.tensor([1.05, 1.15, 1.25, 1.35, 1.4, 1.43, 1.5, 1.58])
 position = torch.cat([position, -position[position < 2**0.5]])[:, None, None]
@@ -140,7 +142,7 @@ for k in range(len(position)):
     colour = "C0" if energy[k] < 1 else "C3"
     ax.plot(run.position[:, k, 0, 0], run.momentum[:, k, 0, 0], color=colour, lw=1)
 ax.plot([], [], color="C0", label="below the barrier")
-ax.plot([], [], color="C3", label="above it")
+ax.plot([], [], color="C3", label="above the barrier")
 ax.set(
     xlabel="q (reduced units)",
     ylabel="p (reduced units)",
@@ -160,7 +162,8 @@ assert torch.equal(crosses, energy > 1)  # the barrier is 1
 # -------------------
 #
 # A harmonic oscillator with a chain of three thermostats samples the canonical
-# distribution without noise. Its position is Gaussian with variance kT/k.
+# distribution without noise. The position of the oscillator is Gaussian with variance
+# kT/k.
 
 k, kT, dt = 1.5, 0.8, 0.1
 chain = adjsim.NoseHooverChain(adjsim.Harmonic(k), kT=kT, tau=1.0, length=3)
@@ -185,11 +188,12 @@ assert abs(variance.value - kT / k) < 4 * variance.stderr + k * dt**2 / 4 * kT /
 # Energy-sampling dynamics
 # ------------------------
 #
-# :class:`~adjsim.ESH` moves at unit rate along a direction, which the force turns.
-# Frames are equally spaced in scaled time, not in physical time, so a plain average
-# over them is not canonical. The average weighted by the speed is canonical, at kT = 1;
-# :func:`~adjsim.dynamics.canonical_weights` returns these weights. One particle in the
-# plane has four wells here, at plus and minus one in each coordinate.
+# In scaled time, which is the length of the path, :class:`~adjsim.ESH` moves at unit
+# rate along a direction. The force turns this direction. Frames are equally spaced in
+# scaled time, not in physical time, so a plain average over them is not canonical. The
+# average weighted by the speed is canonical, at kT = 1;
+# :func:`~adjsim.dynamics.canonical_weights` returns these weights. Here one particle
+# moves in a plane with four wells, at plus and minus one in each coordinate.
 
 barrier, ds = 1.5, 0.1
 esh = adjsim.ESH(adjsim.DoubleWell(barrier))
@@ -279,12 +283,13 @@ assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
 # Every integrator in one well
 # ----------------------------
 #
-# The figure shows the same two wells in each of two coordinates, at kT = 1, under each
-# dynamics of the library: one path, and the density of all replicas over the second
-# half of the run beside the exact density. Dynamics at constant energy does not sample
-# the canonical density, but preserves it, so its starts are drawn from it, with
-# momenta. The other runs start at one point. Frames of ESH are weighted as above, and
-# its time is the scaled time.
+# Each row of the figure shows one dynamics of the library at kT = 1, in a potential
+# with the same two wells in each of two coordinates. On the left is one path. On the
+# right are the density of all replicas over the second half of the run and the exact
+# density. Dynamics at constant energy does not sample the canonical density, but
+# preserves it. So the starts of the constant-energy runs are drawn from the canonical
+# density, with momenta. The other runs start at one point. Frames of ESH are weighted
+# as above, and the time of ESH is the scaled time.
 
 potential, replicas = adjsim.DoubleWell(1.0), 400
 reference = torch.exp(-potential(grid[:, None, None]))
@@ -348,8 +353,8 @@ for (left, right), (name, (dynamics, solver, position)) in zip(
         else torch.ones_like(frames)
     )
     half = slice(len(times) // 2, None)
-    # One histogram for each replica gives the error of their mean, for any correlation
-    # between its frames.
+    # One histogram for each replica gives the error of the mean histogram, whatever the
+    # correlation between the frames of a replica.
     counts = np.stack(
         [
             np.histogram(
@@ -368,7 +373,7 @@ for (left, right), (name, (dynamics, solver, position)) in zip(
     seen = stderr > 1e-3
     off = float((np.abs(found - expected)[seen] / stderr[seen]).max())
     print(f"{name}: at most {off:.1f} standard errors from the exact density")
-    assert off < 4.5  # the largest of thirty for each of six
+    assert off < 4.5  # the largest of about thirty bins, for each of six dynamics
 axes[-1, 0].set_xlabel("t (reduced units)")
 axes[-1, 1].set_xlabel("x (reduced units)")
 axes[0, 1].legend(fontsize="small")

@@ -28,8 +28,9 @@ class BacksolveAdjoint(Adjoint):
     use a splitting with :class:`ReversibleAdjoint`.
 
     For an SDE the noise of the forward run is generated again. Under friction the error of the
-    gradient grows as exp(friction t) between save times: with the midpoint rule at dt = 1/64, it is
-    about 10 % at friction t = 10 and 100 % at 15. Runs beyond friction t = 5 are refused.
+    gradient grows as exp(friction t) between save times. For a double well at dt = 1/64 it was 4 %
+    at friction t = 5 and 990 % at 10, with friction 1 (``docs/choosing_a_solver.rst``). Runs beyond
+    friction t = 5 are refused.
 
     Args:
         rtol, atol: tolerances of the backward solve of an ODE; None: the solver's own.

@@ -48,8 +48,9 @@ class ImplicitDifferentiation:
     Raises:
         RuntimeError: the minimiser did not converge; it converged to a saddle (a direction has
             negative curvature); the minimum is ill-conditioned (a nonzero curvature, as a share of
-            the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that no
-            digits of the derivative are left; a parameter pushes along a flat direction.
+            the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that
+            fewer than half of the derivative's digits are left; a parameter pushes along a flat
+            direction.
     """
 
     def __init__(self, tol: float = 1e-10, max_iterations: int = 10_000) -> None:

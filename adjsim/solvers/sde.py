@@ -42,7 +42,7 @@ class SDESolver(ContinuousSolver):
     the forward run. It is refused beyond friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
-    dt, costs one force a step, and has an exact gradient in constant memory at any friction.
+    dt, costs one force a step, and has an exact gradient at any friction.
 
     Args:
         method: a name of torchsde.

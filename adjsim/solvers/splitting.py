@@ -16,7 +16,7 @@ class Splitting(SteppingSolver):
     """Compose the flows of the terms in the order of a word.
 
     Examples are "BAB" and "NBABN". A letter that occurs n times advances its term by dt/n each
-    time. A palindrome is symmetric and second order; any other word is first order (see
+    time. A palindrome is symmetric and second order; any other word is in general first order (see
     ``trajectory.stats["order"]``). Adjacent flows of one term at the same position share one force
     evaluation, so "BAB" costs one force a step. Every scheme whose flows have inverses is
     reversible.
