@@ -71,8 +71,9 @@ def refused(comparison, reason="equilibrium mean"):
 # integral becomes a product with a matrix, which converges exponentially fast with the
 # number of nodes. So the answers below are exact for these discrete steps and have no
 # bias from :math:`\Delta t`. The share beyond the barrier is a sum over the nodes. If
-# the edge is sharp, the last step is taken in closed form. Forward-mode differentiation
-# gives the derivative with respect to the barrier at all times at once.
+# the share is counted with a sharp edge at the barrier, the last step is taken in
+# closed form. Forward-mode differentiation gives the derivative with respect to the
+# barrier at all times at once.
 
 KT, DT, EDGE, WIDTH, LIFETIME = 0.5, 0.05, 2.6, 0.1, 0.2
 S, START = math.sqrt(2 * KT * DT), torch.tensor([-1.0])

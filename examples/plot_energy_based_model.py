@@ -144,8 +144,8 @@ assert abs(total - 1) < 1e-3
 # ----------
 #
 # Which integrator is unbiased enough? Chains that start from draws of the truth, and
-# run in the energy of the truth, should keep its distribution. A mean change of their
-# energy is the bias of the integrator.
+# run in the energy of the truth, should keep the distribution of the truth. A change of
+# their mean energy shows the bias of the integrator.
 
 true_dynamics, starts, bias = (
     adjsim.OverdampedLangevin(truth),

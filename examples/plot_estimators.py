@@ -204,8 +204,8 @@ plt.show()
 # gradient of the loss. Every iteration makes a new run, except with Reweighting, which
 # reweights its frames until their effective share (the effective sample size over their
 # number) falls below one half. The particle has inertia here and is stepped by BAOAB,
-# which all five estimators support. BAOAB samples the harmonic well without bias at any
-# step size.
+# which all five estimators support. BAOAB samples the positions in a harmonic well
+# without bias at any stable step size.
 
 TARGET, ITERATIONS = KT / 1.0, 30
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)

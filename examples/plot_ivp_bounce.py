@@ -126,7 +126,7 @@ for x, _, bounces in history:
     assert abs(float(mine.grad - known.grad)) < 1e-7 * max(1.0, abs(float(known.grad)))
 print(
     f"derivative of the last throw {float(mine.grad):.9f} m, by hand "
-    f"{float(known.grad):.9f} m (a radian)"
+    f"{float(known.grad):.9f} m per radian"
 )
 print(
     "height of the last throw by hand "

@@ -7,9 +7,9 @@ measured with noise. What are its mass, damping and stiffness? The fit finds num
 that describe the data, from any start. But doubling all three parameters leaves the
 motion unchanged, so the data do not determine them. A fit should report this.
 
-The Jacobian shows it. It holds the derivative of every predicted point with respect to
-every parameter, and takes one adjoint solve per point. A direction in parameter space
-that moves no point is not identified by the data.
+The Jacobian shows whether the data determine the parameters. It holds the derivative of
+every predicted point with respect to every parameter, and takes one adjoint solve per
+point. A direction in parameter space that moves no point is not identified by the data.
 """
 
 # sphinx_gallery_thumbnail_number = 1

@@ -1,6 +1,6 @@
 """Exact reversal: coupling steps as bijections of a fixed-point lattice.
 
-Every field y holds integer multiples of its spacing ``2^-k``, all smaller than ``2^(53-k)``. Sums
+Every field y holds integer multiples of its spacing ``2^-k``, none larger than ``2^(51-k)``. Sums
 and differences of such numbers are exact in float64, so the state stays an ordinary tensor. On the
 lattice
 

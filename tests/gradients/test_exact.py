@@ -41,9 +41,10 @@ ROWS += [(case, "saves") for case in CASES if case not in FIRST.values()]
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)
 def test_all_adjoints_agree(case, kind):
     direct = gradients(case, kind, DirectAdjoint())
-    for segments in (None, 7):
+    # Where segments end does not depend on the scheme or on what is saved.
+    for segments in (None, 7) if kind == "final" else (7,):
         agree(gradients(case, kind, CheckpointAdjoint(segments)), direct, 1e-12)
-    for every in (None, 7):
+    for every in (None, 7) if kind == "final" else (None,):
         agree(gradients(case, kind, ReversibleAdjoint(checkpoint_every=every)), direct, 1e-12)
     # The lattice is fine to 1e-12, fractions to 1e-7, a chain's factors to 2^-23, twice a step; the
     # gradient's derivative by what they move is some tens of it (a gradient that cancels is held to
@@ -70,8 +71,6 @@ def test_one_path_whatever_is_asked_of_it(case):
         (end, DirectAdjoint(), None),
         (saves, DirectAdjoint(), TimeAverage(moment)),
         (saves, CheckpointAdjoint(5), None),
-        (end, CheckpointAdjoint(5), TimeAverage(moment)),
-        (saves, ReversibleAdjoint(), None),
         (end, ReversibleAdjoint(), TimeAverage(moment)),
     ):
         dynamics = case.build()
@@ -117,7 +116,7 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
         return adjsim.simulate(
             dynamics,
             start,
-            [0, 4.0],
+            [0, 1.5],
             solver=case.solver,
             generator=torch.Generator().manual_seed(1),
         ).final
@@ -139,7 +138,9 @@ def test_spilled_words_come_back(name):
         run = adjsim.simulate(
             dynamics,
             start,
-            torch.tensor([0.0, 3.33, 7.77, 9.01]),
+            torch.tensor(
+                [0.0, 1.33, 3.77, 4.51] if name == "langevin" else [0.0, 3.33, 7.77, 9.01]
+            ),
             solver=Splitting(scheme, 0.01, exact=True),
             adjoint=adjoint,
             generator=torch.Generator().manual_seed(1),
@@ -337,7 +338,7 @@ def test_any_units(units, name):
     }[name]
     momentum = math.sqrt(mass * kT) * torch.randn(13, 3, generator=torch.Generator().manual_seed(0))
     start = dynamics.init(cluster().position * sigma, momentum)
-    before, after, back = forth_and_back(dynamics, start, Splitting(scheme, dt, exact=True), 500)
+    before, after, back = forth_and_back(dynamics, start, Splitting(scheme, dt, exact=True), 250)
     assert float((before.position - start.position).abs().max()) < 1e-11 * sigma
     assert float((before.position - after.position).abs().max()) > 0.01 * sigma
     assert all(torch.equal(a, b) for a, b in zip(before, back, strict=True))
@@ -571,7 +572,12 @@ def test_buffers_hold_what_friction_took(scheme):
     start = dynamics.init(torch.ones(13, 3), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         run = adjsim.simulate(
-            dynamics, start, [0.0, 100.0], solver=Splitting(scheme, 0.005, exact=True)
+            dynamics,
+            start,
+            [0.0, 100.0],
+            solver=Splitting(scheme, 0.005, exact=True),
+            adjoint=ReversibleAdjoint(),
+            compile=True,
         )
     bound = 0.01 / math.log(2)
     assert run.stats["buffer_bound"] == pytest.approx(bound, rel=1e-6)

@@ -134,13 +134,14 @@ def test_direct_against_central_differences(case, kind):
 @pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)
 def test_constant_memory_adjoints_equal_direct(case, kind):
     direct = direct_gradients(case, kind)
-    for segments in (None, 1, 3, 25) if kind == "final" else (None, 3):
+    # Where segments end does not depend on the scheme or on what is saved.
+    for segments in (None, 1, 3, 25) if kind == "final" else (3,):
         agree(gradients(case, kind, CheckpointAdjoint(segments)), direct, 1e-12)
     if not case.invertible:
         with pytest.raises(TypeError, match="has no inverse"):
             gradients(case, kind, ReversibleAdjoint())
         return
-    for every in (None, 7):
+    for every in (None, 7) if kind == "final" else (None,):
         agree(gradients(case, kind, ReversibleAdjoint(checkpoint_every=every)), direct, 1e-10)
 
 

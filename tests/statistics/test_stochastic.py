@@ -56,7 +56,7 @@ WORDS = [
     (name, scheme)
     for name, words in STOCHASTIC_SCHEMES.items()
     for scheme in words
-    if name in ("langevin", "generalised-2", "overdamped")
+    if name not in ("langevin-atoms", "generalised-1")  # of the same terms as others
 ]
 
 
