@@ -66,6 +66,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
     "show_memory": False,
+    # The page of computation times would load a script from the internet.
+    "write_computation_times": False,
     "parallel": 2,
     "remove_config_comments": True,
     "plot_gallery": True,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -111,6 +113,12 @@ STOCHASTIC_SCHEMES = {
 UNDERDAMPED = [
     (d, s) for d, words in STOCHASTIC_SCHEMES.items() for s in words if d != "overdamped"
 ]
+
+
+def slow_but(short: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
+    """The rows of a table, marked slow but for those of the default tests."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [row if short(*row) else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

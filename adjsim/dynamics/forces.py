@@ -91,7 +91,7 @@ class ForceEvaluator:
             value = force(self.potential, position, t, self.grid)
             self.count()
             if value.requires_grad:
-                value.register_hook(_counted_backward(self.stats))
+                value.register_hook(counted_backward(self.stats))
             self._position, self._value = position, value
         return value
 
@@ -118,8 +118,8 @@ class ForceEvaluator:
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
 
 
-def _counted_backward(stats: dict[str, Any]) -> Callable[[Tensor], None]:
-    """Return a hook that counts backpropagation through a force as another pass.
+def counted_backward(stats: dict[str, Any]) -> Callable[[Tensor], None]:
+    """Return a tensor hook that counts backpropagation through a force as another pass.
 
     The hook refers to the statistics alone. A hook that referred to the evaluator, which keeps the
     force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:

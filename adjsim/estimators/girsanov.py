@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
-from adjsim._params import trainable
-from adjsim._state import AnyMomentumState, AnyState, State
-from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
+from adjsim._state import AnyState, State
+from adjsim._trajectory import TimeAverage, Trajectory, check_times
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.recorder import Recorder, Recording
-from adjsim.adjoints.stepper import Inputs, Stepper, prepare
+from adjsim.adjoints.stepper import Stepper, prepare
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
@@ -30,10 +28,11 @@ from adjsim.estimators.base import (
     jacobian,
     weighted_mean,
 )
-from adjsim.estimators.functional import refuse_captured_force, with_values
-from adjsim.estimators.probes import depends_on, evenly_spaced
+from adjsim.estimators.functional import refuse_captured_force
+from adjsim.estimators.momentum_check import MomentumCheck
+from adjsim.estimators.path_score import PathScore, path_score
+from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
-from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.base import Problem
 from adjsim.solvers.euler_maruyama import EulerMaruyama
 from adjsim.solvers.splitting import Splitting
@@ -43,7 +42,6 @@ RELATIVE_SHIFT = 0.1
 # Numbers of states at which an observable is tested for a dependence on momenta: starts, before any
 # work, and states of a time average, during the run.
 PROBED, PROBED_STEPS = 8, 8
-STACKED_STEPS = 32
 
 
 class Girsanov(ChunkedEstimator):
@@ -114,7 +112,7 @@ class Girsanov(ChunkedEstimator):
         if word == "BAOAB":
             start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
             frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
-            momentum_check = _MomentumCheck(observable, check_times(simulation.ts))
+            momentum_check = MomentumCheck(observable, check_times(simulation.ts))
             momentum_check.refuse_momenta(start, frames)
             momentum_check.refuse_slopes(start, frames)
 
@@ -133,11 +131,11 @@ class Girsanov(ChunkedEstimator):
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)
         recording = Recording(recorder, stepper)
-        score = _score(dynamics, solver, stepper, inputs)
+        score = path_score(dynamics, solver, stepper, inputs)
         explicit = _ExplicitDerivative(dynamics, average)
         # The observable may depend on momenta at the visited states only.
         momentum_check = (
-            _MomentumCheck(observable, times)
+            MomentumCheck(observable, times)
             if isinstance(solver, Splitting) and solver.scheme == "BAOAB"
             else None
         )
@@ -228,9 +226,9 @@ class _PathObserver:
         self,
         stepper: Stepper,
         recorder: Recorder,
-        score: _Score,
+        score: PathScore,
         explicit: _ExplicitDerivative,
-        momentum_check: _MomentumCheck | None,
+        momentum_check: MomentumCheck | None,
     ) -> None:
         self.stepper, self.score, self.explicit, self.momentum_check = (
             stepper,
@@ -262,65 +260,6 @@ class _PathObserver:
         self.before = after
 
 
-class _MomentumCheck:
-    """A test of whether an observable depends on momenta, without a path density under BAOAB.
-
-    Momenta are displaced and values are compared, since automatic differentiation does not see a
-    dependence behind ``detach()`` or through a comparison. In addition, differentiation finds a
-    dependence that does not change the value at the tested states.
-    """
-
-    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
-        self.observable, self.times = observable, times
-
-    def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
-        """Refuse an observable whose value changes with the momenta of these states."""
-        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
-            self._refuse()
-
-    def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
-        """Refuse an observable whose graph reaches the momenta."""
-        with torch.enable_grad():
-            moving = final._replace(momentum=_momentum(final).detach().requires_grad_())
-            seen = self._seen(moving, final, frames)
-        if not seen.requires_grad:
-            return
-        (slope,) = torch.autograd.grad(seen.sum(), _momentum(moving), allow_unused=True)
-        if slope is not None:
-            self._refuse()
-
-    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
-        """Evaluate the observable with displaced momenta.
-
-        The displacements of the frames differ, so differences between frames change too.
-        """
-        if isinstance(self.observable, TimeAverage | Final):
-            return self.observable.function(state)
-        assert frames is not None
-        shares = (
-            torch.linspace(0.5, 1.0, len(_momentum(frames)), dtype=torch.float64)
-            .to(_momentum(state))
-            .square()
-        )
-        along = _momentum(state) - _momentum(final)
-        moved = _momentum(frames) + shares.reshape(-1, 1, 1, 1) * along
-        return self.observable(
-            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
-        )
-
-    @staticmethod
-    def _refuse() -> NoReturn:
-        raise ValueError(
-            "Girsanov: under BAOAB only positions have a path density, and the observable depends "
-            "on momenta; use Splitting('OBABO', dt)."
-        )
-
-
-def _momentum(state: AnyState) -> Tensor:
-    assert isinstance(state, AnyMomentumState)
-    return state.momentum
-
-
 class _ExplicitDerivative:
     """The explicit derivative of the observable, averaged over the steps of a time average."""
 
@@ -341,114 +280,3 @@ class _ExplicitDerivative:
 
     def mean(self) -> dict[str, Tensor]:
         return {name: grad / self.count for name, grad in self.total.items()}
-
-
-class _ParameterVJP:
-    """``v . dF/dtheta`` for every replica."""
-
-    def __init__(self, potential: nn.Module) -> None:
-        self.potential = potential
-        self.parameters = {f"potential.{name}": p for name, p in trainable(potential).items()}
-
-    def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
-        names = [name.removeprefix("potential.") for name in self.parameters]
-
-        def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
-            return with_values(
-                self.potential, values, lambda: (force(self.potential, q, t) * w).sum()
-            )
-
-        values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
-        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
-        return {f"potential.{name}": grad for name, grad in found.items()}
-
-
-class _Score(ABC):
-    """The score of every replica's path, summed along the run."""
-
-    def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
-        self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
-        replicas = inputs.state.position.shape[0]
-        self.total = {
-            name: p.new_zeros((replicas, *p.shape))
-            for name, p in self.parameter_vjp.parameters.items()
-        }
-        # A time-dependent force is differentiated step by step. Other forces are differentiated at
-        # the positions of many steps in one call, which saves overhead.
-        self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
-        self.pending: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, position: Tensor, weight: Tensor, step: int) -> None:
-        self.pending.append((position, weight))
-        if len(self.pending) == self.stack_size:
-            self.flush(step)
-
-    def flush(self, step: int) -> None:
-        """Differentiate the collected steps, and add them to the total."""
-        if self.pending and self.total:
-            positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
-            for name, found in self.parameter_vjp(
-                positions, weights, self.stepper.clock.time(step)
-            ).items():
-                total = self.total[name]
-                self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
-        self.pending.clear()
-
-    def noise(self, step: int) -> tuple[Tensor, ...]:
-        drawn = self.stepper.noise_of(step)
-        assert drawn is not None
-        return drawn
-
-    @abstractmethod
-    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        """Add the step from one state to the next."""
-
-
-class _EulerMaruyama(_Score):
-    def __init__(self, dynamics: OverdampedLangevin, stepper: Stepper, inputs: Inputs) -> None:
-        super().__init__(dynamics, stepper, inputs)
-        group = inputs.coefficients["D"]
-        self.scale = _ratio(group["mobility"], group["noise"])
-
-    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        self.add(before.position, self.scale * self.noise(step)[0], step)
-
-
-class _OBABO(_Score):
-    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
-        super().__init__(dynamics, stepper, inputs)
-        self.c = inputs.coefficients["O"]["decay"]
-        self.scale = _ratio(inputs.coefficients["B"]["h"], inputs.coefficients["O"]["noise"])
-
-    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        first, second = self.noise(step)
-        self.add(before.position, self.scale * first, step)
-        self.add(after.position, self.scale * self.c * second, step + 1)
-
-
-class _BAOAB(_Score):
-    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
-        super().__init__(dynamics, stepper, inputs)
-        group = inputs.coefficients["O"]
-        # A position gets two half kicks ("h" is dt/2): the last of one step and the first of the
-        # next. The initial position gets one.
-        self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating_sum = torch.zeros_like(inputs.state.position)
-        for step in range(stepper.clock.last - 1, -1, -1):
-            self.alternating_sum = self.noise(step)[0] - self.alternating_sum
-
-    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        kicks = 1 if step == 0 else 2
-        self.add(before.position, kicks * self.half * self.alternating_sum, step)
-        self.alternating_sum = self.noise(step)[0] - self.alternating_sum
-
-
-def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
-    """Divide drift by noise; the ratio is zero for pinned atoms, which have neither."""
-    return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
-
-
-def _score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> _Score:
-    if isinstance(solver, EulerMaruyama):
-        return _EulerMaruyama(dynamics, stepper, inputs)
-    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)

@@ -124,10 +124,12 @@ class Pathwise(ChunkedEstimator):
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
     ) -> dict[str, Any]:
-        duration, squares = (
-            simulation.duration,
-            [part.extra[0] for part in parts if part.extra[0] is not None],
-        )
+        duration = simulation.duration
+        squares = [
+            (part.extra[0], n)
+            for part, n in zip(parts, sizes, strict=True)
+            if part.extra[0] is not None
+        ]
         found: dict[str, Any] = {
             "duration": duration,
             "growth": None,
@@ -137,7 +139,8 @@ class Pathwise(ChunkedEstimator):
         found["smooth"] = all(part.extra[1] for part in parts)
         if not squares or self.truncate is not None:
             return found
-        found["growth"] = growth = 0.5 * math.log(sum(squares) / len(squares)) / duration
+        square = sum(n * x for x, n in squares) / sum(n for _, n in squares)
+        found["growth"] = growth = 0.5 * math.log(square) / duration
         ratios = []
         for name in parts[0].grad:
             grad, stderr = mean_and_stderr([part.grad[name] for part in parts], sizes)

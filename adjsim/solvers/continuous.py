@@ -15,6 +15,7 @@ from torch import Tensor
 from adjsim._params import refuse_captured
 from adjsim._state import State, stack
 from adjsim._trajectory import TimeAverage, step_numbers
+from adjsim.dynamics.forces import counted_backward
 from adjsim.solvers.base import Problem
 
 
@@ -168,7 +169,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
             # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
-            tracked.register_hook(lambda _: _count(stats))
+            tracked.register_hook(counted_backward(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
 
     def _substituted(self) -> AbstractContextManager[None]:
@@ -180,10 +181,6 @@ def asks_gradient(problem: Problem[State]) -> bool:
     return torch.is_grad_enabled() and (
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
     )
-
-
-def _count(stats: dict[str, Any]) -> None:
-    stats["energy_evaluations"] += 1
 
 
 def _check_finite(frames: tuple[Tensor, ...], problem: Problem[State], saves: list[int]) -> None:

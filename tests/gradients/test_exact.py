@@ -4,6 +4,7 @@ the gradient is not.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import ase.units
@@ -22,7 +23,7 @@ from adjsim import (
 )
 from adjsim.systems import cluster
 from tests.gradients.test_table import LOSSES, agree, gradients, moment
-from tests.problems import Case, parameter, potentials, schemes, square, vector
+from tests.problems import Case, parameter, potentials, schemes, slow_but, square, vector
 from tests.problems import start as start_of
 from tests.retracing import forth_and_back
 
@@ -38,7 +39,11 @@ ROWS = [(case, kind) for case in FIRST.values() for kind in LOSSES]
 ROWS += [(case, "saves") for case in CASES if case not in FIRST.values()]
 
 
-@pytest.mark.parametrize(("case", "kind"), ROWS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    slow_but(lambda case, kind: case in FIRST.values() or case.potential == "cutoff", ROWS),
+    ids=str,
+)
 def test_all_adjoints_agree(case, kind):
     direct = gradients(case, kind, DirectAdjoint())
     # Where segments end does not depend on the scheme or on what is saved.
@@ -62,7 +67,12 @@ def test_all_adjoints_agree(case, kind):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.potential == "lennard-jones" or str(c) == PLAIN], ids=str
+    "case",
+    slow_but(
+        lambda case: case in FIRST.values(),
+        [case for case in CASES if case.potential == "lennard-jones" or str(case) == PLAIN],
+    ),
+    ids=str,
 )
 def test_one_path_whatever_is_asked_of_it(case):
     """Saves, records, segments and adjoints: the final state is the same to the last bit."""
@@ -326,9 +336,14 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("name", ["hamiltonian", "langevin", "chain"])
-def test_any_units(units, name):
+@pytest.mark.parametrize(
+    ("name", "units"),
+    slow_but(
+        lambda name, units: units == "SI",
+        itertools.product(["hamiltonian", "langevin", "chain"], UNITS),
+    ),
+)
+def test_any_units(name, units):
     epsilon, sigma, mass, dt, kT = UNITS[units]
     potential = adjsim.LennardJones(epsilon, sigma)
     dynamics, scheme = {

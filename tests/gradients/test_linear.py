@@ -130,7 +130,7 @@ def backward_of_saves(solver, adjoint, every):
 
 @pytest.mark.parametrize(
     "adjoint",
-    [*ADJOINTS.values(), adjsim.BacksolveAdjoint()],
+    [*ADJOINTS.values(), pytest.param(adjsim.BacksolveAdjoint(), marks=pytest.mark.slow)],
     ids=repr,
 )
 def test_backward_passes_with_saves(adjoint):
@@ -141,7 +141,12 @@ def test_backward_passes_with_saves(adjoint):
 
 
 @pytest.mark.parametrize(
-    "solver", [adjsim.VelocityVerlet(0.01), adjsim.ODESolver("rk4", dt=0.01)], ids=repr
+    "solver",
+    [
+        adjsim.VelocityVerlet(0.01),
+        pytest.param(adjsim.ODESolver("rk4", dt=0.01), marks=pytest.mark.slow),
+    ],
+    ids=repr,
 )
 def test_many_saves_under_direct(solver):
     prepare = backward_of_saves(solver, adjsim.DirectAdjoint(), every=1)

@@ -15,7 +15,7 @@ import adjsim
 from adjsim import BacksolveAdjoint, DirectAdjoint, ODESolver, TimeAverage
 from adjsim.solvers.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
 from tests.gradients.test_table import agree, moment
-from tests.problems import DYNAMICS, POTENTIALS, parameter, square
+from tests.problems import DYNAMICS, POTENTIALS, parameter, slow_but, square
 
 TIMES = [0.0, 0.03, 0.1, 0.15, 0.25]
 
@@ -107,12 +107,9 @@ def test_every_method_of_torchdiffeq_is_there():
     assert set(ADAPTIVE + ONE_STEP + MULTISTEP + SCIPY) == set(SOLVERS)
 
 
-LONG = ("adaptive_heun", "bosh3", "euler")
-
-
 def marked(methods):
-    """Methods of low order take many steps."""
-    return [pytest.param(m, marks=pytest.mark.slow) if m in LONG else m for m in methods]
+    """By default one adaptive method, one of fixed steps, one multistep and SciPy's."""
+    return slow_but(lambda m: m in ("dopri5", "rk4", "implicit_adams", "scipy_solver"), methods)
 
 
 @pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP))
@@ -145,11 +142,14 @@ def test_direct_against_central_differences(method):
 
 @pytest.mark.parametrize(
     ("dynamics", "kind"),
-    [
-        *(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")),
-        ("chain-3", "saves"),
-        ("esh", "average"),
-    ],
+    slow_but(
+        lambda dynamics, kind: kind == "saves",
+        [
+            *(("hamiltonian", kind) for kind in ("final", "saves", "record", "average")),
+            ("chain-3", "saves"),
+            ("esh", "average"),
+        ],
+    ),
 )
 def test_continuous_adjoint_approaches_the_solver_as_tolerances_tighten(dynamics, kind):
     exact = exact_gradients(kind, dynamics)

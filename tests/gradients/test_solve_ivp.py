@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 import adjsim
+import adjsim.ivp.quadrature
 import adjsim.ivp.rhs
+import adjsim.ivp.sweep
+from tests.problems import slow_but
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
 ADJOINTS = ["interpolate", "checkpoint", "backsolve"]
@@ -149,12 +152,13 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize(
     ("method", "adjoint"),
-    [
-        *((m, "interpolate") for m in METHODS if m != "RK23"),
-        *((m, a) for m in ("RK45", "Radau") for a in ADJOINTS[1:]),
-        pytest.param("RK23", "interpolate", marks=pytest.mark.slow),
-        *(pytest.param("LSODA", a, marks=pytest.mark.slow) for a in ADJOINTS[1:]),
-    ],
+    slow_but(
+        lambda method, adjoint: method == "RK45" or (method, adjoint) == ("Radau", "interpolate"),
+        [
+            *((method, "interpolate") for method in METHODS),
+            *((m, a) for m in ("RK45", "Radau", "LSODA") for a in ADJOINTS[1:]),
+        ],
+    ),
 )
 def test_table(method, adjoint, output):
     """To thirty times the tolerance of the solution (BDF and LSODA are known to miss theirs by
@@ -235,7 +239,9 @@ def test_a_derivative_that_cancels_takes_no_time(method):
 
 
 @pytest.mark.parametrize("method", ["RK45", "Radau"])
-def test_a_derivative_that_is_not_finite_or_random_is_refused(method):
+def test_a_derivative_that_is_not_finite_or_random_is_refused(method, monkeypatch):
+    for module in (adjsim.ivp.quadrature, adjsim.ivp.sweep):
+        monkeypatch.setattr(module, "DIVISIONS", 200)
     p = leaf(0.0)
     endless = adjsim.solve_ivp(
         lambda t, y, p: -y + torch.sqrt(p * t), (0, 1), [1.0], method, args=(p,), rtol=1e-6
@@ -284,15 +290,21 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
 
 
 @pytest.mark.parametrize(
-    ("rtol", "error", "adjoint"),
-    [
-        (1e-3, 5e-2, "interpolate"),
-        (1e-6, 1e-4, "interpolate"),
-        (1e-6, 1e-4, "checkpoint"),
-        pytest.param(1e-9, 1e-7, "interpolate", marks=pytest.mark.slow),
-    ],
+    ("method", "rtol", "error", "adjoint"),
+    slow_but(
+        lambda method, rtol, error, adjoint: method in ("RK45", "BDF") and rtol > 1e-9,
+        [
+            (method, *row)
+            for method in METHODS
+            for row in (
+                (1e-3, 5e-2, "interpolate"),
+                (1e-6, 1e-4, "interpolate"),
+                (1e-6, 1e-4, "checkpoint"),
+                (1e-9, 1e-7, "interpolate"),
+            )
+        ],
+    ),
 )
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:a gradient at rtol")
 def test_van_der_pol(method, rtol, error, adjoint):
     assert abs(of_van_der_pol(method, rtol, adjoint) + 0.631501703) < error

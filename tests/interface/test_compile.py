@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 import torch
 
-from tests.problems import Case, square
+from tests.problems import Case, slow_but, square
 
 ROWS = [
     ("hamiltonian", "BAB", "lennard-jones"),
@@ -35,7 +35,11 @@ def _unchecked():
 STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
 
 
-@pytest.mark.parametrize("case", [c for c in STEPS if c.couplings or not c.exact], ids=repr)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(lambda c: not c.exact, [c for c in STEPS if c.couplings or not c.exact]),
+    ids=repr,
+)
 def test_a_step_compiles_whole(case):
     torch._dynamo.reset()
     dynamics, solver = case.build(), case.solver

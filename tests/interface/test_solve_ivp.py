@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import warnings
 
 import numpy as np
@@ -19,8 +20,10 @@ import adjsim.ivp.piecewise
 from adjsim.ivp import forward_states
 from adjsim.ivp.adjoint import METHODS as METHODS_OF_SCIPY
 from adjsim.ivp.adjoint import Piece
+from tests.problems import slow_but
 
 METHODS = ["RK23", "RK45", "DOP853", "Radau", "BDF", "LSODA"]
+IMPLICIT = METHODS[3:]
 
 
 def spiral(t, y, k):
@@ -40,12 +43,21 @@ def as_numpy(function, *args):
     return called
 
 
-@pytest.mark.parametrize("span", [(0.0, 4.0), (4.0, 0.0)], ids=["forward", "backward"])
+KINDS = ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "counted"]
+
+
 @pytest.mark.parametrize(
-    "kind", ["steps", "t_eval", "dense", "dense-t_eval", "events", "terminal", "counted"]
+    ("method", "adjoint", "kind", "span"),
+    slow_but(
+        lambda method, adjoint, kind, span: adjoint in (None, "interpolate"),
+        itertools.product(
+            METHODS,
+            [None, "interpolate", "checkpoint", "backsolve"],
+            KINDS,
+            [(0.0, 4.0), (4.0, 0.0)],
+        ),
+    ),
 )
-@pytest.mark.parametrize("adjoint", [None, "interpolate", "checkpoint", "backsolve"])
-@pytest.mark.parametrize("method", METHODS)
 def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
     """Whether a gradient is asked for, by any adjoint, or not."""
     grad = adjoint is not None
@@ -102,8 +114,13 @@ def test_values_are_scipys_to_the_last_bit(method, adjoint, kind, span):
         assert (found.nfev, found.njev, found.nlu) == (known.nfev, known.njev, known.nlu)
 
 
-@pytest.mark.parametrize("jac", [None, "autodiff"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "jac"),
+    slow_but(
+        lambda method, jac: method in ("RK45", "LSODA") and jac is None,
+        [(m, jac) for m in METHODS for jac in (None, "autodiff") if not jac or m in IMPLICIT],
+    ),
+)
 def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
     """Every interpolant of a way that is solved again, over several levels of checkpoints, is that
     of the way forward.
@@ -120,8 +137,6 @@ def test_checkpoints_repeat_the_very_steps(method, jac, monkeypatch):
         if jac
         else {}
     )
-    if method not in ("Radau", "BDF", "LSODA"):
-        options = {}
     options |= {"rtol": 1e-5 if method == "RK23" else 1e-8, "atol": 1e-10}
     solver = forward_states.observed(solver_of, [dense, kept])(
         fun, 0.0, np.array([1.0, 0.0]), 4.0 if method in ("RK23", "Radau") else 8.0, **options

@@ -108,7 +108,7 @@ def test_path_gradient(estimator):
 )
 def test_path_gradient_by_temperature(estimator):
     estimate = estimator(
-        path_problem(parameter(1.0)), Final(squared), replicas=20_000, generator=seeded()
+        path_problem(parameter(1.0)), Final(squared), replicas=5_000, generator=seeded()
     )
     _, dk, dkT = path_gradient()
     within(estimate, {"potential.k": dk, "kT": dkT})
@@ -172,7 +172,7 @@ def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
         Final(Tilted(simulation.dynamics)),
         lambda run: Tilted(simulation.dynamics)(run.final),
     ):
-        estimate = estimator(simulation, observable, replicas=20_000, generator=seeded())
+        estimate = estimator(simulation, observable, replicas=5_000, generator=seeded())
         within(estimate, {"potential.k": dk + value})  # k = 1
 
 

@@ -1,0 +1,72 @@
+"""A test of whether an observable depends on momenta."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from adjsim._state import AnyMomentumState, AnyState
+from adjsim._trajectory import Final, TimeAverage, Trajectory
+from adjsim.estimators.base import Observable
+from adjsim.estimators.probes import depends_on
+
+
+class MomentumCheck:
+    """A test of whether an observable depends on momenta, without a path density under BAOAB.
+
+    Momenta are displaced and values are compared, since automatic differentiation does not see a
+    dependence behind ``detach()`` or through a comparison. In addition, differentiation finds a
+    dependence that does not change the value at the tested states.
+    """
+
+    def __init__(self, observable: Observable[Any], times: Tensor) -> None:
+        self.observable, self.times = observable, times
+
+    def refuse_momenta(self, final: AnyState, frames: AnyState | None) -> None:
+        """Refuse an observable whose value changes with the momenta of these states."""
+        if depends_on(lambda state: self._seen(state, final, frames), final, "momentum"):
+            self._refuse()
+
+    def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
+        """Refuse an observable whose graph reaches the momenta."""
+        with torch.enable_grad():
+            moving = final._replace(momentum=_momentum(final).detach().requires_grad_())
+            seen = self._seen(moving, final, frames)
+        if not seen.requires_grad:
+            return
+        (slope,) = torch.autograd.grad(seen.sum(), _momentum(moving), allow_unused=True)
+        if slope is not None:
+            self._refuse()
+
+    def _seen(self, state: AnyState, final: AnyState, frames: AnyState | None) -> Tensor:
+        """Evaluate the observable with displaced momenta.
+
+        The displacements of the frames differ, so differences between frames change too.
+        """
+        if isinstance(self.observable, TimeAverage | Final):
+            return self.observable.function(state)
+        assert frames is not None
+        shares = (
+            torch.linspace(0.5, 1.0, len(_momentum(frames)), dtype=torch.float64)
+            .to(_momentum(state))
+            .square()
+        )
+        along = _momentum(state) - _momentum(final)
+        moved = _momentum(frames) + shares.reshape(-1, 1, 1, 1) * along
+        return self.observable(
+            Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
+        )
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise ValueError(
+            "Girsanov: under BAOAB only positions have a path density, and the observable depends "
+            "on momenta; use Splitting('OBABO', dt)."
+        )
+
+
+def _momentum(state: AnyState) -> Tensor:
+    assert isinstance(state, AnyMomentumState)
+    return state.momentum

@@ -1,0 +1,136 @@
+"""The score of a path, summed over its steps, for each scheme that has one.
+
+``docs/theory.rst`` derives the scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._params import trainable
+from adjsim._state import AnyState
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.langevin import Langevin
+from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.estimators.functional import with_values
+from adjsim.potentials.base import ForceField, force
+from adjsim.solvers.euler_maruyama import EulerMaruyama
+
+# Number of steps whose forces are differentiated in one call.
+STACKED_STEPS = 32
+
+
+class _ParameterVJP:
+    """``v . dF/dtheta`` for every replica."""
+
+    def __init__(self, potential: nn.Module) -> None:
+        self.potential = potential
+        self.parameters = {f"potential.{name}": p for name, p in trainable(potential).items()}
+
+    def __call__(self, position: Tensor, v: Tensor, t: Any) -> dict[str, Tensor]:
+        names = [name.removeprefix("potential.") for name in self.parameters]
+
+        def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
+            return with_values(
+                self.potential, values, lambda: (force(self.potential, q, t) * w).sum()
+            )
+
+        values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
+        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
+        return {f"potential.{name}": grad for name, grad in found.items()}
+
+
+class PathScore(ABC):
+    """The score of every replica's path, summed along the run."""
+
+    def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
+        self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
+        replicas = inputs.state.position.shape[0]
+        self.total = {
+            name: p.new_zeros((replicas, *p.shape))
+            for name, p in self.parameter_vjp.parameters.items()
+        }
+        # A time-dependent force is differentiated step by step. Other forces are differentiated at
+        # the positions of many steps in one call, which saves overhead.
+        self.stack_size = 1 if isinstance(dynamics.potential, ForceField) else STACKED_STEPS
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, position: Tensor, weight: Tensor, step: int) -> None:
+        self.pending.append((position, weight))
+        if len(self.pending) == self.stack_size:
+            self.flush(step)
+
+    def flush(self, step: int) -> None:
+        """Differentiate the collected steps, and add them to the total."""
+        if self.pending and self.total:
+            positions, weights = (torch.cat(entries) for entries in zip(*self.pending, strict=True))
+            for name, found in self.parameter_vjp(
+                positions, weights, self.stepper.clock.time(step)
+            ).items():
+                total = self.total[name]
+                self.total[name] = total + found.reshape(len(self.pending), *total.shape).sum(0)
+        self.pending.clear()
+
+    def noise(self, step: int) -> tuple[Tensor, ...]:
+        drawn = self.stepper.noise_of(step)
+        assert drawn is not None
+        return drawn
+
+    @abstractmethod
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        """Add the step from one state to the next."""
+
+
+class _EulerMaruyama(PathScore):
+    def __init__(self, dynamics: OverdampedLangevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        group = inputs.coefficients["D"]
+        self.scale = _ratio(group["mobility"], group["noise"])
+
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        self.add(before.position, self.scale * self.noise(step)[0], step)
+
+
+class _OBABO(PathScore):
+    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        self.c = inputs.coefficients["O"]["decay"]
+        self.scale = _ratio(inputs.coefficients["B"]["h"], inputs.coefficients["O"]["noise"])
+
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        first, second = self.noise(step)
+        self.add(before.position, self.scale * first, step)
+        self.add(after.position, self.scale * self.c * second, step + 1)
+
+
+class _BAOAB(PathScore):
+    def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        group = inputs.coefficients["O"]
+        # A position gets two half kicks ("h" is dt/2): the last of one step and the first of the
+        # next. The initial position gets one.
+        self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
+        self.alternating_sum = torch.zeros_like(inputs.state.position)
+        for step in range(stepper.clock.last - 1, -1, -1):
+            self.alternating_sum = self.noise(step)[0] - self.alternating_sum
+
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        kicks = 1 if step == 0 else 2
+        self.add(before.position, kicks * self.half * self.alternating_sum, step)
+        self.alternating_sum = self.noise(step)[0] - self.alternating_sum
+
+
+def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
+    """Divide drift by noise; the ratio is zero for pinned atoms, which have neither."""
+    return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
+
+
+def path_score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> PathScore:
+    """Make the score of the paths of a scheme."""
+    if isinstance(solver, EulerMaruyama):
+        return _EulerMaruyama(dynamics, stepper, inputs)
+    return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)
