@@ -15,7 +15,9 @@ from torch import Tensor
 import adjsim
 from adjsim._grid import Grid, power_of_two
 from adjsim.dynamics import Coefficient, Dynamics, Field, Function, Random, Scale, Shear, Term
-from adjsim.dynamics.buffer import buffer_name, fractions, refill, spill
+from adjsim.dynamics.buffer import FULL, buffer_name, fractions, refill, spill
+from adjsim.dynamics.lattice import DENOMINATOR
+from tests.problems import Case, square
 from tests.retracing import forth_and_back
 
 
@@ -207,3 +209,21 @@ def test_a_spill_is_given_back():
     assert spill(after, "momentum", 3, 2.0**40) == (after, None)
     with pytest.raises(OverflowError, match="smaller dt"):
         spill(state, "momentum", 3, 2.0**35)
+
+
+@pytest.mark.parametrize("name", ["langevin", "chain-3", "generalised-2"])
+def test_a_buffer_below_its_limit_fits_an_integer(name):
+    """A scale multiplies a buffer by the denominator of its factor, in 64 bits with a sign."""
+    scheme = {"langevin": "BAOAB", "chain-3": "NBABN", "generalised-2": "BAGAB"}[name]
+    case = Case(name, scheme, "lennard-jones", exact=True)
+    dynamics = case.build()
+    start = case.start(dynamics, *square())
+    program = case.solver.program(dynamics, start)
+    coefficients = program.lattice.rationals(case.solver.coefficients(dynamics, start))
+    denominators = [
+        int(x.max()) for group in coefficients.values() for n, x in group.items() if n[-2:] == " d"
+    ]
+    moves = [(stage.letter, move) for stage, move in program.moves]
+    growth = program.lattice.growth(coefficients, moves)
+    assert growth.limit * max([DENOMINATOR if name == "chain-3" else 1, *denominators]) < 2**63
+    assert growth.limit > 2**FULL

@@ -165,6 +165,38 @@ def test_an_average_made_anew_compiles_nothing():
     assert cache.count(dynamics) == kept
 
 
+def test_a_captured_tensor_that_changes_is_read_anew():
+    dynamics, weight = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3))), torch.tensor([1.0, 0.5])
+    record = averaged(2, weight)
+    first = end(dynamics, True, record)
+    close(end(dynamics, True, record), first)
+    weight.mul_(2)
+    close(end(dynamics, True, record), end(dynamics, False, record))
+    assert float(end(dynamics, True, record)[0]) != float(first[0])
+
+
+@pytest.mark.parametrize(("scheme", "more"), [("BAB", 2), ("ABA", 0), ("BABAB", 2)])
+def test_compiled_loops_count_their_evaluations(scheme, more):
+    """Those of the steps one by one. A loop of the sweep ends at the first step in addition, and
+    takes the force and the product that two steps share there once more.
+    """
+    counts = []
+    for compile in (True, False):
+        dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0)))
+        run = adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            torch.tensor([0.0, 0.07, 0.2, 0.37]),
+            solver=adjsim.Splitting(scheme, 0.01),
+            adjoint=ReversibleAdjoint(),
+            compile=compile,
+        )
+        forward = run.stats["energy_evaluations"]
+        (run.position**2).sum().backward()
+        counts.append((forward, run.stats["energy_evaluations"]))
+    assert counts[0] == (counts[1][0], counts[1][1] + more)
+
+
 class SoftCore(adjsim.potentials.PairPotential):
     """Finite where two atoms are in one place; one parameter under two names."""
 

@@ -676,6 +676,30 @@ REFUSED = [
         "length must be an integer",
     ),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof="6"), TypeError, "dof must be a number"),
+    (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length=0), ValueError, "at least 1 link"),
+    (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof=0), ValueError, "dof must be positive"),
+    (
+        lambda: adjsim.NoseHooverChain(adjsim.Harmonic()).check(
+            adjsim.NoseHooverChain(adjsim.Harmonic(), length=2).init(Q, P)
+        ),
+        ValueError,
+        r"bath_position has shape \(2, 1, 1\); it must be \(3, 1, 1\)",
+    ),
+    *(
+        (
+            lambda make=make, name=name, value=value: make(adjsim.Harmonic(), **{name: value}),
+            ValueError,
+            f"{name} must be positive; got {value}",
+        )
+        for make, names in (
+            (adjsim.Langevin, ("mass", "kT", "friction")),
+            (adjsim.OverdampedLangevin, ("kT", "friction")),
+            (adjsim.NoseHooverChain, ("mass", "kT", "tau")),
+            (adjsim.GeneralizedLangevin, ("mass", "kT")),
+        )
+        for name in names
+        for value in (0, -2)
+    ),
     (lambda: adjsim.LennardJones(cutoff="3"), TypeError, "cutoff must be a number; got str '3'"),
     (lambda: adjsim.LennardJones(cutoff=parameter(3.0)), ValueError, "cutoff requires grad"),
     (lambda: adjsim.LennardJones(box="cubic"), TypeError, "box must be real numbers"),

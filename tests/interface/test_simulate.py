@@ -254,6 +254,7 @@ def test_other_things_that_are_refused():
         dynamics.init(square()[0])
     with pytest.raises(ValueError, match="ESH needs at least two dimensions"):
         adjsim.ESH(adjsim.Harmonic()).init(torch.zeros(1, 1))
+    assert adjsim.ESH(adjsim.Harmonic()).init(torch.zeros(5, 1, 2)).position.shape == (5, 1, 2)
     with pytest.raises(ValueError, match="has a term 'B' that it leaves out; its terms are A, B"):
         run(solver=Splitting("A", 0.01))
     with pytest.raises(ValueError, match="has no term 'N'"):
@@ -412,3 +413,31 @@ def test_the_example_of_the_readme_runs():
     exec(example, names)
     assert float(names["sigma"].grad) != 0
     assert names["run"].stats["reconstruction_error"] < 1e-9
+
+
+def test_steps_are_those_of_the_whole_run():
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic())
+    times = [0.0, 0.1, 0.3]
+    run = adjsim.simulate(
+        dynamics, dynamics.init(*square()), times, solver=adjsim.VelocityVerlet(0.01)
+    )
+    assert run.stats["steps"] == 30
+
+
+def test_defaults_of_dynamics_are_one():
+    potential = adjsim.Harmonic()
+    for dynamics, names in (
+        (adjsim.Hamiltonian(potential), ["mass"]),
+        (adjsim.Langevin(potential), ["mass", "kT", "friction"]),
+        (adjsim.OverdampedLangevin(potential), ["kT", "friction"]),
+        (adjsim.NoseHooverChain(potential), ["mass", "kT", "tau"]),
+        (adjsim.GeneralizedLangevin(potential), ["mass", "kT", "rates", "strengths"]),
+    ):
+        assert [float(getattr(dynamics, name)) for name in names] == [1.0] * len(names)
+    assert adjsim.NoseHooverChain(potential).length == 3
+
+
+def test_canonical_weights_sum_to_one_over_time():
+    weights = adjsim.dynamics.canonical_weights(torch.tensor([[0.0, 1.0], [0.5, 3.0]]))
+    torch.testing.assert_close(weights.sum(0), torch.ones(2))
+    torch.testing.assert_close(weights[1] / weights[0], torch.tensor([0.5, 2.0]).exp())
