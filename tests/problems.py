@@ -117,8 +117,12 @@ UNDERDAMPED = [
 
 def slow_but(short: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
     """The rows of a table, marked slow but for those of the default tests."""
-    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [row if short(*row) else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+    def marked(row: Any) -> Any:
+        entries = row if isinstance(row, tuple) else (row,)
+        return row if short(*entries) else pytest.param(*entries, marks=pytest.mark.slow)
+
+    return [marked(row) for row in rows]
 
 
 def square(replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ empty buffers.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -158,7 +159,8 @@ def test_one_is_one():
     ("factor", "way"), [(1e-9, "smaller"), (1 - 1e-10, "larger"), (0.0, "smaller")]
 )
 def test_factors_no_fraction_is_near_to_are_refused(factor, way):
-    with pytest.raises(ValueError, match=f"Use a {way} dt"):
+    near = "0" if way == "smaller" else "1"
+    with pytest.raises(ValueError, match=f"close to {near} for a fraction. Use a {way} dt"):
         fractions("it", torch.tensor(factor, dtype=torch.float64))
 
 
@@ -227,3 +229,22 @@ def test_a_buffer_below_its_limit_fits_an_integer(name):
     growth = program.lattice.growth(coefficients, moves)
     assert growth.limit * max([DENOMINATOR if name == "chain-3" else 1, *denominators]) < 2**63
     assert growth.limit > 2**FULL
+
+
+def test_spacings_and_checks():
+    """2^-40 of the scale, which is a power of two; 2^-44 for a field that is scaled. The buffers
+    are checked before they can be full.
+    """
+    dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), kT=1e-6, friction=0.5)
+    start = dynamics.init(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
+    solver = adjsim.Splitting("BAOAB", 0.001, exact=True)
+    program = solver.program(dynamics, start)
+    grids = program.lattice.grids
+    assert grids["position"].spacing == 4 * 2.0**-40
+    assert grids["momentum"].spacing == 8 * 2.0**-44
+    coefficients = program.lattice.rationals(solver.coefficients(dynamics, start))
+    growth = program.lattice.growth(coefficients, [(s.letter, move) for s, move in program.moves])
+    (bits,) = (float(x) for x in growth.bits.values())
+    assert bits == pytest.approx(0.0005 / math.log(2), rel=1e-6)
+    assert FULL + bits * growth.check_every < math.log2(growth.limit)
+    assert growth.check_every == 4096

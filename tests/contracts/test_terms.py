@@ -11,7 +11,8 @@ from tests.problems import start as start_of
 from tests.suites import TermContract, disturbed
 
 ROWS = []
-for name, build in {**DYNAMICS, **STOCHASTIC}.items():
+LONGER = {"chain-5": lambda potential: adjsim.NoseHooverChain(potential, 1.4, 0.6, 0.5, length=5)}
+for name, build in {**DYNAMICS, **STOCHASTIC, **LONGER}.items():
     if name == "overdamped":
         continue  # its term has no flow
     for potential in ("lennard-jones", "plain-module"):

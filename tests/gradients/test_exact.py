@@ -22,7 +22,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.systems import cluster
-from tests.gradients.test_table import LOSSES, agree, gradients, moment
+from tests.gradients.test_table import LOSSES, agree, by_default, gradients, moment
 from tests.problems import Case, parameter, potentials, schemes, slow_but, square, vector
 from tests.problems import start as start_of
 from tests.retracing import forth_and_back
@@ -41,7 +41,7 @@ ROWS += [(case, "saves") for case in CASES if case not in FIRST.values()]
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    slow_but(lambda case, kind: case in FIRST.values() or case.potential == "cutoff", ROWS),
+    slow_but(by_default, ROWS),
     ids=str,
 )
 def test_all_adjoints_agree(case, kind):
@@ -135,7 +135,9 @@ def test_a_system_does_not_depend_on_its_batch(name, scheme):
         assert torch.equal(mine[0], theirs[0])
 
 
-@pytest.mark.parametrize("name", ["langevin", "generalised-2"])
+@pytest.mark.parametrize(
+    "name", ["langevin", pytest.param("generalised-2", marks=pytest.mark.slow)]
+)
 def test_spilled_words_come_back(name):
     """Friction fills the buffers many times over, in a batch, with saves between the spills."""
     scheme = {"langevin": "OBABO", "generalised-2": "GBABG"}[name]
@@ -287,7 +289,7 @@ def test_twenty_thousand_chaotic_steps():
                 parameter(20.0),
             ),
         ),
-        (
+        pytest.param(
             "BAGAB",
             lambda: adjsim.GeneralizedLangevin(
                 adjsim.DoubleWell(parameter(0.7)),
@@ -296,6 +298,7 @@ def test_twenty_thousand_chaotic_steps():
                 vector(5.0, 20.0),
                 vector(20.0, 80.0),
             ),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -606,7 +609,7 @@ def test_buffers_of_conservative_and_thermostatted_runs():
         dynamics = case.build()
         with torch.no_grad():
             run = adjsim.simulate(
-                dynamics, case.start(dynamics, *square()), [0.0, 20.0], solver=case.solver
+                dynamics, case.start(dynamics, *square()), [0.0, 10.0], solver=case.solver
             )
         if name == "hamiltonian":
             assert run.stats["buffer_bits"] == run.stats["buffer_bound"] == 0.0

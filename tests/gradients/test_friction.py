@@ -12,7 +12,7 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReconstructionError, ReversibleAdjoint
-from tests.problems import POTENTIALS, STOCHASTIC, UNDERDAMPED, parameter, square, vector
+from tests.problems import POTENTIALS, STOCHASTIC, UNDERDAMPED, parameter, slow_but, square, vector
 from tests.problems import start as start_of
 
 
@@ -65,7 +65,7 @@ STRONG = {
         ("langevin", "BAOAB"),
         pytest.param("langevin", "OBABO", marks=pytest.mark.slow),
         pytest.param("langevin", "ABOBA", marks=pytest.mark.slow),
-        ("langevin-atoms", "BAOAB"),
+        pytest.param("langevin-atoms", "BAOAB", marks=pytest.mark.slow),
         pytest.param("generalised", "BAGAB", marks=pytest.mark.slow),
     ],
 )
@@ -139,7 +139,10 @@ def test_float32_keeps_within_a_tolerance_that_fits_it():
     agree([x.double() for x in mine[:1]], direct[:1], 1e-2)
 
 
-@pytest.mark.parametrize(("name", "scheme"), UNDERDAMPED)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    slow_but(lambda name, scheme: scheme in ("BAOAB", "GBABG"), UNDERDAMPED),
+)
 def test_the_same_path_and_gradient_whatever_is_saved(name, scheme):
     """To the last bit the same path for any save times, segments and adjoint; and the same gradient
     to rounding.

@@ -102,7 +102,13 @@ def ratio(prepare, steps, times=4):
         for name, x in ADJOINTS.items()
     ],
 )
-@pytest.mark.parametrize("potential", POTENTIALS.values(), ids=POTENTIALS)
+@pytest.mark.parametrize(
+    "potential",
+    [
+        pytest.param(x, id=name, marks=() if name == "own" else pytest.mark.slow)
+        for name, x in POTENTIALS.items()
+    ],
+)
 def test_adjoints(potential, adjoint):
     # Four if it is linear; sixteen in the limit, and ten at this length, where every step walked
     # the whole graph.
@@ -130,7 +136,13 @@ def backward_of_saves(solver, adjoint, every):
 
 @pytest.mark.parametrize(
     "adjoint",
-    [*ADJOINTS.values(), pytest.param(adjsim.BacksolveAdjoint(), marks=pytest.mark.slow)],
+    [
+        ADJOINTS["direct"],
+        *(
+            pytest.param(adjoint, marks=pytest.mark.slow)
+            for adjoint in (*list(ADJOINTS.values())[1:], adjsim.BacksolveAdjoint())
+        ),
+    ],
     ids=repr,
 )
 def test_backward_passes_with_saves(adjoint):
@@ -143,7 +155,7 @@ def test_backward_passes_with_saves(adjoint):
 @pytest.mark.parametrize(
     "solver",
     [
-        adjsim.VelocityVerlet(0.01),
+        pytest.param(adjsim.VelocityVerlet(0.01), marks=pytest.mark.slow),
         pytest.param(adjsim.ODESolver("rk4", dt=0.01), marks=pytest.mark.slow),
     ],
     ids=repr,

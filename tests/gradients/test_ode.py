@@ -108,8 +108,8 @@ def test_every_method_of_torchdiffeq_is_there():
 
 
 def marked(methods):
-    """By default one adaptive method, one of fixed steps, one multistep and SciPy's."""
-    return slow_but(lambda m: m in ("dopri5", "rk4", "implicit_adams", "scipy_solver"), methods)
+    """By default one adaptive method, one of fixed steps and SciPy's."""
+    return slow_but(lambda m: m in ("dopri5", "rk4", "scipy_solver"), methods)
 
 
 @pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP))

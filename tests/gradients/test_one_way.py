@@ -392,3 +392,23 @@ def test_time_averages_keep_their_digits():
     offset = average(lambda state: 1000 + 0 * state.position.squeeze(), single, 1000.0)
     assert offset.dtype == torch.float32
     assert float(offset) == 1000.0
+
+
+@pytest.mark.parametrize("adjoint", [adjsim.CheckpointAdjoint(), adjsim.ReversibleAdjoint()])
+def test_a_small_record_that_is_random_is_caught(adjoint):
+    """Its error is compared with its own size, or with its terms where it depends on the state."""
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    for small in (
+        lambda state: 1e-9 * torch.rand(()),
+        lambda state: 1e-9 * (1 + 0.1 * torch.rand(())) * state.position.square().sum(),
+    ):
+        run = adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.05, 0.1],
+            solver=adjsim.VelocityVerlet(0.01),
+            adjoint=adjoint,
+            record=lambda state, small=small: small(state) + 0 * state.position.sum(),
+        )
+        with pytest.raises(adjsim.ReconstructionError, match="computed it again"):
+            run.record.sum().backward()

@@ -4,6 +4,7 @@ and what they refuse.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -113,16 +114,15 @@ def test_direct_against_central_differences_on_common_noise(name, method, kind):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "langevin",
-        pytest.param("generalised-2", marks=pytest.mark.slow),
-        pytest.param("overdamped", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("method", "order"),
-    [("midpoint", 1), ("heun", 1), ("euler", 1), ("euler_heun", 1), ("milstein", 1), ("srk", 1)],
+    ("name", "method", "order"),
+    slow_but(
+        lambda name, method, order: (name, method) == ("langevin", "midpoint"),
+        [
+            (name, method, 1)
+            for name in ("langevin", "generalised-2", "overdamped")
+            for method in ("midpoint", "heun", "euler", "euler_heun", "milstein", "srk")
+        ],
+    ),
 )
 def test_the_continuous_adjoint_approaches_direct_on_the_same_path(name, method, order):
     """The difference falls with dt at least at the order of the method (that of the adjoint's own
@@ -146,8 +146,10 @@ def test_the_continuous_adjoint_approaches_direct_on_the_same_path(name, method,
     assert errors[-1] < 0.02
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_but(lambda name, kind: kind == "saves", itertools.product(NAMES, KINDS)),
+)
 def test_reversible_heun_equals_backpropagation_at_decimal_steps(name, kind):
     solver = SDESolver("reversible_heun", dt=0.003)
     direct = gradients(name, kind, solver, DirectAdjoint(), Noise(4), "double-well", 0.09)
@@ -246,6 +248,7 @@ def test_the_continuous_adjoint_is_refused_beyond_its_reach():
     adjsim.simulate(weak, start, [0.0, 2.0], **options)
 
 
+@pytest.mark.slow
 def test_saving_more_often_keeps_the_gradient():
     """What the refusal advises is true: at friction T = 16 with 16 save times the gradient is that
     of direct.

@@ -5,6 +5,7 @@ against known answers.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -146,6 +147,7 @@ def gradients(output: str, method: str, adjoint: str) -> dict[str, torch.Tensor]
     return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in values.items()}
 
 
+DEFAULT = [("RK45", "checkpoint"), ("RK45", "backsolve"), ("Radau", "interpolate")]
 OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"]
 
 
@@ -153,7 +155,7 @@ OUTPUTS = ["saved", "last", "dense", "t_events", "y_events", "terminal", "reset"
 @pytest.mark.parametrize(
     ("method", "adjoint"),
     slow_but(
-        lambda method, adjoint: method == "RK45" or (method, adjoint) == ("Radau", "interpolate"),
+        lambda method, adjoint: (method, adjoint) in DEFAULT,
         [
             *((method, "interpolate") for method in METHODS),
             *((m, a) for m in ("RK45", "Radau", "LSODA") for a in ADJOINTS[1:]),
@@ -195,15 +197,24 @@ def switched(t, y, p):
     return -0.1 * y + p * (t > 1)
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("method", ["RK45", "DOP853", "BDF"])
-@pytest.mark.parametrize("fun", [quick, switched])
+@pytest.mark.parametrize(
+    ("fun", "method", "adjoint"),
+    slow_but(
+        lambda fun, method, adjoint: method == "RK45",
+        [
+            (fun, method, adjoint)
+            for fun in (quick, switched)
+            for method in ("RK45", "DOP853", "BDF")
+            for adjoint in ADJOINTS
+            # The state of backsolve has a kink at the switch that no step knows of.
+            if (fun, adjoint) != (switched, "backsolve")
+        ],
+    ),
+)
 def test_what_changes_faster_than_the_adjoint(fun, method, adjoint):
     """The adjoint of y' = -0.1 y + p s(t) is an exponential, whatever s is; so are its steps. Over
     steps as long as ten, which DOP853 takes here, SciPy's interpolant of order seven is good to
     1e-5 only: 1/8! of what the step is."""
-    if fun is switched and adjoint == "backsolve":
-        return  # its state has a kink that no step knows of
     p = leaf(0.0)  # the way forward knows nothing of s either
     found = adjsim.solve_ivp(
         fun, (0, 10), [1.0], method, [10.0], args=(p,), rtol=1e-8, atol=1e-11, adjoint=adjoint
@@ -310,6 +321,7 @@ def test_van_der_pol(method, rtol, error, adjoint):
     assert abs(of_van_der_pol(method, rtol, adjoint) + 0.631501703) < error
 
 
+@pytest.mark.slow
 def test_backsolve_loses_what_its_docstring_says():
     """Right where the state can be integrated backward, as in the table; on van der Pol lost, first
     without a word.
@@ -336,8 +348,10 @@ BALLS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ball", list(BALLS))
+@pytest.mark.parametrize(
+    ("ball", "method"),
+    slow_but(lambda ball, method: ball == "quadratic", itertools.product(BALLS, METHODS)),
+)
 def test_balls_with_drag(ball, method):
     """To 1e-7, or to half of the last digit that is known of the answer."""
     fun, gravity, height, answers = BALLS[ball]
@@ -367,6 +381,7 @@ def test_linear_drag_in_closed_form(method):
         assert abs(float(x.grad - y.grad)) < 1e-7
 
 
+@pytest.mark.slow
 def test_backward_tolerances_are_their_own():
     """A tenth of the forward ones by default; looser, the gradient is worse though the solution is
     the same.

@@ -94,7 +94,7 @@ PAIRS = [
     pytest.param(
         method,
         adjoint,
-        marks=[] if adjoint == "interpolate" or method == "RK45" else [pytest.mark.slow],
+        marks=[] if method in ("RK45", "Radau") else [pytest.mark.slow],
     )
     for method in METHODS
     for adjoint in ADJOINTS

@@ -23,7 +23,14 @@ LOSSES = ["final", "saves", "record", "average"]
 FIRST = {case.dynamics: case for case in reversed(schemes())}
 ROWS = [(case, kind) for case in FIRST.values() for kind in LOSSES]
 ROWS += [(case, "saves") for case in [*schemes(), *potentials()] if case not in FIRST.values()]
-TABLE = slow_but(lambda case, kind: case in FIRST.values() or case.potential == "cutoff", ROWS)
+
+
+def by_default(case, kind):
+    """Each dynamics with its first scheme and two losses, and each with a cutoff."""
+    return kind in ("final", "average") or case.potential == "cutoff"
+
+
+TABLE = slow_but(by_default, ROWS)
 
 
 def moment(state):
@@ -159,7 +166,11 @@ def direct_of_a_longer_run():
     return of_a_longer_run(DirectAdjoint())
 
 
-@pytest.mark.parametrize("adjoint", [CheckpointAdjoint(), ReversibleAdjoint()], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint",
+    [pytest.param(CheckpointAdjoint(), marks=pytest.mark.slow), ReversibleAdjoint()],
+    ids=repr,
+)
 def test_longer_runs_agree_to_their_reach(adjoint):
     """400 steps of four atoms bound in a chain's bath."""
     for mine, theirs in zip(of_a_longer_run(adjoint), direct_of_a_longer_run(), strict=True):

@@ -86,6 +86,7 @@ def test_parallel_loops_run_in_forks():
         assert not touched
 
 
+@pytest.mark.slow
 def test_processes_that_import_the_library_themselves(monkeypatch):
     monkeypatch.setattr(apart, "START", "spawn")
     assert apart.apart(max, 1, 2) == 2
@@ -145,12 +146,13 @@ def estimators(names, preset, look):
             2,
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             lambda: job("langevin", "BAOAB").adjoints(
                 {**ADJOINTS, PLAIN: ReversibleAdjoint()}, "gyration", False
             ),
             0.05,
             2,
+            marks=pytest.mark.slow,
         ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
         (
@@ -179,6 +181,7 @@ def test_numbers_are_those_of_this_process(make, horizon, replicas):
                 assert mine.diagnostics[key] == theirs.diagnostics[key]
 
 
+@pytest.mark.slow
 def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
     """Whatever ran before it: other methods, shorter horizons, or nothing. A resident set is good
     to a megabyte, and backpropagation through 800 steps takes forty."""

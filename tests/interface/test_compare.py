@@ -561,6 +561,7 @@ def test_command_line_on_a_preset(tmp_path):
     )  # dt/2 of Euler-Maruyama
 
 
+@pytest.mark.slow
 def test_command_line_first_passage_refuses_stationary_estimators(command, tmp_path):
     done = command(
         "first-passage",
@@ -577,6 +578,7 @@ def test_command_line_first_passage_refuses_stationary_estimators(command, tmp_p
     assert [run["horizon"] for run in document["runs"]] == [0.5, 1.0]
 
 
+@pytest.mark.slow
 def test_command_line_sweeps_over_replicas(command, tmp_path):
     """The mean first-passage time, whose exact answer is within four errors; which fall with the
     replicas.
@@ -607,6 +609,7 @@ def test_command_line_sweeps_over_replicas(command, tmp_path):
     assert errors[1] < 0.5 * errors[0]
 
 
+@pytest.mark.slow
 def test_command_line_estimators_on_the_cluster(command, tmp_path):
     """By epsilon and sigma, the bath being held; path and stationary estimates of the same mean
     apart.
@@ -664,6 +667,7 @@ def test_presets_have_the_answers_of_the_references():
     assert grads["kT"] < 0
 
 
+@pytest.mark.slow
 def test_densities_of_the_steps_forget_their_start():
     """By symmetry half of them end up beyond the barrier; and who is absorbed lives for a time that
     stops growing.

@@ -37,7 +37,10 @@ STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(lambda c: not c.exact, [c for c in STEPS if c.couplings or not c.exact]),
+    slow_but(
+        lambda c: c.dynamics in ("langevin", "esh"),
+        [c for c in STEPS if c.couplings or not c.exact],
+    ),
     ids=repr,
 )
 def test_a_step_compiles_whole(case):

@@ -4,6 +4,7 @@ work.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from adjsim import (
     TimeAverage,
     VelocityVerlet,
 )
-from tests.problems import DYNAMICS, POTENTIALS, parameter, square
+from tests.problems import DYNAMICS, POTENTIALS, parameter, slow_but, square
 
 SOLVERS = [
     *[
@@ -76,8 +77,13 @@ def test_the_path_does_not_depend_on_the_adjoint(adjoint):
     assert all(torch.equal(getattr(plain, f), getattr(other, f)) for f in start._fields)
 
 
-@pytest.mark.parametrize("name", ["hamiltonian", "hamiltonian-masses", "chain-3", "esh"])
-@pytest.mark.parametrize("potential", POTENTIALS)
+@pytest.mark.parametrize(
+    ("name", "potential"),
+    slow_but(
+        lambda name, potential: name == "hamiltonian" or potential == "lennard-jones",
+        itertools.product(["hamiltonian", "hamiltonian-masses", "chain-3", "esh"], POTENTIALS),
+    ),
+)
 def test_a_batch_gives_the_numbers_of_its_replicas(name, potential):
     dynamics = build(name, potential)
     position, momentum = square((2, 3))

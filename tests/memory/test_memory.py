@@ -25,7 +25,9 @@ def test_reversible_is_flat_in_the_number_of_steps():
     assert growth("reversible", 800, "batch") - growth("reversible", 200, "batch") < 4 * MB
 
 
-@pytest.mark.parametrize("problem", ["langevin", "generalised"])
+@pytest.mark.parametrize(
+    "problem", ["langevin", pytest.param("generalised", marks=pytest.mark.slow)]
+)
 def test_reversible_is_flat_under_friction_too(problem):
     """A checkpoint of 0.2 MB (0.3 with memory) every few hundred steps; all states take 118 MB."""
     assert growth("reversible", 800, problem) - growth("reversible", 200, problem) < 4 * MB
@@ -58,6 +60,7 @@ def test_pathwise_by_reversal_is_flat_in_the_steps():
     assert growth("pathwise", 500, 2048) - growth("pathwise", 100, 2048) < 6 * MB
 
 
+@pytest.mark.slow
 def test_solve_ivp_by_checkpoints_is_flat():
     """Over three thousand steps, whose interpolants take four megabytes. At most 64 of them are
     held, and 128 states: with them 0.7 MB were measured.

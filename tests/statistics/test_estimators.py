@@ -25,7 +25,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.systems import cluster
-from tests.problems import Cage, parameter, square
+from tests.problems import Cage, parameter, slow_but, square
 
 
 def seeded(seed=0):
@@ -93,9 +93,11 @@ PATH = [
 ]
 
 
-@pytest.mark.parametrize("estimator", PATH, ids=repr)
+@pytest.mark.parametrize(
+    "estimator", slow_but(lambda e: isinstance(e, Pathwise | Girsanov), PATH), ids=repr
+)
 def test_path_gradient(estimator):
-    estimate = estimator(path_problem(), Final(squared), replicas=20_000, generator=seeded())
+    estimate = estimator(path_problem(), Final(squared), replicas=6_000, generator=seeded())
     assert estimate.estimand == "path"
     value, dk, _ = path_gradient()
     within(estimate, {"potential.k": dk})
@@ -104,17 +106,21 @@ def test_path_gradient(estimator):
 
 
 @pytest.mark.parametrize(
-    "estimator", [Pathwise(), FiniteDifference(), ForwardSensitivity()], ids=repr
+    "estimator",
+    slow_but(
+        lambda e: isinstance(e, Pathwise), [Pathwise(), FiniteDifference(), ForwardSensitivity()]
+    ),
+    ids=repr,
 )
 def test_path_gradient_by_temperature(estimator):
     estimate = estimator(
-        path_problem(parameter(1.0)), Final(squared), replicas=5_000, generator=seeded()
+        path_problem(parameter(1.0)), Final(squared), replicas=2_000, generator=seeded()
     )
     _, dk, dkT = path_gradient()
     within(estimate, {"potential.k": dk, "kT": dkT})
 
 
-@pytest.mark.parametrize("scheme", ["BAOAB", "OBABO"])
+@pytest.mark.parametrize("scheme", ["BAOAB", pytest.param("OBABO", marks=pytest.mark.slow)])
 def test_girsanov_on_langevin_equals_pathwise(scheme):
     """Another mass, kT and friction than one; several steps, so that all weights of the score
     count.
@@ -164,7 +170,11 @@ class Tilted(nn.Module):
         return self.dynamics.potential.k * state.position[:, 0, 0] ** 2
 
 
-@pytest.mark.parametrize("estimator", [Girsanov(), Pathwise(), ForwardSensitivity()], ids=repr)
+@pytest.mark.parametrize(
+    "estimator",
+    slow_but(lambda e: not isinstance(e, Girsanov), [Girsanov(), Pathwise(), ForwardSensitivity()]),
+    ids=repr,
+)
 def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
     simulation = path_problem()
     value, dk, _ = path_gradient()
@@ -172,7 +182,7 @@ def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
         Final(Tilted(simulation.dynamics)),
         lambda run: Tilted(simulation.dynamics)(run.final),
     ):
-        estimate = estimator(simulation, observable, replicas=5_000, generator=seeded())
+        estimate = estimator(simulation, observable, replicas=2_000, generator=seeded())
         within(estimate, {"potential.k": dk + value})  # k = 1
 
 
@@ -434,6 +444,7 @@ def test_growth_is_the_rate_of_the_flow():
         )
 
 
+@pytest.mark.slow
 def test_chaos_is_said():
     """A chaotic cluster: the gradient of a path grows, the estimate says so and when it is lost."""
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0), parameter(1.0)))
@@ -477,6 +488,7 @@ def test_few_samples_are_said():
     assert any("worth 20 independent samples" in reason for reason in estimate.warnings)
 
 
+@pytest.mark.slow
 def test_truncation_is_another_question_and_says_so():
     """With one piece it is the whole gradient; with a shorter one it is that of the last part, by
     the chain's moments.
