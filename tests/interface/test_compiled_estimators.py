@@ -23,6 +23,7 @@ from adjsim import (
     TimeAverage,
     compare,
 )
+from adjsim.adjoints.loop_runner import cache
 from adjsim.cli import app
 from tests.problems import parameter
 
@@ -139,3 +140,30 @@ def test_command_line_in_compiled_loops(tmp_path, monkeypatch):
     assert (direct["compiled"], reversible["compiled"]) == (False, True)
     assert reversible["relative_difference"] < 1e-10
     assert reversible["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    ("make", "offset"),
+    [
+        (ScoreFunction, 0.0),
+        (ScoreFunction, 1e4),
+        (Reweighting, 0.0),
+        (lambda: Pathwise(ReversibleAdjoint()), 0.0),
+    ],
+)
+def test_an_estimator_made_anew_with_other_starts_compiles_nothing(make, offset):
+    """Of an offset that is subtracted two values are possible, by the spread of the starts."""
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)))
+    simulation = Simulation(
+        dynamics,
+        lambda n, g: dynamics.init(torch.randn(n, 1, 1, generator=g), generator=g),
+        [0.0, 1.0],
+        adjsim.BAOAB(0.05),
+        compile=True,
+    )
+    kept = []
+    for seed in range(6):
+        observable = TimeAverage(lambda s: offset + s.position[:, 0, 0] ** 2)
+        make()(simulation, observable, replicas=64, chunks=2, generator=seed)
+        kept.append(cache.count(dynamics))
+    assert kept[-1] - kept[0] <= (1 if offset else 0)
