@@ -50,16 +50,16 @@ momentum = math.sqrt(HOT) * torch.randn(
 momentum = momentum - momentum.mean(0)
 
 
-def drop(scheme, friction=1.0):
-    potential = adjsim.LennardJones(parameter(1.0), parameter(1.0))
-    if scheme == "BAB":
-        return adjsim.Hamiltonian(potential)
-    return adjsim.Langevin(potential, kT=parameter(KT), friction=parameter(friction))
+potential = adjsim.LennardJones(parameter(1.0), parameter(1.0))
+DYNAMICS = {
+    "BAB": adjsim.Hamiltonian(potential),
+    "BAOAB": adjsim.Langevin(potential, kT=parameter(KT), friction=parameter(1.0)),
+}
 
 
 def gradient(scheme, time, adjoint, exact):
-    """Return the gradient and the stats of the run."""
-    dynamics = drop(scheme)
+    """Return the gradient and the stats of the run. Reversed runs are compiled."""
+    dynamics = DYNAMICS[scheme]
     run = adjsim.simulate(
         dynamics,
         dynamics.init(cluster().position, momentum),
@@ -68,6 +68,7 @@ def gradient(scheme, time, adjoint, exact):
         adjoint=adjoint,
         record=lambda state: (state.position**2).sum(-1).mean(),
         generator=torch.Generator().manual_seed(4),
+        compile=isinstance(adjoint, adjsim.ReversibleAdjoint),
     )
     return torch.stack(
         torch.autograd.grad(run.record[-1], list(dynamics.parameters()))
@@ -265,19 +266,24 @@ assert max(off_direct.values()) < 1e-11
 # half of the kinetic energy goes into the bonds at once.
 
 
+dynamics = DYNAMICS["BAOAB"]
+
+
 def counted(friction, steps):
     """Return the bits per step and degree of freedom, the bound, and the heat that
     friction removes, also per step and degree of freedom, in units of kT ln 2.
     """
-    dynamics = drop("BAOAB", friction)
+    dynamics.friction.data.fill_(friction)
     with torch.no_grad():
         run = adjsim.simulate(
             dynamics,
             dynamics.init(cluster().position, momentum * math.sqrt(2 * KT / HOT)),
             [0.0, steps * DT],
             solver=adjsim.Splitting("BAOAB", DT, exact=True),
+            adjoint=adjsim.ReversibleAdjoint(),
             record=adjsim.TimeAverage(dynamics.kinetic_energy),
             generator=torch.Generator().manual_seed(1),
+            compile=True,
         )
     heat = friction * DT * 2 * run.record.item() / momentum.numel()
     return (
