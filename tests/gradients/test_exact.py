@@ -426,6 +426,20 @@ def test_a_number_changed_between_forward_and_backward_is_caught():
         moment(run.final).backward()
 
 
+def test_more_fingerprints_find_a_change_sooner():
+    dynamics = adjsim.Hamiltonian(Stiff())
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(*square()),
+        [0.0, 1.0],
+        solver=Splitting("BAB", 0.01, exact=True),
+        adjoint=ReversibleAdjoint(checkpoint_every=30),
+    )
+    dynamics.potential.k += 1e-13
+    with pytest.raises(ReconstructionError, match="did not recover the state of step 90,"):
+        moment(run.final).backward()
+
+
 def test_the_order_of_a_sum_does_not_matter():
     """Forward on one thread, backward on two: pair contributions are on a grid, so their sum has no
     order.

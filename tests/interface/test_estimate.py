@@ -121,6 +121,32 @@ def test_an_estimator_that_is_used_again_reads_the_dynamics_it_is_given():
         assert abs(float(estimate.grad["potential.k"]) + 1 / k**2) < 4 * float(error) < 1 / k**2
 
 
+@pytest.mark.parametrize("make", [adjsim.ScoreFunction, adjsim.Reweighting])
+def test_an_estimator_that_is_used_again_reads_the_observable_it_is_given(make):
+    """And an observable of several entries has the gradients of each alone, up to the correction
+    for the number of independent samples, which is one for all entries.
+    """
+    simulation = harmonic(1.3, 3.0)
+
+    def joined(state):
+        return torch.stack([squared(state), state.position[:, 0, 0] + 3], -1)
+
+    def entry(i):
+        return lambda state: joined(state)[:, i]
+
+    def run(estimator, function):
+        observable = adjsim.TimeAverage(function, burn_in=0.5)
+        return estimator(simulation, observable, replicas=32, chunks=2, generator=1)
+
+    together, again = run(make(), joined), make()
+    for i in range(2):
+        alone = run(again if make is adjsim.ScoreFunction else make(), entry(i))
+        for name, grad in alone.grad.items():
+            torch.testing.assert_close(together.grad[name][i], grad, rtol=0.02, atol=1e-12)
+        torch.testing.assert_close(together.value[i], alone.value, rtol=1e-12, atol=0)
+        assert 0 < alone.diagnostics["seconds"] < 600
+
+
 def test_passes_over_the_energy_of_a_score():
     """Forty steps, and one gradient at each of the twenty that are averaged."""
     observable = adjsim.TimeAverage(squared, burn_in=1.0)

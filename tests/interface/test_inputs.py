@@ -676,6 +676,14 @@ REFUSED = [
         "length must be an integer",
     ),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof="6"), TypeError, "dof must be a number"),
+    *(
+        (
+            lambda rates=rates: adjsim.GeneralizedLangevin(adjsim.Harmonic(), rates=rates),
+            ValueError,
+            "rates (must list at least one number|has no entries)",
+        )
+        for rates in ([], [[1.0]], 1.0)
+    ),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), length=0), ValueError, "at least 1 link"),
     (lambda: adjsim.NoseHooverChain(adjsim.Harmonic(), dof=0), ValueError, "dof must be positive"),
     (
