@@ -89,30 +89,27 @@ def ratio(prepare, steps, times=4):
         return time.process_time() - begun
 
     seconds(20)
-    pairs = [(seconds(steps), seconds(times * steps)) for _ in range(4)]
+    pairs = [(seconds(steps), seconds(times * steps)) for _ in range(3)]
     short, long = (min(each) for each in zip(*pairs, strict=True))
     return long / short
 
 
+def mark(potential, adjoint):
+    """The swept adjoints keep no graph: they are slower, and would show it last."""
+    if adjoint != "direct":
+        return [pytest.mark.marathon]
+    return [] if potential == "own" else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "adjoint",
-    # The swept ones keep no graph: they are slower, and would show it last.
-    [
-        pytest.param(x, id=name, marks=() if name == "direct" else pytest.mark.marathon)
-        for name, x in ADJOINTS.items()
-    ],
-)
-@pytest.mark.parametrize(
-    "potential",
-    [
-        pytest.param(x, id=name, marks=() if name == "own" else pytest.mark.slow)
-        for name, x in POTENTIALS.items()
-    ],
+    ("potential", "adjoint"),
+    [pytest.param(p, a, marks=mark(p, a), id=f"{p}-{a}") for p in POTENTIALS for a in ADJOINTS],
 )
 def test_adjoints(potential, adjoint):
     # Four if it is linear; sixteen in the limit, and ten at this length, where every step walked
     # the whole graph.
-    assert ratio(lambda steps: lambda: by_adjoint(potential(), adjoint, steps), STEPS) < 6.5
+    make, adjoint = POTENTIALS[potential], ADJOINTS[adjoint]
+    assert ratio(lambda steps: lambda: by_adjoint(make(), adjoint, steps), STEPS) < 6.5
 
 
 @pytest.mark.marathon

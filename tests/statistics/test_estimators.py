@@ -218,7 +218,7 @@ def test_harmonic(make, k):
     """d<x^2>/dk = -kT/k^2 and d<x^2>/dkT = 1/k; LeimkuhlerMatthews has no bias here."""
     kT = 0.8
     simulation, burn_in = equilibrium(
-        adjsim.Harmonic(parameter(k)), parameter(kT), 0.0, 40.0, 0.05, 10.0
+        adjsim.Harmonic(parameter(k)), parameter(kT), 0.0, 40.0, 0.05, 10.0, compile=True
     )
     estimate = make(burn_in)(
         simulation, TimeAverage(squared), replicas=1024, chunks=8, generator=seeded(3)
@@ -273,7 +273,9 @@ def test_muller_brown_occupation():
         )
         return dynamics.init(grid[pick].unsqueeze(1))
 
-    simulation = Simulation(dynamics, initial, [0.0, 0.1], adjsim.LeimkuhlerMatthews(5e-5))
+    simulation = Simulation(
+        dynamics, initial, [0.0, 0.1], adjsim.LeimkuhlerMatthews(5e-5), compile=True
+    )
     observable = TimeAverage(lambda s: torch.sigmoid(8 * (s.position[:, 0, 1] - 0.8)))
     estimate = ScoreFunction()(simulation, observable, replicas=8192, chunks=8, generator=seeded(5))
     assert abs(float(estimate.value) - share(kT)) < 4 * float(estimate.value_stderr)

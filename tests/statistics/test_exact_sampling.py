@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim import Splitting
+from adjsim import ReversibleAdjoint, Splitting
 from adjsim.systems import cluster
 from tests.statistics.test_moments import covariance, generalised, langevin
 from tests.statistics.test_sampling import chain_average
@@ -106,7 +106,9 @@ def errors_of_invariant(dynamics, start, scheme, dt, steps):
                 start,
                 times,
                 solver=Splitting(scheme, dt, exact=exact),
+                adjoint=ReversibleAdjoint(),
                 record=dynamics.invariant,
+                compile=True,
             ).record
             for exact in (False, True)
         ]

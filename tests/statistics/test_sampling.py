@@ -9,7 +9,7 @@ import torch
 from scipy.integrate import quad
 
 import adjsim
-from adjsim import Splitting, TimeAverage
+from adjsim import ReversibleAdjoint, Splitting, TimeAverage
 from adjsim.observables import autocorrelation_time, mean_with_error
 
 
@@ -31,7 +31,9 @@ def chain_average(dynamics, position, function, steps, dt, burn_in, exact=False)
             start,
             [0.0, steps * dt],
             solver=Splitting("NBABN", dt, exact=exact),
+            adjoint=ReversibleAdjoint(),
             record=TimeAverage(function, burn_in),
+            compile=True,
         )
     return run.record
 

@@ -189,7 +189,7 @@ def test_sde_solvers_sample_too(method, name):
         dynamics,
         SDESolver(method, dt=0.02),
         start,
-        60.0,
+        45.0,
         0.2,
         lambda s: torch.stack([s.position[..., 0, 0], s.position[..., 0, 0] ** 2], -1),
         10.0,
