@@ -84,11 +84,12 @@ def places(path: Path) -> dict[tuple[int, int], list[Mutant]]:
     return found
 
 
-def _annotations(tree: ast.AST) -> Iterator[Any]:
-    for node in ast.walk(tree):
+def _annotations(module: ast.Module) -> Iterator[Any]:
+    for node in ast.walk(module):
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 yield getattr(node, name)
+    for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
             yield node.value  # An alias of a type.
 

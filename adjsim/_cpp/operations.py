@@ -17,8 +17,8 @@ from adjsim._cpp.values import TYPES, UnprintableError
 
 Printer = Callable[..., str]
 
-# The largest integer power that is printed as a product: its relative error is below a rounding for
-# each of its factors.
+# The largest integer power that is printed as a product. The relative error of a product is at most
+# one rounding for each factor.
 LARGEST_PRODUCT = 16
 
 
@@ -45,14 +45,14 @@ def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
 
 
 def power(x: str, exponent: float) -> str:
-    """Print a power: products for small integers, as torch computes 2 and 3, and roots."""
+    """Print a power: a root, a product for a small integer, as torch computes 2 and 3, or pow()."""
     if exponent in (0.5, -0.5):
         root = f"std::sqrt({x})"
         return root if exponent > 0 else f"1 / {root}"
     if exponent == 0:
         return "1"
-    if exponent != int(exponent) or abs(exponent) > LARGEST_PRODUCT:
-        return f"math::pow({x}, {float(exponent)!r})"
+    if not float(exponent).is_integer() or abs(exponent) > LARGEST_PRODUCT:
+        return f"math::pow({x}, {literal(exponent, torch.float64)})"
     product = _product(x, abs(int(exponent)))
     return product if exponent > 0 else f"1 / ({product})"
 
@@ -167,7 +167,7 @@ template <class T> inline T floor_rest(T a, T b) {
 """
 
 # The GNU C library has vectorised versions of these functions, with errors of up to 4 units in the
-# last place, which GCC calls in vectorised loops if they are declared to it.
+# last place. GCC calls them in vectorised loops if they are declared to it.
 VECTORISED = f"""
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GLIBC_PREREQ(2, 35)
@@ -185,8 +185,8 @@ namespace {{ namespace math {{
 }} }}
 """
 
-# A vectorised version gives other last bits than the scalar one, and whether a compiler takes it
-# depends on the loop and on the place of an element in it. So the functions of an exact run are
+# A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
+# depends on the loop, and on the place of an element in it. So the functions of an exact run are
 # scalar, or made of operations that IEEE 754 defines to the last bit.
 #
 # exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
@@ -205,7 +205,7 @@ inline double two_to(double shifted) {{
   return result;
 }}
 inline double exp(double x) {{
-  // A number in the units of 2^52 * 1.5 is rounded to an integer, which is in its last bits.
+  // Adding 1.5 * 2^52 rounds a number to an integer, which is then in the last bits of the sum.
   const double shift = 0x1.8p52;
   x = x < -746 ? -746 : x > 710 ? 710 : x;
   const double n = (x * {(1 / math.log(2)).hex()} + shift) - shift;

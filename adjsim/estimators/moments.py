@@ -133,10 +133,11 @@ class Moments:
 
 
 def _offset(values: Tensor) -> Tensor:
-    """Return about the mean over replicas, the same number for nearly all draws of the replicas.
+    """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
 
-    A compiled loop has this number as a constant, so an estimator that is made anew, with other
-    starts, runs the same loop. Products of values of up to 64 spreads lose 4 of 16 digits.
+    The number is a constant of compiled loops. So an estimator that is made anew, with other
+    starts, runs the loop of the one before. The values that remain are up to 64 spreads large, and
+    their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)
     unit = power_of_two(torch.where(spread > 0, 128 * spread, 1.0))

@@ -235,6 +235,7 @@ TRANSCENDENTAL: dict[str, Callable[[Tensor], Tensor]] = {
     "pow": lambda x: x.abs() ** 1.7,
     "small powers": lambda x: x**4 + x**-5 + x**6 + x**-7 + x**13,
     "large powers": lambda x: x**41,
+    "infinite powers": lambda x: x.abs() ** math.inf + (1 + x.abs()) ** -math.inf,
 }
 
 

@@ -129,18 +129,13 @@ def slope(output: str, seed: int) -> torch.Tensor:
     return (ends[0] - ends[1]) / (2 * h)
 
 
-def tolerance(method: str, adjoint: str) -> float:
-    """Looser where each step costs more."""
-    return RTOL.get(method, 1e-8 if adjoint == "interpolate" else 1e-6)
-
-
 @functools.cache
 def gradients(output: str, method: str, adjoint: str) -> dict[str, torch.Tensor]:
     values = {name: value.requires_grad_() for name, value in tensors().items()}
     # A parameter of a module, and one with a history.
     values["damping"] = nn.Parameter(values["damping"].detach())
     source = values["drive"]
-    rtol = tolerance(method, adjoint)
+    rtol = RTOL.get(method, 1e-8)
     loss(
         output, {**values, "drive": source * 1.0}, method, adjoint, rtol=rtol, atol=rtol / 10
     ).backward()
@@ -166,7 +161,7 @@ def test_table(method, adjoint, output):
     """To thirty times the tolerance of the solution (BDF and LSODA are known to miss theirs by
     more: a thousand).
     """
-    rtol = tolerance(method, adjoint) * (1000 if method in ("BDF", "LSODA") else 30)
+    rtol = RTOL.get(method, 1e-8) * (1000 if method in ("BDF", "LSODA") else 30)
     found = gradients(output, method, adjoint)
     for seed in range(2):
         along = directions(seed)

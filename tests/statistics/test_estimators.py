@@ -97,7 +97,7 @@ PATH = [
     "estimator", slow_but(lambda e: isinstance(e, Pathwise | Girsanov), PATH), ids=repr
 )
 def test_path_gradient(estimator):
-    estimate = estimator(path_problem(), Final(squared), replicas=6_000, generator=seeded())
+    estimate = estimator(path_problem(), Final(squared), replicas=20_000, generator=seeded())
     assert estimate.estimand == "path"
     value, dk, _ = path_gradient()
     within(estimate, {"potential.k": dk})
@@ -114,7 +114,7 @@ def test_path_gradient(estimator):
 )
 def test_path_gradient_by_temperature(estimator):
     estimate = estimator(
-        path_problem(parameter(1.0)), Final(squared), replicas=2_000, generator=seeded()
+        path_problem(parameter(1.0)), Final(squared), replicas=20_000, generator=seeded()
     )
     _, dk, dkT = path_gradient()
     within(estimate, {"potential.k": dk, "kT": dkT})
@@ -182,7 +182,7 @@ def test_the_observable_may_depend_on_the_parameters_along_a_path(estimator):
         Final(Tilted(simulation.dynamics)),
         lambda run: Tilted(simulation.dynamics)(run.final),
     ):
-        estimate = estimator(simulation, observable, replicas=2_000, generator=seeded())
+        estimate = estimator(simulation, observable, replicas=20_000, generator=seeded())
         within(estimate, {"potential.k": dk + value})  # k = 1
 
 
