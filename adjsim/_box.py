@@ -1,15 +1,15 @@
 """Periodic cells, orthogonal or tilted.
 
 An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
-cells describe one lattice, and the distances between images belong to the lattice. Rounding
+cells describe one lattice, and the distances between images depend on the lattice alone. Rounding
 fractional coordinates to integers finds the nearest image if the image is closer than w/2.
-Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of
-such a difference d is ``|d . n_i| / w_i < 1/2``, with n_i the normal of a face. For skewed rows w
-may be arbitrarily small. So tilted cells are reduced first, to the rows of the lattice with the
-largest possible w. These rows are dual to a Minkowski-reduced basis of the reciprocal lattice:
-1/w_i is the length of a reciprocal vector, and in up to three dimensions the longest vector of a
-Minkowski-reduced basis is as short as possible (Nguyen and Stehle, ACM Trans. Algorithms 5, 46
-(2009)).
+Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of a
+difference d shorter than w/2 has the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a
+pair of faces and w_i their distance. For skewed rows w may be arbitrarily small. So tilted cells
+are reduced first, to the rows of the lattice with the largest possible w. These rows are dual to a
+Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and
+in up to three dimensions the longest vector of a Minkowski-reduced basis is as short as possible
+(Nguyen and Stehle, ACM Trans. Algorithms 5, 46 (2009)).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
 
     Raises:
         ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
-            perpendicular width of the reduced cell. Up to this cutoff rounding finds the nearest
-            image of every pair within the cutoff, and no atom interacts with two images of another,
-            since no vector of the lattice is shorter than the width.
+            perpendicular width of the reduced cell. With a cutoff of at most half this width,
+            rounding finds the nearest image of every pair within the cutoff, and no atom interacts
+            with two images of another, since no vector of the lattice is shorter than the width.
     """
     cell = as_tensor("box", box).to(torch.float64)
     if cell.requires_grad:
@@ -83,8 +83,8 @@ def _reduced(cell: Tensor) -> Tensor:
     """Find rows of the same lattice whose smallest perpendicular width is as large as possible."""
     rows = cell.cpu().numpy()
     shortest = _minkowski(np.linalg.inv(rows).T)
-    # The integer matrix from the given to the reduced reciprocal vectors gives, inverted and
-    # transposed, the dual rows.
+    # An integer matrix takes the given reciprocal vectors to the reduced ones. The transpose of its
+    # inverse takes the given rows to the dual rows.
     integers = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
     if bool((np.abs(integers).sum(1) == 1).all()):
         return cell

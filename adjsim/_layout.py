@@ -66,6 +66,6 @@ def materialise(x: Tensor) -> Tensor:
 def materialise_contiguous(x: Tensor) -> Tensor:
     """Make the compiler write a traced tensor to memory, with its axes in order."""
     flat = x.clone(memory_format=torch.contiguous_format)
-    # Inductor computes a tensor whose strides are requested before it goes on; backpropagation
-    # through this writes in place.
+    # Inductor writes a tensor to memory where as_strided requests its strides. A tensor that
+    # requires grad is left as it is, since backpropagation through as_strided writes in place.
     return flat if flat.requires_grad else flat.as_strided(flat.shape, flat.stride())

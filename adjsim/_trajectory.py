@@ -18,11 +18,12 @@ from adjsim._state import State, detached
 class TimeAverage:
     """The time average of a function of the state, accumulated without storing the run.
 
-    With a fixed-step solver it is the mean of ``function`` over the ends of all steps with
-    ``t - ts[0] > burn_in``. With an ODE solver, which chooses its own steps, it is the integral of
-    ``function`` over the same time, divided by the length of this time. The integral is solved as
-    an additional component of the equation, and is left out of the step-size control, so that the
-    path does not change.
+    With a splitting, :class:`~adjsim.EulerMaruyama` or :class:`~adjsim.LeimkuhlerMatthews`
+    it is the mean of ``function`` over the ends of all steps with ``t - ts[0] > burn_in``.
+    With :class:`~adjsim.ODESolver` or :class:`~adjsim.SDESolver` it is the integral of
+    ``function`` over the same time, divided by the length of this time. The integral is
+    solved as an additional component of the equation, and is left out of the step-size
+    control, so that the path does not change.
 
     Args:
         function: a function from the state to a tensor.

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 START = "forkserver" if sys.platform == "linux" else "spawn"
-# Modules that the server imports. They are given by name, since imports run one way. Torch imports
-# the second at the first call of autograd.grad with grad_outputs.
+# Modules that the server imports. They are given by name, since adjsim.job imports this module.
+# Torch imports the second at the first call of autograd.grad with grad_outputs.
 PRELOAD = ["adjsim.job", "torch.fx.experimental.symbolic_shapes"]
 
 

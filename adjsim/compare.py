@@ -42,9 +42,9 @@ class Comparison:
         estimates: by method name. Path and stationary estimates answer different questions and are
             shown apart.
         failures: the reason for every method without a result, by method name.
-        reference: the method with which the gradients of the others are compared. Estimates of
-            another estimand, or all of them if it is None, are compared with the first of their
-            estimand.
+        reference: the method with which the gradients of the others are compared.
+            Estimates of another estimand are compared with the first estimate of that
+            estimand; so are all estimates if ``reference`` is None.
     """
 
     estimates: dict[str, GradientEstimate]
@@ -210,10 +210,11 @@ def compare(
             of all methods, and those that do not support it are listed as failures.)
 
     Returns:
-        A :class:`Comparison`, which prints as a table. It lists with the reason a method that does
-        not apply (a stationary estimator to a path question, a path score to a parameter that
-        scales the noise), and a method whose run fails (a reconstruction error beyond its
-        tolerance, numbers that are not finite or off the lattice).
+        A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for
+        each method that does not apply (a stationary estimator to a path question, a path
+        score to a parameter that scales the noise), and for each method whose run fails (a
+        reconstruction error beyond its tolerance, numbers that are not finite or off the
+        lattice).
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")

@@ -100,7 +100,7 @@ def _grid(panels: int) -> tuple[int, int]:
 
 
 def _assigned(figure: Figure, panels: list[Panel], **options: Any) -> list[tuple[Axes, Panel]]:
-    """Make the axes of all panels, and remove those of the grid that are left over."""
+    """Make the axes of all panels, and remove the unused axes of the grid."""
     every = list(figure.subplots(*_grid(len(panels)), squeeze=False, **options).flat)
     for axes in every[len(panels) :]:
         axes.remove()
@@ -202,7 +202,7 @@ def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> 
 
 
 def _readable(axes: Axes, ends: list[float], from_zero: bool) -> None:
-    """Set few ticks, without an offset, and limits that are not those of rounding errors."""
+    """Set few ticks, without an offset, and limits wide enough to hide rounding errors."""
     prune = "upper" if from_zero else "both"
     axes.xaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2, prune=prune))
     if from_zero:

@@ -251,7 +251,7 @@ def _densities(
     represented by its mass.
 
     Returns:
-        The nodes, and the densities after 0, 1, ... steps, times the spacing of the nodes.
+        The nodes, and ``a(x) p(x)`` after 0, 1, ... steps, times the spacing of the nodes.
     """
     s = float((2 * dynamics.kT * dt / dynamics.friction).sqrt())
     x = _line(2 * math.ceil(15 / s) + 1, 3.0)

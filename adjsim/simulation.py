@@ -61,9 +61,11 @@ def simulate(
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
-            :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`, and with any adjoint
-            where no gradient is needed. It needs a C++ compiler. The first run of a kind
-            compiles for a few seconds, or up to a minute where torch's Inductor has to
+            :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`. Where no
+            gradient is needed, it works for any splitting, :class:`~adjsim.EulerMaruyama`
+            and :class:`~adjsim.LeimkuhlerMatthews`, with any adjoint. It needs a C++
+            compiler. The first run of a kind compiles for a few seconds, or up to a minute
+            where torch's Inductor has to compile it
             (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
             result is kept across processes. A different number of steps, seed, parameter
             value or save time does not compile again. Anything else that a potential or a record

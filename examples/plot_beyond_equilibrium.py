@@ -361,11 +361,12 @@ assert (
 )
 
 # %%
-# The figure leaves out longer runs of Pathwise and of the smooth difference quotient,
-# since fewer and fewer paths carry the gradient: the paths that stay near the top of
-# the barrier. To count these paths, give each path a barrier parameter of its own. The
-# derivatives with respect to these parameters are the gradients g of single paths, and
-# :math:`(\sum|g|)^2/\sum g^2` is the effective number of paths that carry the gradient.
+# The figure leaves out longer runs of Pathwise and of the smooth difference quotient.
+# In longer runs fewer and fewer paths carry the gradient. These are the paths that stay
+# near the top of the barrier. To count these paths, give each path a barrier parameter
+# of its own. The derivatives with respect to these parameters are the gradients g of
+# single paths, and :math:`(\sum|g|)^2/\sum g^2` is the effective number of paths that
+# carry the gradient.
 
 
 def carriers(t, seed):
@@ -489,6 +490,9 @@ assert abs(curve[-1] - sharp) > 3 * abs(curve[0] - sharp)
 #
 # .. math:: \langle T\rangle = \Delta t\,\Bigl(g(-1) + \sum_{n=1}^{N-1} \int \mathrm
 #    dx\;p_n(x)\Bigr) .
+#
+# In this formula :math:`T` is the first-passage time. In the figure below T is the
+# length of the run.
 #
 # For the sharp edge the nodes are Gauss-Legendre nodes on the side where walkers
 # survive. For a run without an end the sum is a geometric series in the matrix, and one
@@ -770,8 +774,8 @@ assert np.linalg.norm(score_error) < 0.1 * np.linalg.norm(score)
 # .. math:: J \ge -c\,\ln\psi(0, q_0),\qquad \psi(t, q) = \bigl\langle
 #    e^{-|q_T-q^*|^2/c}\bigr\rangle_{q_t = q,\,u = 0} .
 #
-# The bound holds for the discrete steps. The distribution that attains it gives a step
-# from :math:`q` the mean force
+# The bound holds for the discrete steps. In the distribution that attains the bound, a
+# step from :math:`q` has the mean control force
 #
 # .. math:: u(t, q) = 2\,kT\,\nabla_m \ln\bigl\langle\psi(t+\Delta t,\,m +
 #    \sigma\xi)\bigr\rangle,\quad m = q + F(q)\,\Delta t .

@@ -292,10 +292,10 @@ plt.show()
 #
 # The figure shows both questions for increasing lengths of the run. The left panel is
 # for the harmonic well with k = 1, and the observable is the square of the last
-# position. The exact line of the path is the derivative of the second moment of x, from
-# the recursion of the discrete steps. The right panel is for a particle with inertia in
-# the double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, integrated
-# by BAOAB. The observable is the last position. Every run in the double well starts at
+# position. The line "path, exact" is the derivative of the second moment of x, from the
+# recursion of the discrete steps. The right panel is for a particle with inertia in the
+# double well :math:`(x^2-1)^2 + b\,x` at b = 0, kT = 0.5 and friction 1, integrated by
+# BAOAB. The observable is the last position. Every run in the double well starts at
 # rest in the left well.
 
 

@@ -263,7 +263,7 @@ assert max(off_direct.values()) < 1e-11
 # it was takes :math:`\gamma\,\Delta t/\ln 2` bits. In the long run no exact inverse
 # needs fewer bits. ``trajectory.stats`` has the bits that the buffers took, per step
 # and degree of freedom, and this bound. The runs start twice as hot as the bath, since
-# half of the kinetic energy goes into the bonds at once.
+# half of the kinetic energy turns into potential energy at once.
 
 
 dynamics = DYNAMICS["BAOAB"]
@@ -340,9 +340,10 @@ plt.show()
 # keep in the motion of its molecules. Noise returns as much heat. The noise is a
 # function of the seed, so it needs no memory.
 #
-# The count does not equal the bound exactly. A system's buffers are emptied 32 bits at
-# a time, with at most one more word, which names the system. And buffers that hold only
-# a few bits are below the bound by a fraction of a bit.
+# The count does not equal the bound exactly. A system's buffers are emptied together,
+# by 32 bits each. Each time at most one more 32-bit word is stored, which names the
+# system. And buffers that hold only a few bits are below the bound by a fraction of a
+# bit.
 
 for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
     print(

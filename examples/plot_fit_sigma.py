@@ -152,8 +152,8 @@ assert abs(found.x[0] - TRUTH) < 1e-7
 # -------------------
 #
 # At the first guess the gradient agrees with a central difference. The loss has a large
-# curvature there, so the difference quotient has an error of its own: the square of the
-# step times a large third derivative. The check asks for six digits.
+# third derivative there, so the difference quotient has an error of its own, of the
+# order of the square of the step times this derivative. The check asks for six digits.
 
 h = 1e-5
 with torch.no_grad():

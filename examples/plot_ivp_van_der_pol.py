@@ -173,14 +173,14 @@ for name, rows in results.items():
         print(f"   rtol {rtol:.0e}: {seconds:6.2f} s, {size / 1e6:6.1f} MB, {error}")
 
 # %%
-# Backpropagation is as accurate as its solution. It stores every step with all its
-# stages, so its memory grows with the number of steps. The adjoints that integrate the
-# state backward (torchdiffeq's and "backsolve") either fail, which is the better case,
-# or return a wrong number. The adjoints that read the forward solution ("interpolate"
-# and "checkpoint") are right: the error is below 0.05 at a relative tolerance of 1e-3,
-# and below 1e-7 at 1e-9. They take about the time of backpropagation. For so few steps
-# of two numbers, interpolants take less memory than the solvers that are stored as
-# checkpoints.
+# Backpropagation is as accurate as the forward solution that it differentiates. It
+# stores every step with all its stages, so its memory grows with the number of steps.
+# The adjoints that integrate the state backward (torchdiffeq's and "backsolve") either
+# fail, which is the better case, or return a wrong number. The adjoints that read the
+# forward solution ("interpolate" and "checkpoint") are right: the error is below 0.05
+# at a relative tolerance of 1e-3, and below 1e-7 at 1e-9. They take about the time of
+# backpropagation. For so few steps of two numbers, interpolants take less memory than
+# the solvers that are stored as checkpoints.
 
 fig, axes = plt.subplots(1, 3, figsize=(11, 4.2), layout="constrained")
 for i, (name, rows) in enumerate(results.items()):

@@ -29,8 +29,8 @@ class BacksolveAdjoint(Adjoint):
 
     For an SDE the noise of the forward run is generated again. Under friction the error of the
     gradient grows as exp(friction t) between save times. For a double well at dt = 1/64 it was 4 %
-    at friction t = 5 and 990 % at 10, with friction 1 (``docs/choosing_a_solver.rst``). Runs beyond
-    friction t = 5 are refused.
+    at friction t = 5 and 990 % at 10, with friction 1 (``docs/choosing_a_solver.rst``). A run
+    with more than friction t = 5 between save times is refused.
 
     Args:
         rtol, atol: tolerances of the backward solve of an ODE; None: the solver's own.

@@ -1,8 +1,8 @@
 """The driver that runs steps in compiled loops.
 
 A loop is one function of tensors: many forward steps, or the backward pass over them with the
-cotangents. Its step is traced once, by running the moves and products of an uncompiled step on
-tensors that record their operations, and is compiled together with the loop
+cotangents. Its step is traced once, by running the moves and vector-Jacobian products of an
+uncompiled step on tensors that record their operations, and is compiled together with the loop
 (:mod:`adjsim.adjoints.loops`). Everything that may differ from run to run is an input
 (:class:`~adjsim.adjoints.loop_runner.LoopConstants`): the number of steps, the state, the time,
 coefficients, noise, every parameter and buffer of the dynamics, and the spacings of a lattice. So
@@ -11,8 +11,8 @@ dtype, scheme or record does.
 
 A backward iteration begins in the middle of a step, where the position has just changed. It
 finishes the backward pass over one step and begins the pass over the step before. All moves that
-need the force at one position are then in one iteration, so the force and its product with the
-cotangents share their loop over pairs. The part before the first iteration and the part after the
+need the force at one position are then in one iteration, so the force and its vector-Jacobian
+product share one loop over pairs. The part before the first iteration and the part after the
 last are compiled with the loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up

@@ -81,8 +81,9 @@ class MakeSpec:
 
     Attributes:
         backward: whether the loop is a backward loop, whose parameters and coefficients are leaves.
-        make: returns the :class:`~adjsim.adjoints.loops.LoopSpec` for a runner, whether the loop
-            averages, the class of its states, and the loop, which counts energy evaluations.
+        make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
+            whether the loop averages, the class of the states, and the loop, which counts energy
+            evaluations.
     """
 
     backward: bool
@@ -204,7 +205,10 @@ class LoopRunner:
     # Used while loops are traced.
 
     def time(self, constants: LoopConstants, k: Tensor) -> Callable[[float], Tensor]:
-        """Return the time at a share of step number ``k`` of the loop."""
+        """Return a function that gives the time in step number ``k`` of the loop.
+
+        Its argument is the share of the step that has passed, from 0 to 1.
+        """
         return lambda share: (
             constants.begin + ((constants.first + k).to(torch.float64) + share) * self.clock.dt
         )

@@ -28,7 +28,7 @@ class Recorder:
 
     Attributes:
         average: the time average, if the record is one; else None.
-        frames: the number of the frame that is saved after a step, by step.
+        frames: from the number of a step to the number of the frame that is saved after it.
         first: the first step whose end counts for the time average.
         weight: the weight of one step in the time average.
     """
@@ -198,7 +198,7 @@ class RecordSweep:
     def _terms(self, state: AnyState | None) -> float:
         """Estimate the size of the terms in the function's value.
 
-        The estimate is the sum of absolute products of the derivative at a state with the state.
+        The estimate is the sum of ``abs(derivative * entry)`` over the entries of the state.
         """
         if state is None:
             return 0.0

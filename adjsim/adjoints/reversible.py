@@ -31,8 +31,9 @@ class ReversibleAdjoint(Adjoint):
     complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
     divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
-    equal those of the run bit for bit, in chaos and under friction, at any length. A fingerprint of
-    state and buffers proves this at the start and at save times.
+    equal those of the run bit for bit, in chaos and under friction, at any length. Information
+    buffers keep the bits that friction removes. A fingerprint of the state and the buffers
+    proves the equality at the start and at save times.
 
     Args:
         checkpoint_every: number of steps between stored states, over which the error can grow.
@@ -118,7 +119,7 @@ class Resets(History):
     ) -> None:
         self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
         self.stored: dict[int, AnyState] = {}
-        # The largest entry of each field at these steps; errors are relative to it.
+        # The largest entry of each field at checkpoints and save times; errors are relative to it.
         self.scale: list[torch.Tensor] = []
 
     def stops(self, stepper: Stepper) -> Iterable[int]:

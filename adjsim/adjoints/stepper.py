@@ -63,7 +63,10 @@ class Clock:
         return self.begin + step * self.dt
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return the time within step number ``step``, by share of the step."""
+        """Return a function that gives the time in step number ``step``.
+
+        Its argument is the share of the step that has passed, from 0 to 1.
+        """
         return lambda share: self.time(step + share)
 
 
@@ -128,7 +131,7 @@ class Driver(Protocol):
     """Runs steps: one by one, or in compiled loops."""
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
-        """Return the numbers of steps after which it stops, in order; they include those wanted."""
+        """Return, in order, the steps after which it stops; they include the wanted steps."""
         ...
 
     def advance(self, state: State, start: int, stop: int) -> State:

@@ -123,7 +123,7 @@ class _SweptRun:
             x.detach().requires_grad_(i in wanted) for i, x in enumerate(self.parameters)
         )
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
-        # Detached: an output with its graph would keep this run alive, and the run the output.
+        # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
         final = self.kind._make(outputs[-self.width :])
         final_cotangents = cotangents[-self.width :]

@@ -47,7 +47,8 @@ def buffer_name(field: str) -> str:
 def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, Spill | None]:
     """Move the low bits of a field's buffers to a spill, where one is full.
 
-    All buffers of a system with a full buffer are spilled, so they do not depend on its batch.
+    All buffers of a system with a full buffer are spilled, so the buffers of a system do not depend
+    on the other systems of its batch.
 
     Raises:
         OverflowError: a buffer has reached the limit.

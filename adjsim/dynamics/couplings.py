@@ -190,7 +190,7 @@ class Map:
 
         The state comes from the inverse unless ``before`` is given.
         """
-        # A flow that moves the position used the force at ``before``, which is then given.
+        # A flow that moves the position took the force at ``before``, and ``before`` is given then.
         where = after if before is None else before
         linear = context.forces.linear(where.position, context.t) if self.force else None
         force = () if linear is None else (linear.value,)

@@ -43,8 +43,8 @@ from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
-# The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a move
-# that scales has an error of d units.
+# The factor by which a field may outgrow its scale. Scaled fields get a finer lattice, since a
+# scale by n/d has an error of up to n units.
 ROOM, ROOM_SCALED = 2.0**11, 2.0**7
 # Steps over which the drift at the start shows how large a field becomes.
 AHEAD = 256
@@ -305,7 +305,7 @@ class LatticeScale(Scale):
         ), self.denominator
 
     def _rescale(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute y n/d and the new buffer, or with n and d exchanged their inverse."""
+        """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
         x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
@@ -356,7 +356,7 @@ def _check_force(potential: nn.Module) -> None:
     if isinstance(potential, Potential) and "grid" not in signature(potential.force).parameters:
         raise TypeError(
             f"exact=True: {type(potential).__name__}.force(position) must also take grid=None, and "
-            "round the contributions that it sums to a given grid (see "
+            "round each contribution to a given grid before it sums them (see "
             "adjsim.potentials.Potential.force); so must its force_vjp."
         )
 

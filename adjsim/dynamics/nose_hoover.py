@@ -45,7 +45,8 @@ class _WithChain(AnyMomentumState, Protocol):
 class Chain(Term[ChainState]):
     """The Nose-Hoover chain, N, whose first link acts on the particles.
 
-    Each further link acts on the link before it::
+    Each further link acts on the link before it. Link j has position x_j, momentum b_j and mass
+    Q_j::
 
         dp/dt    = -p v_1                          v_j = b_j / Q_j
         dx_j/dt  = v_j
@@ -55,7 +56,8 @@ class Chain(Term[ChainState]):
     The flow over h is the symmetric factorisation of Martyna, Tuckerman, Tobias and Klein, Mol.
     Phys. 87, 1117 (1996). The links advance over h/2, from the last to the first. Then the momenta
     are scaled by exp(-h v_1) and the x_j moved by h v_j. Then the links advance over h/2, from the
-    first to the last. A link, driven by G_j between two halves of its damping, is one scale and one
+    first to the last. The force on link j, without the damping by v_{j+1}, is G_j. The advance of a
+    link over a time h applies G_j between two halves of the damping. It is one scale and one
     shear::
 
         b_j <- exp(-h v_{j+1}/2) (exp(-h v_{j+1}/2) b_j + h G_j)
@@ -248,9 +250,10 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
 
     Terms: A (stream), B (kick), N (chain, see :class:`Chain`). Schemes: "NBABN" and other
     palindromes. Each system of a batch has its own chain. The invariant is the extended energy
-    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``. With length 3 or more it is
-    ergodic even for one harmonic oscillator; length 1 is not. It is deterministic and, in practice,
-    chaotic.
+    ``sum p^2/2m + U + sum b_j^2/2Q_j + dof kT x_1 + kT sum_{j>1} x_j``, with x_j and b_j
+    the position and momentum of link j. With length 3 or more the dynamics is ergodic even
+    for one harmonic oscillator; with length 1 it is not. It is deterministic and, in
+    practice, chaotic.
 
     Args:
         potential: energy module.

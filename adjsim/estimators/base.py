@@ -1,7 +1,8 @@
 """The interface of estimators.
 
 An estimator computes how the mean of an observable changes with the parameters of the dynamics.
-There are two such means, and every estimate carries the label of its own, the *estimand*:
+There are two such means. Every estimate is labelled with the mean that it estimates, the
+*estimand*:
 
 ``"path"``
     the mean over runs from the given starts, for the given time;
@@ -118,8 +119,9 @@ class Estimator(ABC):
 
         Args:
             simulation: the simulation to run.
-            observable: ``TimeAverage(fn)`` or ``Final(fn)``, with fn from the state to ``(replicas,
-                ...)``, or a function from the :class:`Trajectory` to the same.
+            observable: ``TimeAverage(fn)`` or ``Final(fn)``, where fn maps the state to a
+                tensor ``(replicas, ...)``; or a function that maps the :class:`Trajectory` to
+                such a tensor.
             replicas: number of independent runs.
             chunks: number of groups, as even as possible, in which the replicas run. Their spread
                 gives the standard errors. The noise of a replica does not depend on the chunks.

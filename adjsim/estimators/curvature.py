@@ -1,9 +1,9 @@
 """The Hessian of an energy at a minimum, and its pseudo-inverse.
 
-At a minimum each direction is one of three kinds, by its share of the largest curvature: *flat*
-(zero to rounding), *stiff* (above the square root of machine epsilon), or *soft* (in between). A
-linear system is solved in the stiff directions alone. A soft direction would cost the solution more
-than half of its digits, so it is an error.
+At a minimum each direction is one of three kinds, by the ratio of its curvature to the largest
+curvature: *flat* (zero to rounding), *stiff* (above the square root of machine epsilon), or *soft*
+(in between). A linear system is solved in the stiff directions alone. A soft direction would cost
+the solution more than half of its digits, so it is an error.
 
 The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
 applied to a right-hand side with a component along a flat direction diverges. So flat directions
@@ -28,7 +28,7 @@ from adjsim.potentials.base import force, force_vjp
 DENSE = 600
 # Rounding error of a curvature, in epsilons of the largest.
 ROUNDING = 4096
-# Residual of a linear system relative to its right-hand side.
+# Largest allowed residual of a linear system, relative to its right-hand side.
 RESIDUAL = 1e-8
 # Largest number of flat directions, in addition to translations and rotations, that the search
 # without a Hessian matrix finds.
@@ -120,17 +120,17 @@ class PseudoInverse(ABC):
         """Refuse a negative or soft curvature, given the lowest that is not flat."""
         if lowest < -self.rounding:
             raise RuntimeError(
-                f"this is a saddle, not a minimum: a direction of curvature {lowest:.3g} is left "
-                "(the largest is "
+                "this is a saddle, not a minimum: it has a direction of curvature "
+                f"{lowest:.3g} (the largest curvature is "
                 f"{self.largest_curvature:.3g}). Start elsewhere."
             )
         if lowest < self.soft_limit:
             largest = self.largest_curvature
             raise RuntimeError(
                 f"the minimum is ill-conditioned: its curvatures are between {lowest:.2g} and "
-                f"{largest:.2g}, a condition number of {largest / lowest:.1e}. At most "
-                f"{largest / self.soft_limit:.1e} leaves digits of the derivative. Hold the soft "
-                "coordinate, or measure it in units in which it is stiffer."
+                f"{largest:.2g}, a condition number of {largest / lowest:.1e}. Above "
+                f"{largest / self.soft_limit:.1e} too few digits of the derivative are left. Hold "
+                "the soft coordinate, or measure it in units in which it is stiffer."
             )
 
 
@@ -176,8 +176,8 @@ class IterativeInverse(PseudoInverse):
 
     def check(self) -> None:
         for _ in range(SEARCHED + 1):
-            # The lowest curvature is the largest of a shifted operator; Lanczos converges relative
-            # to its size.
+            # The lowest curvature is the largest eigenvalue of a shifted operator. Lanczos
+            # converges relative to the size of that eigenvalue.
             shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
             _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
             direction = self.project(direction)

@@ -63,7 +63,8 @@ class Girsanov(ChunkedEstimator):
                                     w_0 = 1/2, else 1
     =============================== ================================================================
 
-    with c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``). Under BAOAB, the
+    with h = dt, and c and sigma of the Ornstein-Uhlenbeck flow (``p' = c p + sigma xi``).
+    Under OBABO, xi_k and xi'_k are the first and the second draw of a step. Under BAOAB, the
     momenta follow from the positions, and ``a_k = xi_k - xi_{k+1} + xi_{k+2} - ...``. Only the
     positions then have a path density, so the observable must not depend on momenta; under OBABO
     both have one. The control variate b is the mean of the observable over the other chunks. It
@@ -74,8 +75,8 @@ class Girsanov(ChunkedEstimator):
     ``diagnostics["contributing"]`` is the number of replicas that make up the variance,
     ``(sum y^2)^2 / sum y^4`` of the contributions ``y = (O - b) S``. It is a third of the replicas
     for Gaussian y, at most the number of replicas in which a rare event happened, and zero where
-    the observable was the same in all. The relative uncertainty of an error bar is about one over
-    twice its square root.
+    the observable was the same in all. The relative uncertainty of an error bar is about one
+    over twice the square root of this number.
 
     Raises:
         ValueError: a parameter that scales the noise (kT, friction, mass) requires grad: the path

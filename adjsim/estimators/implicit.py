@@ -165,8 +165,8 @@ def _check_flat_directions(
 ) -> None:
     """Refuse a parameter that pushes along a flat direction.
 
-    A push counts if it exceeds both a share of the push along a direction that is not flat and, for
-    a change as large as the parameter itself, the rounding of forces.
+    A push counts if it exceeds the sum of two bounds: a share of the push along a direction that is
+    not flat, and the rounding of forces divided by the size of the parameter.
     """
     if not inverse.flat.shape[1]:
         return

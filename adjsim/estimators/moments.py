@@ -72,7 +72,8 @@ class Moments:
             values = rows.detach() - self.shift
             columns = [torch.ones_like(u), *values.to(u).unbind(1)]
             slopes = [self._slopes(u, parameters, column / len(u)) for column in columns]
-            # Skipped for an observable without parameters; a curve and a network have many of them.
+            # Skipped for an observable without parameters: a curve and a network would give many
+            # derivatives, all zero.
             explicit = (
                 [self._slopes(entry, parameters, None) for entry in entries]
                 if seen.requires_grad
@@ -135,9 +136,9 @@ class Moments:
 def _offset(values: Tensor) -> Tensor:
     """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
 
-    The number is a constant of compiled loops. So an estimator that is made anew, with other
-    starts, runs the loop of the one before. The values that remain are up to 64 spreads large, and
-    their products lose 4 of 16 digits.
+    The number is a constant of compiled loops. So a new estimator with other starts reuses the
+    loop that was compiled for the previous estimator. The values that remain are up to 64 spreads
+    large, and their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)
     unit = power_of_two(torch.where(spread > 0, 128 * spread, 1.0))

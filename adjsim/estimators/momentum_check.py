@@ -14,11 +14,12 @@ from adjsim.estimators.probes import depends_on
 
 
 class MomentumCheck:
-    """A test of whether an observable depends on momenta, without a path density under BAOAB.
+    """A test of whether an observable depends on momenta.
 
-    Momenta are displaced and values are compared, since automatic differentiation does not see a
-    dependence behind ``detach()`` or through a comparison. In addition, differentiation finds a
-    dependence that does not change the value at the tested states.
+    Momenta have no path density under BAOAB. In the test, momenta are displaced and values are
+    compared, since automatic differentiation does not see a dependence behind ``detach()`` or
+    through a comparison. In addition, differentiation finds a dependence that does not change the
+    value at the tested states.
     """
 
     def __init__(self, observable: Observable[Any], times: Tensor) -> None:

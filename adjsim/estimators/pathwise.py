@@ -77,7 +77,7 @@ class Pathwise(ChunkedEstimator):
         if simulation.compile and not self.can_compile(simulation):
             raise TypeError(
                 f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or "
-                "leave it out."
+                "leave compile=True out."
             )
         if self.truncate is None:
             return

@@ -66,7 +66,10 @@ class Reweighting(Estimator):
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must be a share between 0 and 1; got {threshold}.")
         if not burn_in >= 0 or (every is not None and not every > 0):
-            raise ValueError(f"every and burn_in must be times; got {every} and {burn_in}.")
+            raise ValueError(
+                "every must be positive and burn_in must not be negative; got "
+                f"{every} and {burn_in}."
+            )
         self.every, self.burn_in, self.threshold = every, burn_in, threshold
         self._samples: _Samples[Any] | None = None
 

@@ -43,10 +43,10 @@ class ScoreFunction(ChunkedEstimator):
     gradients are better.
 
     Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
-    Nose-Hoover chain) have a density too. Its terms enter u if the observable depends on these
-    variables, which is tested by displacing them at the starts and at the ends of the run.
-    Parameters that are not in the density have a gradient of exactly zero: friction, rates,
-    strengths, and tau unless the observable depends on chain momenta.
+    Nose-Hoover chain) have a density too. The terms of this density enter u if the observable
+    depends on these variables. This is tested by displacing the variables at the starts and at
+    the ends of the run. Parameters that are not in the density have a gradient of exactly
+    zero: friction, rates, strengths, and tau unless the observable depends on chain momenta.
 
     Raises:
         TypeError: dynamics without a known density, or an observable that is not a ``TimeAverage``.

@@ -34,7 +34,10 @@ from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_nu
 
 
 class GrazingError(ValueError):
-    """A solution touches an event without crossing it: its time has no derivative."""
+    """Raised if a solution touches an event without crossing it.
+
+    The time of such an event has no derivative.
+    """
 
 
 class _Side(NamedTuple):
@@ -123,7 +126,8 @@ class Event:
         self._start = None
         (left, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after, flow)
         near = self._rounding(t, after, weights, abs(old) + abs(new))
-        # If this event ended the piece, its exact value is zero, so the value found is an error.
+        # If this event ended the previous piece, its exact value before the reset is zero, so
+        # ``left`` is an error.
         if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
         rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)

@@ -100,7 +100,7 @@ class StoredInterpolants:
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """Yield segments of the solution in backward order, from the first stop on.
 
-        Each is the time at which it ends, and its states as a function of time.
+        Each item is the time at which the segment ends, and the states as a function of time.
         """
         if stops[0][0] != self.times[0]:
             yield self.times[0], self.solution()
@@ -154,7 +154,7 @@ class Backsolved:
 
 
 class Checkpointed:
-    """Solver checkpoints, from which segments of the forward solution are solved copied.
+    """Solver checkpoints, from which segments of the forward solution are solved again.
 
     At most twice :data:`SEGMENT_STEPS` checkpoints are stored, whatever the number of steps. They
     are :data:`SEGMENT_STEPS` steps apart at first. When there are too many, every second one is

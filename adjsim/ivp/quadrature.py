@@ -102,8 +102,8 @@ class AdaptiveLobatto(Integral):
     ) -> None:
         """Add the integral from the first of several times to the last.
 
-        The integrand changes little between neighbouring times, so intervals grow to several times
-        while none has to be divided.
+        The integrand changes little between neighbouring times. So an interval may span several of
+        them: the number doubles, up to :data:`STRIDE`, as long as no interval has to be divided.
 
         Args:
             times: the times.

@@ -31,8 +31,8 @@ class RightHandSide:
             arrays.
         args: its further arguments.
         declared: tensors and modules that it reads in addition.
-        like: a state ``(n,)`` of the dtype and on the device of its argument.
-        vectorized: whether it takes states ``(n, k)``.
+        like: a state ``(n,)`` with the dtype and device of the states that ``fun`` gets.
+        vectorized: whether ``fun`` takes states ``(n, k)``.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RightHandSide:
     def transposed_jacobians(self, times: Array, states: Array) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
 
-        The product is that with the Jacobian with respect to the state, at states ``(n, times)``.
+        The product is with the Jacobian with respect to the state, at states ``(n, times)``.
         For complex states the matrices are ``(times, 2 n, 2 n)``, since such products need not be
         linear over complex numbers.
         """

@@ -79,8 +79,8 @@ def solve_ivp(
             memory grows with their number. ``"checkpoint"`` stores SciPy's solver at up to 128
             times and repeats the steps from one to the next, bit for bit: constant memory (with
             ``t_eval``), up to twice the time. ``"backsolve"`` integrates the state backward with
-            the adjoint and stores nothing. It loses the gradient where the equation contracts,
-            since errors then grow backward in time, after about ten of the shortest time scales.
+            the adjoint and stores nothing. Where the equation contracts, errors grow backward
+            in time, and the gradient is lost after about ten of the shortest time scales.
             For van der Pol at mu = 5 and T = 5 the gradient is -0.09 instead of 1.90, without a
             warning; at T = 10 the step size vanishes.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
@@ -101,8 +101,8 @@ def solve_ivp(
             that SciPy refuses.
 
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
-    order seven, whose error is then about 1e-5 at any tolerance. Give it a ``max_step`` there, as
-    for ``sol.sol`` itself, or use RK45.
+    order seven, whose error is then about 1e-5 at any tolerance. This limits the accuracy of
+    the gradient and of ``sol.sol``. Give DOP853 a ``max_step`` there, or use RK45.
 
     Do not use this function for gradients with respect to the time steps themselves, for second
     derivatives, or in chaos, where the gradient of a long solution is correct but useless: see the

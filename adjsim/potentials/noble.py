@@ -45,8 +45,8 @@ class LennardJonesMixture(LennardJones):
         cutoff, box: as for :class:`LennardJones`.
 
     Raises:
-        ValueError: epsilon and sigma of different lengths, a species without parameters, another
-            number of atoms.
+        ValueError: epsilon and sigma of different lengths, a species without parameters, a
+            position with more or fewer atoms than ``species``.
     """
 
     species: Tensor

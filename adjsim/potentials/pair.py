@@ -47,9 +47,9 @@ class PairPotential(Potential):
             nearest image. Tilted rows are replaced by the least skewed rows of the same lattice.
 
     Raises:
-        ValueError: a cutoff above half the smallest perpendicular width of the box (after this
-            reduction, which makes the width as large as possible). Up to this cutoff no atom
-            interacts with two images of another.
+        ValueError: a cutoff above half the smallest perpendicular width of the box. The
+            width is taken after tilted rows are replaced, which makes it as large as
+            possible. Up to half this width no atom interacts with two images of another.
     """
 
     box: Tensor | None

@@ -20,7 +20,8 @@ class EulerMaruyama(SteppingSolver):
         q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
 
     It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by
-    1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first order in the path.
+    the factor 1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first
+    order in the path.
     :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
     gradients come from DirectAdjoint or CheckpointAdjoint.
 
@@ -66,8 +67,9 @@ class LeimkuhlerMatthews(EulerMaruyama):
 
     Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
     friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
-    20140120 (2014)). The path is of order 1/2, since it differs by half a step's noise at either
-    end. Averages from a start out of equilibrium are of first order.
+    20140120 (2014)). The path is of order 1/2, since at either end it differs by half a
+    step's noise from the exact path. Averages from a start out of equilibrium are of first
+    order.
 
     Args:
         dt: the step, time.

@@ -30,10 +30,11 @@ class Splitting(SteppingSolver):
             then equals ``DirectAdjoint`` at any length, in chaos and under friction. The path is as
             accurate as the floating-point path; initially they differ by rounding. Exact runs need
             float64 and flows made of shears and scales, which excludes :class:`~adjsim.ESH`. A
-            factor such as exp(-friction dt) is replaced by a fraction within 1e-7 of its distance
-            from one. So the trajectory is piecewise constant in the friction at that level, and
-            unfit for difference quotients. ``trajectory.stats["buffer_bits"]`` is the number of
-            bits per step and degree of freedom that the information buffers took.
+            factor such as exp(-friction dt) is replaced by a fraction, with an error of at
+            most 1e-7 times the factor's distance from one. So the trajectory is piecewise
+            constant in the friction at that level, and unfit for difference quotients.
+            ``trajectory.stats["buffer_bits"]`` is the number of bits per step and degree of
+            freedom that the information buffers took.
             ``["buffer_bound"]`` is the number that friction removes in the long run,
             friction dt / ln 2 (None where it depends on the path).
 
