@@ -20,26 +20,23 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from adjsim._cpp.indexing import gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import (
     TYPES,
     Arange,
     Buffer,
-    Gathered,
-    Index,
-    Indices,
     Joined,
     Literal,
     Pointwise,
     Reduced,
-    Reinterpreted,
     UnprintableError,
     Value,
     View,
     make_buffer,
 )
-from adjsim._cpp.views import VIEWS, expanded, selecting, slicing, unsqueezed
+from adjsim._cpp.views import VIEWS, expanded, unsqueezed
 
 # Number of operations per element from which a value that is read more than once is stored.
 CHEAP = 4
@@ -115,7 +112,7 @@ class Lowering:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
         args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
         if isinstance(meta, (list, tuple)):
-            return self._split(base, meta, *args)
+            return split(base, meta, *args)
         if not isinstance(meta, Tensor):
             raise UnprintableError(name)
         if meta.device.type != "cpu" or meta.dtype not in TYPES or meta.numel() == 0:
@@ -142,7 +139,7 @@ class Lowering:
         if view is not None:
             return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
         if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
-            return self._reshaped(args[0], meta)
+            return reshaped(self.store, args[0], meta)
         if base in (
             "clone",
             "_to_copy",
@@ -184,9 +181,10 @@ class Lowering:
             return Arange(shape, dtype, begin=begin, step=step)
         if base == "index_select":
             x, axis, number = args
-            return self._gathered(meta, x, axis % len(x.shape), [number], wraps=False)
+            return gathered(self.store, meta, x, axis % len(x.shape), [number], wraps=False)
         if base == "index":
-            return self._indexed(meta, *args)
+            indices = [None if x is None else self.values[x] for x in args[1]]
+            return indexed(self.store, meta, args[0], indices)
         if base in ("cat", "stack"):
             axis = args[1] % len(shape) if len(args) > 1 else 0
             parts = [self.values[part] for part in args[0]]
@@ -199,51 +197,14 @@ class Lowering:
             self.store(joined)
             return joined
         if base in ("select_scatter", "slice_scatter"):
-            return self._scattered(base, meta, *args)
+            return scattered(self.store, base, meta, *args)
         if base in ("select_backward", "slice_backward"):
             zeros = Literal(shape, dtype, text=literal(0, dtype))
-            return self._scattered(
-                base.replace("backward", "scatter"), meta, zeros, args[0], *args[2:]
-            )
+            scatter = base.replace("backward", "scatter")
+            return scattered(self.store, scatter, meta, zeros, args[0], *args[2:])
         if base in ("sum", "mean"):
             return self._reduced(base, node, meta, args)
         return self._pointwise(base, name, node, meta, args)
-
-    def _split(self, base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
-        """Lower split, chunk and unbind."""
-        axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(
-            x.shape
-        )
-        pieces, at = [], 0
-        for part in meta:
-            shape = tuple(part.shape)
-            if part.numel() == 0:
-                raise UnprintableError(f"{base} into a part without elements")
-            if base == "unbind":
-                pieces.append(
-                    View(
-                        shape,
-                        part.dtype,
-                        (x,),
-                        strides=tuple(part.stride()),
-                        map=selecting(axis, at),
-                    )
-                )
-                at += 1
-            elif base in ("split", "split_with_sizes", "chunk"):
-                pieces.append(
-                    View(
-                        shape,
-                        part.dtype,
-                        (x,),
-                        strides=tuple(part.stride()),
-                        map=slicing(axis, at, 1),
-                    )
-                )
-                at += shape[axis]
-            else:
-                raise UnprintableError(base)
-        return pieces
 
     def _converted(self, x: Value, meta: Tensor) -> Value:
         if x.dtype == meta.dtype:
@@ -257,104 +218,6 @@ class Lowering:
             strides=tuple(meta.stride()),
             expression=lambda x: f"{convert}({x})",
         )
-
-    def _reshaped(self, x: Value, meta: Tensor) -> Value:
-        old, new = [n for n in x.shape if n > 1], [n for n in meta.shape if n > 1]
-        if old == new:
-            axes = [axis for axis, n in enumerate(meta.shape) if n > 1]
-
-            def squeezed(index: Indices) -> Indices:
-                rest = iter([index[axis] for axis in axes])
-                return tuple(next(rest) if n > 1 else Index() for n in x.shape)
-
-            return View(tuple(meta.shape), meta.dtype, (x,), map=squeezed)
-        # A stored copy with contiguous rows can be reinterpreted with other axes.
-        flat = Pointwise(
-            x.shape,
-            x.dtype,
-            (x,),
-            strides=torch.empty(x.shape, device="meta").stride(),
-            expression=lambda x: x,
-        )
-        self.store(flat, fill=False)
-        strides = torch.empty(meta.shape, device="meta").stride()
-
-        def merged(index: Indices) -> Indices:
-            total = Index()
-            for i, stride in zip(index, strides, strict=True):
-                total = total + i * stride
-            return (total,)
-
-        assert flat.buffer is not None
-        flat_memory = Reinterpreted((x.numel,), x.dtype, (flat,), buffer=flattened(flat.buffer))
-        return View(tuple(meta.shape), meta.dtype, (flat_memory,), map=merged)
-
-    def _indexed(self, meta: Tensor, x: Value, nodes: list[Any]) -> Value:
-        """Lower indexing by index tensors along adjacent axes."""
-        numbers = {axis: self.values[node] for axis, node in enumerate(nodes) if node is not None}
-        first = min(numbers)
-        neighbours = list(numbers) == list(range(first, first + len(numbers)))
-        if not neighbours or any(number.dtype != torch.int64 for number in numbers.values()):
-            raise UnprintableError("index by masks, or along axes that are not adjacent")
-        return self._gathered(meta, x, first, list(numbers.values()), wraps=True)
-
-    def _gathered(
-        self, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool
-    ) -> Value:
-        """Select elements by index tensors along the axes from ``axis`` on.
-
-        With ``wraps``, negative indices count from the end.
-        """
-        self.store(x)
-        checked = []
-        for length, number in zip(x.shape[axis:], numbers, strict=False):
-            least = -length if wraps else 0
-
-            def in_range(text: str, length: int = length, least: int = least) -> str:
-                return f"in_range({text}, {least}, {length}, refused)"
-
-            checked.append(
-                Pointwise(
-                    number.shape,
-                    torch.int64,
-                    (number,),
-                    strides=number.strides,
-                    expression=in_range,
-                )
-            )
-            # Rows of indices are not padded, since the padding would be read as indices.
-            self.store(checked[-1], fill=False)
-        return Gathered(tuple(meta.shape), meta.dtype, (x, *checked), axis=axis)
-
-    def _scattered(self, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:
-        """Lower select_scatter and slice_scatter, which replace a part of a tensor.
-
-        The result is the concatenation of the part before, the patch and the part after.
-        """
-        axis, shape = (args[0] if args else 0) % len(x.shape), x.shape
-        if base == "select_scatter":
-            start, step = args[1] % shape[axis], 1
-            stop = start + 1
-            kept = View(
-                (*shape[:axis], 1, *shape[axis + 1 :]),
-                x.dtype,
-                (patch,),
-                map=unsqueezed((), shape, axis),
-            )
-            patch = kept
-        else:
-            start, stop, step = slice(*(*args[1:4], None, None, None)[:3]).indices(shape[axis])
-        if step != 1:
-            raise UnprintableError(base)
-
-        def part(begin: int, end: int) -> list[Value]:
-            short = (*shape[:axis], end - begin, *shape[axis + 1 :])
-            return [View(short, x.dtype, (x,), map=slicing(axis, begin, 1))] if end > begin else []
-
-        parts = (*part(0, start), patch, *part(stop, shape[axis]))
-        joined = Joined(shape, meta.dtype, parts, strides=tuple(meta.stride()), axis=axis)
-        self.store(joined)
-        return joined
 
     def _reduced(self, base: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
@@ -428,11 +291,6 @@ class Lowering:
             return value
         self._store_if_needed(value, node)
         return View(shape, dtype, (value,), map=expanded(short, shape))
-
-
-def flattened(buffer: Buffer) -> Buffer:
-    """Reinterpret a buffer without padding as one row."""
-    return Buffer(buffer.name, buffer.dtype, (buffer.size,), (1,))
 
 
 def work_size(value: Value) -> int:

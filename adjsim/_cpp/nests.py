@@ -1,19 +1,16 @@
-"""Loop nests that compute the stored values of a graph: their order, fusion and printing.
+"""Loop nests that fill buffers.
 
-A value is computed as soon as its stored operands are. Sums over matrices of pairs are postponed
-until nothing else is ready, so that as many as possible share one loop over pairs. The innermost
-loop runs along the axis with contiguous memory accesses, and is vectorised: over the lanes of a
-row sum, or over neighbouring elements.
+The innermost loop runs along the axis with contiguous memory accesses, and is vectorised: over the
+lanes of a row sum, or over neighbouring elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from adjsim._cpp.graph import Lowering
 from adjsim._cpp.values import (
     LANES,
     TYPES,
@@ -21,10 +18,6 @@ from adjsim._cpp.values import (
     Buffer,
     Index,
     Indices,
-    Joined,
-    Lazy,
-    Reduced,
-    Reinterpreted,
     Value,
 )
 
@@ -101,88 +94,6 @@ class Task:
             index = tuple(Index() if a in self.axes else i for a, i in enumerate(index))
         begin = self.begin or tuple(Index() for _ in index)
         return self.buffer.at(tuple(i + b for i, b in zip(index, begin, strict=True)))
-
-
-@dataclass(frozen=True)
-class Output:
-    """An output of a graph, and the buffer to which it is written."""
-
-    value: Value
-    buffer: Buffer
-
-
-class Function:
-    """The C++ statements of a graph.
-
-    Args:
-        lowering: the lowered graph.
-        outputs: its outputs with their buffers.
-        threads: the number of threads that share large loops.
-        result: a value that the function returns in addition.
-
-    Attributes:
-        lines: the statements.
-        scratch: the buffers of stored values, which the caller allocates.
-    """
-
-    def __init__(
-        self,
-        lowering: Lowering,
-        outputs: Sequence[Output],
-        threads: int,
-        result: Value | None = None,
-    ) -> None:
-        self.large, self.threads = lowering.large, threads
-        self.lines: list[str] = []
-        self.scratch: list[Buffer] = []
-        tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
-        output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        self._order(tasks, output_tasks, [] if result is None else [result])
-
-    def _order(
-        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
-    ) -> None:
-        needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
-        wanted: set[Value] = set()
-        todo = [
-            value
-            for root in (*results, *(task.value for task in output_tasks))
-            for value in _stored_operands(root) & tasks.keys()
-        ]
-        while todo:
-            value = todo.pop()
-            if value not in wanted:
-                wanted.add(value)
-                todo.extend(needs[value])
-        # The order of the graph makes the generated source reproducible.
-        remaining = [value for value in tasks if value in wanted]
-        done: set[Value] = set()
-        for value in remaining:
-            assert value.buffer is not None
-            if not value.buffer.variable:
-                self.scratch.append(value.buffer)
-        while remaining:
-            ready = [value for value in remaining if needs[value] & wanted <= done]
-            small = [
-                value for value in ready if all(task.work <= self.large for task in tasks[value])
-            ]
-            chosen = small or self._sharing_loop(ready, tasks)
-            self._emit([task for value in chosen for task in tasks[value]])
-            done.update(chosen)
-            remaining = [value for value in remaining if value not in done]
-        self._emit(output_tasks)
-
-    def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
-        """Select large sums that share one loop with the first."""
-        space = tasks[ready[0]][0].space
-        return [value for value in ready if tasks[value][0].space == space]
-
-    def _emit(self, tasks: Iterable[Task]) -> None:
-        nests: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Task]] = {}
-        for task in tasks:
-            nests.setdefault(task.space, []).append(task)
-        for (kept, summed), group in nests.items():
-            self.lines += Nest(kept, summed, group, self.threads).lines()
 
 
 class Nest:
@@ -362,51 +273,3 @@ class Nest:
             for s, (t, _, at) in zip(sums, self.results, strict=True)
         ]
         return lines + ["}"] * (len(others) + 2)
-
-
-def _tasks(value: Value) -> list[Task]:
-    assert value.buffer is not None
-    if isinstance(value, Reduced):
-        return [Task(value.buffer, value.operands[0], value.axes)]
-    if isinstance(value, Joined):
-        tasks, at = [], 0
-        for part in value.operands:
-            begin = tuple(
-                Index(at) if axis == value.axis else Index() for axis in range(len(value.shape))
-            )
-            tasks.append(Task(value.buffer, part, begin=begin))
-            at += part.shape[value.axis]
-        return tasks
-    assert isinstance(value, Lazy)
-    return [Task(value.buffer, StoredExpression(value))]
-
-
-class StoredExpression(Value):
-    """The expression of a stored value, which is evaluated to fill its buffer."""
-
-    def __init__(self, value: Lazy) -> None:
-        super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
-        self.value = value
-
-    def load(self, body: Body, index: Indices) -> str:
-        return self.value.print(body, index)
-
-
-def _stored_operands(value: Value, below: bool = False) -> set[Value]:
-    """Collect the stored values from which an element is computed.
-
-    With ``below``, start from the operands of a stored value instead of the value itself.
-    """
-    found: set[Value] = set()
-    seen: set[Value] = set()
-    todo = list(value.operands) if below else [value]
-    while todo:
-        value = todo.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        if value.buffer is not None:
-            found.add(value)
-        if value.buffer is None or isinstance(value, Reinterpreted):
-            todo.extend(value.operands)
-    return found

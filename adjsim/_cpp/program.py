@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.library import compiled
-from adjsim._cpp.nests import Function, Output
 from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
