@@ -145,7 +145,7 @@ def by_library(name, steps):
     return adjsim.radius_of_gyration(trajectory.final.position).sum()
 
 
-counts = [25, 50, 100, 200]
+counts = [25, 50, 100]
 peaks, gradients = {}, {}
 for steps in counts:
     peaks["hand-written loop", steps], gradients["hand-written loop", steps] = (
@@ -223,10 +223,10 @@ for (name, steps), gradient in gradients.items():
 # Gradient and time
 # -----------------
 #
-# The same call is now made for ten lengths of the run. The forward and the backward
+# The same call is now made for five lengths of the run. The forward and the backward
 # pass of each call are timed together.
 
-horizons = range(20, 201, 20)
+horizons = range(40, 201, 40)
 seconds, curve = {}, {}
 for name in methods:
     torch.autograd.grad(

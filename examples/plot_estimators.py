@@ -160,7 +160,7 @@ plt.show()
 # are large enough for their means to be Gaussian. The uncertainty of the fitted slope
 # follows from it.
 
-CHUNKS, sizes = 64, np.array([1024, 4096, 16384, 65536, 262144])
+CHUNKS, sizes = 64, np.array([1024, 8192, 65536])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
 x = np.log(sizes)
 uncertain = np.sqrt(2 / (CHUNKS - 1) / ((x - x.mean()) ** 2).sum())
@@ -207,7 +207,7 @@ plt.show()
 # which all five estimators support. BAOAB samples the positions in a harmonic well
 # without bias at any stable step size.
 
-TARGET, ITERATIONS = KT / 1.0, 30
+TARGET, ITERATIONS = KT / 1.0, 16
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
 
 
@@ -221,9 +221,9 @@ def inertial(k, duration, dt):
 
 
 def fit(estimator, seed):
-    simulation = inertial(4.0, 2 * RELAXATIONS, 0.1)
+    simulation = inertial(4.0, 2 * RELAXATIONS, 0.2)
     k, generator, history = simulation.dynamics.potential.k, seeded(seed), []
-    optimizer = torch.optim.SGD([k], lr=0.3)
+    optimizer = torch.optim.SGD([k], lr=0.5)
     for _ in range(ITERATIONS):
         estimate = estimator(
             simulation, observable, replicas=1024, chunks=4, generator=generator
@@ -249,7 +249,7 @@ fig, (left, right) = plt.subplots(
 )
 runs = {}
 for j, estimator in enumerate(
-    [*stationary(every=0.5), adjsim.Girsanov(), adjsim.FiniteDifference()]
+    [*stationary(every=0.4), adjsim.Girsanov(), adjsim.FiniteDifference()]
 ):
     name = label(estimator)
     k, stderr, history = fit(estimator, seed=200 + j)
@@ -358,9 +358,9 @@ for j, estimator in enumerate((adjsim.Pathwise(), adjsim.Girsanov())):
         )
         for i, t in enumerate(times.tolist())
     ]
-average = adjsim.TimeAverage(position, burn_in=80.0)
+average = adjsim.TimeAverage(position, burn_in=40.0)
 score = adjsim.ScoreFunction()(
-    double_well(160.0), average, replicas=2048, chunks=8, generator=seeded(500)
+    double_well(80.0), average, replicas=4096, chunks=8, generator=seeded(500)
 )
 middle, stderr = pair(score, "potential.asymmetry")
 print(score)
