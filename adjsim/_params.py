@@ -2,11 +2,11 @@
 
 A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
 the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
-grad (a network's output, a field of moduli) becomes a buffer that keeps its graph. So everything
-that a simulation can be differentiated with respect to is registered, and :func:`trainable` finds
-it. A force may also read a tensor that requires grad and is not registered. A constant-memory
-adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an error that names
-it.
+grad (a network's output, a field of elastic moduli) becomes a buffer that keeps its graph. So
+everything that a simulation can be differentiated with respect to is registered, and
+:func:`trainable` finds it. A force may also read a tensor that requires grad and is not registered.
+A constant-memory adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an
+error that names it.
 """
 
 from __future__ import annotations

@@ -10,15 +10,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from adjsim import __version__
-from adjsim._trajectory import check_times, step_numbers
 from adjsim.compare import check_writable
 from adjsim.job import (
     ADJOINTS,
-    OBSERVABLES,
     SCHEMES,
     BathSettings,
     Job,
-    Sweep,
     adjoints_of,
     estimators_of,
     model_of,
@@ -26,7 +23,15 @@ from adjsim.job import (
     run_sweep,
     solver_of,
 )
-from adjsim.presets import ESTIMATORS, Preset, Question, presets
+from adjsim.options import (
+    estimator_names,
+    memory_kernel,
+    observable_names,
+    preset_of,
+    question_named,
+    sweep_of,
+)
+from adjsim.presets import ESTIMATORS, Preset, presets
 from adjsim.report import report_adjoints, report_estimators
 from adjsim.solvers.base import SteppingSolver
 from adjsim.systems import cluster, structure
@@ -43,14 +48,13 @@ COMMON = {
     "output",
     "compile_runs",
 }
-
-
-def _observables() -> str:
-    known = {
-        "lj13": list(OBSERVABLES),
-        **{name: list(preset.questions) for name, preset in presets().items()},
-    }
-    return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
+# The dynamics that have the parameters of these options.
+THERMOSTAT = {
+    "tau": ["nose-hoover"],
+    "friction": ["langevin", "generalised", "overdamped"],
+    "rates": ["generalised"],
+    "strengths": ["generalised"],
+}
 
 
 def _print_version(requested: bool) -> None:
@@ -94,7 +98,7 @@ def compare_command(
     ] = None,
     observable: Annotated[
         str | None,
-        typer.Option(help=f"Observable: {_observables()}.", show_default="the first"),
+        typer.Option(help=f"Observable: {observable_names()}.", show_default="the first"),
     ] = None,
     structure_file: Annotated[
         Path | None,
@@ -238,7 +242,7 @@ def compare_command(
     Writes compare.png and compare.json into the output folder.
     """
     try:
-        names, job, adjoints, default_horizons = _estimators(estimators), None, {}, ""
+        names, job, adjoints, default_horizons = estimator_names(estimators), None, {}, ""
         if preset == "lj13":
             system = (
                 structure(structure_file, epsilon, sigma, cutoff)
@@ -248,6 +252,9 @@ def compare_command(
             model = dynamics or ("langevin" if names else "hamiltonian")
             if model not in SCHEMES:
                 raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
+            for option, users in THERMOSTAT.items():
+                if model not in users and _given(context, option):
+                    raise ValueError(f"--{option} is for {' and '.join(users)}, not for {model}.")
             from_file, overdamped = structure_file is not None, model == "overdamped"
             step = dt if dt is not None else 4.0 if from_file else 0.0005 if overdamped else 0.005
             start_temperature = (
@@ -260,7 +267,7 @@ def compare_command(
                 start_temperature,
                 tau if tau is not None else 50 * step,
                 rate,
-                *_memory(rate, rates, strengths),
+                *memory_kernel(rate, rates, strengths),
             )
             scheme = scheme or SCHEMES[model]
             job = Job(
@@ -284,7 +291,7 @@ def compare_command(
             problem = Preset(
                 job.title, 400.0 if from_file else 0.4 if overdamped else 10.0, 64, job.questions()
             )
-            question = _question(problem, preset, observable)
+            question = question_named(problem, preset, observable)
             if names:
                 if adjoint:
                     raise ValueError(
@@ -298,14 +305,14 @@ def compare_command(
             else:
                 adjoints = adjoints_of(adjoint, model, exact)
         else:
-            problem = _preset(preset)
+            problem = preset_of(preset)
             misplaced = [
                 name for name in context.params if name not in COMMON and _given(context, name)
             ]
             if misplaced:
                 option = "structure" if misplaced[0] == "structure_file" else misplaced[0]
                 raise ValueError(f"--{option} is for the preset lj13, not for {preset}.")
-            question = _question(problem, preset, observable)
+            question = question_named(problem, preset, observable)
             names = names or list(ESTIMATORS)
             solver = question.simulation(problem.horizon).solver
             assert isinstance(solver, SteppingSolver)
@@ -314,7 +321,7 @@ def compare_command(
         default_horizon, default_replicas, least = (
             (f"{problem.horizon:g}", problem.replicas, 2) if names else (default_horizons, 1, 1)
         )
-        sweep = _sweep(
+        sweep = sweep_of(
             horizon or [default_horizon], step, replicas or [str(default_replicas)], least
         )
         check_writable(output)
@@ -344,101 +351,10 @@ def compare_command(
     report.write(output)
 
 
-def _preset(name: str) -> Preset:
-    known = presets()
-    if name not in known:
-        raise ValueError(f"unknown preset '{name}'; choose one of lj13, {', '.join(known)}.")
-    return known[name]
-
-
-def _question(problem: Preset, preset: str, observable: str | None) -> Question:
-    known = problem.questions
-    if observable is not None and observable not in known:
-        raise ValueError(
-            f"unknown observable '{observable}' of {preset}; choose from {', '.join(known)}."
-        )
-    return known[observable or next(iter(known))]
-
-
-def _estimators(requested: list[str] | None) -> list[str]:
-    names = [name.strip() for entry in requested or [] for name in entry.split(",")]
-    if names == ["all"]:
-        return list(ESTIMATORS)
-    for name in names:
-        if name not in ESTIMATORS:
-            raise ValueError(
-                f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all."
-            )
-    return names
-
-
-def _sweep(horizons: list[str], dt: float, replicas: list[str], least: int) -> Sweep:
-    counts = set()
-    for text in (part.strip() for entry in replicas for part in entry.split(",")):
-        if not text.lstrip("-").isdigit():
-            raise ValueError(f"replicas '{text}' is not an integer.")
-        counts.add(int(text))
-    sweep = Sweep(_horizons(horizons, dt), sorted(counts))
-    sweep.check(least)
-    return sweep
-
-
 def _given(context: typer.Context, name: str) -> bool:
     """Return whether an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _memory(
-    friction: float, rates: str | None, strengths: str | None
-) -> tuple[list[float], list[float]]:
-    if strengths is not None and rates is None:
-        raise ValueError("--strengths was given without --rates; give both, equally many.")
-    decays = _numbers("rates", rates) if rates is not None else [5 * friction]
-    weights = (
-        _numbers("strengths", strengths)
-        if strengths is not None
-        else [friction * r / len(decays) for r in decays]
-    )
-    if len(decays) != len(weights):
-        raise ValueError(
-            f"--rates has {len(decays)} numbers and --strengths has {len(weights)}; give as many "
-            "of each."
-        )
-    return decays, weights
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"--{option} '{text}' is not a list of numbers; write, for example, 1,4."
-        ) from None
-
-
-def _horizons(requested: list[str], dt: float) -> list[float]:
-    horizons = set()
-    for text in (part.strip() for entry in requested for part in entry.split(",")):
-        try:
-            horizon = float(text)
-        except ValueError:
-            raise ValueError(
-                f"horizon '{text}' is not a number; write a time such as 2.5."
-            ) from None
-        if not 0 < horizon < float("inf"):
-            raise ValueError(f"horizon {text} is not a positive time.")
-        if dt > 0:
-            try:
-                step_numbers(check_times([0.0, horizon]), dt)
-            except ValueError:
-                below = max(1, int(horizon / dt)) * dt
-                raise ValueError(
-                    f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are "
-                    f"{below:.10g} and {below + dt:.10g}."
-                ) from None
-        horizons.add(horizon)
-    return sorted(horizons)
 
 
 def _refuse(error: Exception) -> NoReturn:

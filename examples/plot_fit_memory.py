@@ -250,6 +250,6 @@ with torch.no_grad():
 residual = fresh - target
 unseen = float(residual @ weight @ residual)
 print(f"chi-square on unseen noise: {unseen:.1f} for {LAGS} lags")
-# The fit has adapted to the target's own noise, with four parameters, and the noise of
-# the run is counted twice at most.
-assert unseen < chi2.ppf(0.999, LAGS) + 2 * chi2.ppf(0.999, 4)
+# The fit has taken over the target's noise in the directions of its four parameters,
+# and its own noise in their place. So the residual has LAGS degrees of freedom.
+assert unseen < chi2.ppf(0.999, LAGS)

@@ -346,7 +346,8 @@ for (left, right), (name, (dynamics, solver, position)) in zip(
         )
     frames = run.position[..., 0, 0]
     left.plot(times, frames[:, 0], lw=0.7)
-    left.set(ylabel="x", title=name, ylim=(-2.2, 2.2), xlim=(0, float(times[-1])))
+    left.set(ylabel="x (reduced units)", title=name)
+    left.set(ylim=(-2.2, 2.2), xlim=(0, float(times[-1])))
     weights = (
         adjsim.dynamics.canonical_weights(run.log_speed)
         if name.startswith("ESH")

@@ -38,9 +38,9 @@ class ScoreFunction(ChunkedEstimator):
     See Williams, Mach. Learn. 8, 229 (1992). It answers the stationary question with any dynamics
     that samples the density, for parameters of the density: the potential's, masses and kT. No
     tangent is propagated in time, so chaos does no harm and memory does not grow with the number of
-    samples. Its variance is that of a product, at least ``var(O) var(du/dtheta)`` over the number
-    of independent samples. For large systems, where du/dtheta is large, pathwise or reweighted
-    gradients are better.
+    samples. Its variance is that of a product: for Gaussian O and du/dtheta at least ``var(O)
+    var(du/dtheta)`` over the number of independent samples. For large systems, where du/dtheta
+    is large, pathwise or reweighted gradients are better.
 
     Variables of a bath (the memory of :class:`~adjsim.GeneralizedLangevin`, the momenta of a
     Nose-Hoover chain) have a density too. The terms of this density enter u if the observable

@@ -211,9 +211,9 @@ def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
 
-    The cost does not depend on how x was computed. Autograd searches no further back than the node
-    that it differentiates with respect to, and x gets a new node. (With a leaf in its place,
-    autograd would visit every operation that made x.)
+    The cost does not depend on how x was computed: the function is applied to a view of x, and
+    autograd stops at the node of this view. If it differentiated with respect to x itself where x
+    is a leaf, it would visit every operation of the graph.
     """
     if torch.compiler.is_compiling() or in_transform():
         return torch.func.grad(lambda y: function(y).sum())(x)

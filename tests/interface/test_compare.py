@@ -479,13 +479,18 @@ def test_command_line_on_stochastic_dynamics(command, tmp_path, options, paramet
             "choose from EulerMaruyama, LeimkuhlerMatthews",
         ),
         (
+            ["--dynamics", "langevin", "--tau", "1"],
+            "--tau is for nose-hoover, not for langevin",
+        ),
+        (["--rates", "1,2"], "--rates is for generalised, not for hamiltonian"),
+        (
             ["--dynamics", "generalised", "--strengths", "3"],
             "--strengths was given without --rates",
         ),
         (["--dynamics", "generalised", "--rates", "1,x"], "--rates '1,x' is not a list of numbers"),
         (
             ["--dynamics", "generalised", "--rates", "1", "--strengths", "1,2"],
-            "give as many of each",
+            "give equally many",
         ),
     ],
 )
