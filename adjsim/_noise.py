@@ -5,9 +5,9 @@ counter-based Philox generator keyed by (seed, tile). The number for replica r, 
 and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
 the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
 two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
-after some ten thousand.) Steps, drawn momenta and drawn memory have separate streams, so one seed
-serves the start and the run without correlating the two. Numbers are drawn in float64 on the CPU
-and then cast and moved, so a float32 or GPU run gets the same noise.
+after some tens of thousands.) Steps, drawn momenta and drawn memory have separate streams, so one
+seed serves the start and the run without correlating the two. Numbers are drawn in float64 on the
+CPU and then cast and moved, so a float32 or GPU run gets the same noise.
 """
 
 from __future__ import annotations

@@ -206,8 +206,8 @@ def compare(
         generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
         compile: compile the runs of the methods that support it, and run the others uncompiled;
-            ``diagnostics["compiled"]`` shows which. (``Simulation(..., compile=True)`` requires it
-            of all methods, and those that do not support it are listed as failures.)
+            ``diagnostics["compiled"]`` shows which. (With ``Simulation(..., compile=True)``
+            a :class:`~adjsim.Pathwise` that cannot be compiled is listed as a failure instead.)
 
     Returns:
         A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for

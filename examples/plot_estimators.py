@@ -236,7 +236,7 @@ def fit(estimator, seed):
         history.append(
             (loss.item(), info["energy_evaluations"], info.get("sampled", True))
         )
-    # The remaining error: the standard error of the last mean, converted to one of k.
+    # The remaining error: the standard error of the last mean, as an error of k.
     return (
         k.item(),
         abs(estimate.value_stderr / estimate.grad["potential.k"]).item(),
@@ -432,7 +432,7 @@ plt.show()
 # Bars are two standard errors. The mark of ScoreFunction is at the right edge, since a
 # stationary gradient does not depend on the length of a run. In one well the pathwise
 # gradient agrees with the exact path gradient at every length, and approaches the
-# stationary one after a few relaxation times. In two wells this approach takes many
+# stationary one after a few relaxation times. In two wells this approach needs
 # crossings of the barrier, and neighbouring paths with the same noise diverge at each
 # crossing. As an answer to the stationary question, the pathwise gradient therefore has
 # a bias that falls with the length of the run and a spread that grows with it. No

@@ -342,8 +342,8 @@ plt.show()
 #
 # The count does not equal the bound exactly. A system's buffers are emptied together,
 # by 32 bits each. Each time at most one more 32-bit word is stored, which names the
-# system. And buffers that hold only a few bits are below the bound by a fraction of a
-# bit.
+# system of the batch. And buffers that hold only a few bits are below the bound by a
+# fraction of a bit.
 
 for gamma, b, least, h in zip(frictions, bits, bound, heat, strict=True):
     print(

@@ -250,6 +250,7 @@ with torch.no_grad():
 residual = fresh - target
 unseen = float(residual @ weight @ residual)
 print(f"chi-square on unseen noise: {unseen:.1f} for {LAGS} lags")
-# The fit has taken over the target's noise in the directions of its four parameters,
-# and its own noise in their place. So the residual has LAGS degrees of freedom.
+# In the directions of its four parameters the fit removes the target's noise from the
+# residual, and brings in as much noise of its own simulations. So the residual has LAGS
+# degrees of freedom.
 assert unseen < chi2.ppf(0.999, LAGS)

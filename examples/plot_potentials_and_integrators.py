@@ -280,8 +280,8 @@ assert abs(mean - exact) < 4 * stderr + 0.01 * exact
 assert abs(plain.value - exact) > abs(mean - exact)  # the weights are needed
 
 # %%
-# Every integrator in one well
-# ----------------------------
+# All dynamics in one potential
+# -----------------------------
 #
 # Each row of the figure shows one dynamics of the library at kT = 1, in a potential
 # with the same two wells in each of two coordinates. On the left is one path. On the

@@ -67,9 +67,9 @@ class Langevin(MassiveDynamics[PhaseState]):
     choice; Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34), "OBABO" (momenta exact for
     harmonic forces), "ABOBA", and any other word. As an SDE: :class:`~adjsim.SDESolver`.
 
-    Reversing a step divides momenta by exp(-friction dt), which loses digits as exp(friction t). So
-    :class:`~adjsim.ReversibleAdjoint` stores checkpoints here, unless the steps are exact
-    (``Splitting("BAOAB", dt, exact=True)``).
+    Reversing a step divides momenta by exp(-friction dt), so rounding errors grow as
+    exp(friction t). :class:`~adjsim.ReversibleAdjoint` therefore stores checkpoints here,
+    unless the steps are exact (``Splitting("BAOAB", dt, exact=True)``).
 
     Args:
         potential: energy module, or a force field.

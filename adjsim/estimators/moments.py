@@ -137,7 +137,7 @@ def _offset(values: Tensor) -> Tensor:
     """Round the mean over replicas, so that nearly all draws of the replicas give the same number.
 
     The number is a constant of compiled loops. So a new estimator with other starts reuses the
-    loop that was compiled for the previous estimator. The values that remain are up to 64 spreads
+    loop that was compiled for the previous estimator. The values that remain are up to 128 spreads
     large, and their products lose 4 of 16 digits.
     """
     mean, spread = values.mean(0), values.std(0, correction=0)

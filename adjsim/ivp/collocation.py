@@ -28,7 +28,7 @@ the layer in :math:`Z_s` is of order :math:`\tau / h`. The next steps account fo
 terms :math:`\varphi u` at the step ends cancel. (The polynomial itself does not approximate the
 layer, and must not be evaluated between the points.)
 
-**Errors.** Collocation at three points gives a second result, of order 5. It takes A and B z from
+**Errors.** Collocation at three points gives a second result, of order 5. It takes A and B from
 the polynomials through their values at :math:`t_0` and the s points, so it needs no further
 evaluations. Where z hardly changes, the difference of the two results is that of two quadrature
 formulas on these six points. The error estimate is the part of the differences :math:`e_0` of z and

@@ -160,8 +160,9 @@ class Checkpointed:
     are :data:`SEGMENT_STEPS` steps apart at first. When there are too many, every second one is
     dropped, and the distance of later ones doubles. A segment that is longer than
     :data:`SEGMENT_STEPS` steps is solved again with checkpoints of its own. So memory does not
-    grow with the number of steps, and time grows with its logarithm to the base
-    :data:`SEGMENT_STEPS`. Each checkpoint of an implicit method holds a Jacobian and its factors.
+    grow with the number of steps, and the time per step grows with the logarithm of this number
+    to the base :data:`SEGMENT_STEPS`. Each checkpoint of an implicit method holds a Jacobian and
+    its factors.
 
     Args:
         method: SciPy's solver class.

@@ -63,7 +63,7 @@ def solve_ivp(
         method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``,
             ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``.
         t_eval: times at which the solution is returned; None: the times of the solver's steps,
-            which are constants in differentiation.
+            which are constants in differentiation except at the ends and at resets.
         dense_output: whether ``sol.sol`` is returned.
         events: a function ``event(t, y, *args)`` whose zeros are sought, or several, with SciPy's
             attributes ``terminal`` and ``direction``. If an event has a function ``event.reset(t,

@@ -204,7 +204,7 @@ def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None
         raise ValueError(
             f"{type(potential).__name__} writes into the position that it is given, which would "
             "change the state of the run (an assignment to a slice, or an operation such as "
-            "add_). Work on position.clone(), or write it without."
+            "add_). Work on position.clone(), or avoid operations in place."
         )
 
 

@@ -38,8 +38,9 @@ class SDESolver(ContinuousSolver):
     midpoint.) Steps have length dt, and save times must lie on them. The path does not depend on
     the save times.
 
-    reversible_heun has the parasitic root -(1 + friction dt) and grows as exp(friction T)
-    over a run of length T, also in the forward run. It is refused beyond friction T = 2.
+    reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
+    exp(friction T) over a run of length T, also in the forward run. It is refused beyond
+    friction T = 2.
 
     For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
     dt, costs one force a step, and has an exact gradient at any friction.
