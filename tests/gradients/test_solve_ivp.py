@@ -308,10 +308,11 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
                 (1e-6, 1e-4, "checkpoint"),
                 (1e-9, 1e-7, "interpolate"),
             )
-            # Of third order: 10 s.
             if (method, row[0]) != ("RK23", 1e-9)
         ],
-    ),
+    )
+    # A method of third order needs 10 s.
+    + [pytest.param("RK23", 1e-9, 1e-7, "interpolate", marks=pytest.mark.marathon)],
 )
 @pytest.mark.filterwarnings("ignore:a gradient at rtol")
 def test_van_der_pol(method, rtol, error, adjoint):
