@@ -297,22 +297,24 @@ def of_van_der_pol(method, rtol, adjoint="interpolate", end=10.0):
 
 @pytest.mark.parametrize(
     ("method", "rtol", "error", "adjoint"),
-    slow_but(
-        lambda method, rtol, error, adjoint: method in ("RK45", "BDF") and rtol > 1e-9,
-        [
-            (method, *row)
-            for method in METHODS
-            for row in (
-                (1e-3, 5e-2, "interpolate"),
-                (1e-6, 1e-4, "interpolate"),
-                (1e-6, 1e-4, "checkpoint"),
-                (1e-9, 1e-7, "interpolate"),
-            )
-            if (method, row[0]) != ("RK23", 1e-9)
-        ],
-    )
-    # A method of third order needs 10 s.
-    + [pytest.param("RK23", 1e-9, 1e-7, "interpolate", marks=pytest.mark.marathon)],
+    [
+        *slow_but(
+            lambda method, rtol, error, adjoint: method in ("RK45", "BDF") and rtol > 1e-9,
+            [
+                (method, *row)
+                for method in METHODS
+                for row in (
+                    (1e-3, 5e-2, "interpolate"),
+                    (1e-6, 1e-4, "interpolate"),
+                    (1e-6, 1e-4, "checkpoint"),
+                    (1e-9, 1e-7, "interpolate"),
+                )
+                if (method, row[0]) != ("RK23", 1e-9)
+            ],
+        ),
+        # A method of third order needs 10 s.
+        pytest.param("RK23", 1e-9, 1e-7, "interpolate", marks=pytest.mark.marathon),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:a gradient at rtol")
 def test_van_der_pol(method, rtol, error, adjoint):
