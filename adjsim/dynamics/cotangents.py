@@ -107,13 +107,12 @@ class Cotangents:
             product = force.product()
             if product is None:
                 continue
-            along, found = product
+            along, deferred, grads = product
             self._state["position"] = self._state["position"] + along
-            if isinstance(found, DeferredVJP):
+            for found in deferred:
                 self._defer(found)
-            else:
-                for name, grad in found.items():
-                    self.add_parameter(name, grad)
+            for name, grad in grads.items():
+                self.add_parameter(name, grad)
         self._forces.clear()
 
     def _defer(self, found: DeferredVJP) -> None:

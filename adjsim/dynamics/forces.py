@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from adjsim._grid import Grid
 from adjsim._params import refuse_unknown
-from adjsim.potentials.base import DeferredVJP, ForceField, force, force_vjp
+from adjsim.potentials.base import (
+    DeferredVJP,
+    ForceField,
+    ParameterVJP,
+    VJPSum,
+    force,
+    force_vjp,
+)
 
 
 class LinearForce:
@@ -30,23 +37,34 @@ class LinearForce:
         """Add to the cotangent of the force."""
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
-    def product(self) -> tuple[Tensor, DeferredVJP | dict[str, Tensor]] | None:
+    def product(self) -> tuple[Tensor, list[DeferredVJP], dict[str, Tensor]] | None:
         """Take the vector-Jacobian product with respect to the position and the parameters.
 
-        The product for the parameters is deferred, or a dict by name. The result is None without a
-        cotangent.
+        The product for the parameters is the sum of deferred products and of a dict by name. The
+        result is None without a cotangent.
         """
         if self.cotangent is None:
             return None
         cotangent, self.cotangent = self.cotangent, None
         along, found = self._pullback(cotangent)
         self._evaluator.count()
+        deferred: list[DeferredVJP] = []
+        grads: dict[str, Tensor] = {}
+        self._collect(found, deferred, grads)
+        return along, deferred, grads
+
+    def _collect(
+        self, found: ParameterVJP, deferred: list[DeferredVJP], grads: dict[str, Tensor]
+    ) -> None:
         if isinstance(found, DeferredVJP):
-            return along, found
-        names = self._evaluator.parameters
-        return along, {
-            name: grad for name, grad in zip(names, found, strict=True) if grad is not None
-        }
+            deferred.append(found)
+        elif isinstance(found, VJPSum):
+            for term in found.terms:
+                self._collect(term, deferred, grads)
+        else:
+            for name, grad in zip(self._evaluator.parameters, found, strict=True):
+                if grad is not None:
+                    grads[name] = grads[name] + grad if name in grads else grad
 
 
 class ForceEvaluator:

@@ -15,7 +15,7 @@ from adjsim._params import trainable
 from adjsim._typing import Positions
 from adjsim.adjoints.base import refuse_graph
 from adjsim.estimators.curvature import PseudoInverse, pseudo_inverse
-from adjsim.potentials.base import DeferredVJP, force, force_vjp
+from adjsim.potentials.base import force, force_vjp
 
 NEWTON_STEPS = 20
 # Share of dF/dtheta along a flat direction that counts as zero.
@@ -153,7 +153,7 @@ def _parameter_gradient(
     """Compute ``x^T dF/dtheta``."""
     _, pullback = force_vjp(potential, q, parameters)
     _, grads = pullback(torch.from_numpy(x).to(q).reshape(q.shape))
-    listed = grads.gradient(parameters) if isinstance(grads, DeferredVJP) else grads
+    listed = grads if isinstance(grads, list) else grads.gradient(parameters)
     return [
         torch.zeros_like(p) if g is None else g.detach()
         for p, g in zip(parameters, listed, strict=True)

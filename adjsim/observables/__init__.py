@@ -6,18 +6,34 @@ from adjsim.observables.kinetics import (
     mean_squared_displacement,
     velocity_autocorrelation,
 )
-from adjsim.observables.structure import pair_distances, radial_distribution, radius_of_gyration
-from adjsim.observables.thermodynamics import kinetic_temperature
+from adjsim.observables.structure import (
+    bond_order,
+    coordination_number,
+    nearest_neighbour_distance,
+    pair_distances,
+    radial_distribution,
+    radius_of_gyration,
+    smooth_radial_distribution,
+    structure_factor,
+)
+from adjsim.observables.thermodynamics import kinetic_temperature, pressure, stress
 
 __all__ = [
     "Mean",
     "autocorrelation_time",
+    "bond_order",
+    "coordination_number",
     "first_passage_time",
     "kinetic_temperature",
     "mean_squared_displacement",
     "mean_with_error",
+    "nearest_neighbour_distance",
     "pair_distances",
+    "pressure",
     "radial_distribution",
     "radius_of_gyration",
+    "smooth_radial_distribution",
+    "stress",
+    "structure_factor",
     "velocity_autocorrelation",
 ]

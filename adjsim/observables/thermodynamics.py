@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
 from adjsim._inputs import as_number, as_tensor
 from adjsim._typing import Energies, Number, PositionsLike
+from adjsim.potentials.base import Potential, SumPotential
+
+
+@runtime_checkable
+class Moving(Protocol):
+    """The interface of a state with positions and momenta."""
+
+    @property
+    def position(self) -> Tensor: ...
+    @property
+    def momentum(self) -> Tensor: ...
+
+
+@runtime_checkable
+class Massive(Protocol):
+    """The interface of dynamics with masses and a potential."""
+
+    @property
+    def potential(self) -> nn.Module: ...
+    @property
+    def mass(self) -> Tensor: ...
 
 
 def kinetic_temperature(
@@ -22,3 +48,60 @@ def kinetic_temperature(
         m = m.reshape(-1, 1)
     count = p.shape[-1] * p.shape[-2] if dof is None else as_number("dof", dof)
     return (p**2 / m.to(p)).sum((-1, -2)) / count
+
+
+def pressure(dynamics: Massive, state: Moving) -> Energies:
+    """Compute the instantaneous pressure of a periodic box, ``(*batch,)``::
+
+        P = (sum p^2/m + sum over i<j of d_ij . F_ij) / (dim V)
+
+    Its mean at equilibrium is the pressure. A tail correction is not included, see
+    :func:`adjsim.potentials.tail_corrections`.
+
+    Args:
+        dynamics: dynamics with masses, whose potential is a pair potential with a box, or a sum of
+            pair potentials with one box.
+        state: a state with positions and momenta, or a trajectory.
+
+    Raises:
+        ValueError: no box, or two different ones.
+        TypeError: a potential without a virial.
+    """
+    found = stress(dynamics, state)
+    return -found.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def stress(dynamics: Massive, state: Moving) -> Tensor:
+    """Compute the instantaneous stress of a periodic box, ``(*batch, dim, dim)``::
+
+        stress = -(sum p p / m + sum over i<j of d_ij F_ij) / V
+
+    Tension is positive, so the pressure is minus the mean of the diagonal. Arguments and errors are
+    those of :func:`pressure`.
+    """
+    q, p = state.position, state.momentum
+    volume = _volume(dynamics.potential)
+    if not isinstance(dynamics.potential, Potential):
+        raise TypeError(
+            f"{type(dynamics.potential).__name__} has no virial(position), which the pressure and "
+            "the stress need. Pair potentials and sums of them have one."
+        )
+    m = dynamics.mass.to(p)
+    m = m.reshape(-1, 1) if m.numel() > 1 else m
+    kinetic = (p / m).transpose(-1, -2) @ p
+    return -(kinetic + dynamics.potential.virial(q)) / volume
+
+
+def _volume(potential: nn.Module) -> Tensor:
+    """Return the volume of the box of a potential, or of the parts of a sum."""
+    parts = list(potential.parts) if isinstance(potential, SumPotential) else [potential]
+    boxes: list[Tensor] = []
+    for part in parts:
+        box: Tensor | None = getattr(part, "box", None)
+        if box is None:
+            raise ValueError("pressure and stress need a potential with a periodic box.")
+        boxes.append(box)
+    first = boxes[0]
+    if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes):
+        raise ValueError("the parts of the potential have different boxes.")
+    return first.prod() if first.ndim == 1 else torch.linalg.det(first).abs()

@@ -1,22 +1,58 @@
 """Potentials: energy functions and their forces."""
 
 from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
-from adjsim.potentials.base import ForceField, Potential, SeparablePotential, force
+from adjsim.potentials.base import (
+    ForceField,
+    Potential,
+    SeparablePotential,
+    SumPotential,
+    force,
+)
+from adjsim.potentials.buckingham import Buckingham
+from adjsim.potentials.coulomb import Coulomb, ReactionField, Wolf
+from adjsim.potentials.gaussian_core import GaussianCore
+from adjsim.potentials.mie import Mie, SoftSphere
+from adjsim.potentials.mixing import kong, lorentz_berthelot
+from adjsim.potentials.morse import Morse
 from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
 from adjsim.potentials.pair import LennardJones, PairPotential
+from adjsim.potentials.radial import RadialPotential
+from adjsim.potentials.tail import tail_corrections
+from adjsim.potentials.truncation import ForceShifted, Shifted, Switched, Truncation
+from adjsim.potentials.wca import WCA
+from adjsim.potentials.yukawa import Yukawa
 
 __all__ = [
     "NOBLE_GASES",
+    "WCA",
     "AsymmetricDoubleWell",
+    "Buckingham",
+    "Coulomb",
     "DoubleWell",
     "ForceField",
+    "ForceShifted",
+    "GaussianCore",
     "Harmonic",
     "LennardJones",
     "LennardJonesMixture",
+    "Mie",
+    "Morse",
     "MullerBrown",
     "NobleGas",
     "PairPotential",
     "Potential",
+    "RadialPotential",
+    "ReactionField",
     "SeparablePotential",
+    "Shifted",
+    "SoftSphere",
+    "SumPotential",
+    "Switched",
+    "Truncation",
+    "Wolf",
+    "Yukawa",
     "force",
+    "kong",
+    "lorentz_berthelot",
+    "tail_corrections",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,26 @@ class DeferredVJP:
         return list(torch.autograd.grad(total, parameters, allow_unused=True))
 
 
-Pullback = Callable[[Tensor], tuple[Tensor, DeferredVJP | list[Tensor | None]]]
+@dataclass(frozen=True)
+class VJPSum:
+    """A sum of gradients with respect to the parameters, each deferred or a list."""
+
+    terms: tuple[ParameterVJP, ...]
+
+    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Compute the sums; None for parameters that no term depends on."""
+        total: list[Tensor | None] = [None] * len(parameters)
+        for term in self.terms:
+            found = term if isinstance(term, list) else term.gradient(parameters)
+            total = [
+                x if y is None else y if x is None else x + y
+                for x, y in zip(total, found, strict=True)
+            ]
+        return total
+
+
+ParameterVJP: TypeAlias = DeferredVJP | VJPSum | list[Tensor | None]
+Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
 
 
 class Potential(nn.Module):
@@ -73,6 +92,12 @@ class Potential(nn.Module):
             f"{type(self).__name__} has no energy: write forward(position) -> (*batch,)."
         )
 
+    def __add__(self, other: nn.Module) -> SumPotential:
+        return SumPotential(self, other)
+
+    def __radd__(self, other: nn.Module) -> SumPotential:
+        return SumPotential(other, self)
+
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         """Compute ``-dU/dq``, differentiable when grad mode is on.
 
@@ -82,15 +107,86 @@ class Potential(nn.Module):
         """
         return _derived(self, position, grid)
 
+    def virial(self, position: Positions) -> Tensor:
+        """Compute minus the derivative of the energy with respect to strain.
+
+        The result is ``(*batch, dim, dim)``. Strain deforms the positions, and the box if the
+        potential has one.
+        """
+        raise TypeError(
+            f"{type(self).__name__} has no virial(position), which the pressure and the stress "
+            "need. Pair potentials and sums of them have one."
+        )
+
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta).
 
-        The second product is a :class:`DeferredVJP` or a list of gradients. On a grid the force has
-        the bits of :meth:`force`.
+        The second product is a :class:`DeferredVJP`, a list of gradients or a :class:`VJPSum`. On a
+        grid the force has the bits of :meth:`force`.
         """
         return _autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
+
+
+class SumPotential(Potential):
+    """A sum of potentials, ``U = sum_k U_k``, written ``a + b``.
+
+    Each part keeps its own closed forms. The parameters of part k have names that begin with
+    ``parts.k``.
+
+    Args:
+        parts: modules that map position to energy. The parts of a sum among them are taken one by
+            one.
+
+    Raises:
+        TypeError: a part without an energy, such as a :class:`ForceField`.
+    """
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        flat: list[nn.Module] = []
+        for part in parts:
+            if not isinstance(part, nn.Module) or isinstance(part, ForceField):
+                raise TypeError(
+                    f"a part of a sum of potentials is a module with an energy; got a "
+                    f"{type(part).__name__}."
+                )
+            flat += part.parts if isinstance(part, SumPotential) else [part]
+        self.parts = nn.ModuleList(flat)
+
+    def forward(self, position: Positions) -> Energies:
+        return _total([part(position) for part in self.parts])
+
+    def virial(self, position: Positions) -> Tensor:
+        for part in self.parts:
+            if not isinstance(part, Potential):
+                raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
+        return _total([cast(Potential, part).virial(position) for part in self.parts])
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        return _total([force(part, position, grid=grid) for part in self.parts])
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        found = [force_vjp(part, position, parameters, grid=grid) for part in self.parts]
+
+        def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
+            products = [inner(v) for _, inner in found]
+            return _total([along for along, _ in products]), VJPSum(
+                tuple(rest for _, rest in products)
+            )
+
+        return _total([value for value, _ in found]), pullback
+
+
+def _total(values: Sequence[Tensor]) -> Tensor:
+    """Sum from the first on."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 class ForceField(nn.Module):

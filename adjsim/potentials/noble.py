@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from adjsim._inputs import as_indices, outside_inference_mode
 from adjsim._params import describe
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import LennardJones
+from adjsim.potentials.mixing import MixingRule, lorentz_berthelot
+from adjsim.potentials.pair import SHIFTED, LennardJones
+from adjsim.potentials.truncation import Truncation
 
 
 class NobleGas(NamedTuple):
@@ -33,16 +35,17 @@ is not classical."""
 
 
 class LennardJonesMixture(LennardJones):
-    """Lennard-Jones between atoms of several species, mixed by the Lorentz-Berthelot rules.
-
-    ``epsilon_ij = sqrt(epsilon_i epsilon_j)``, ``sigma_ij = (sigma_i + sigma_j) / 2``.
+    """Lennard-Jones between atoms of several species, whose parameters are mixed by a rule.
 
     Args:
         species: ``(atoms,)`` integers, each an index into epsilon and sigma; ``range(atoms)`` if
             every atom has its own parameters.
         epsilon: ``(species,)``, energy.
         sigma: ``(species,)``, length.
-        cutoff, box: as for :class:`LennardJones`.
+        mixing: the rule, :func:`~adjsim.potentials.lorentz_berthelot` or
+            :func:`~adjsim.potentials.kong`, or any function of the same arguments that is symmetric
+            in i and j.
+        cutoff, box, truncation: as for :class:`LennardJones`.
 
     Raises:
         ValueError: epsilon and sigma of different lengths, a species without parameters, a
@@ -57,10 +60,13 @@ class LennardJonesMixture(LennardJones):
         epsilon: Number,
         sigma: Number,
         *,
+        mixing: MixingRule = lorentz_berthelot,
         cutoff: float | None = None,
         box: Array | None = None,
+        truncation: Truncation = SHIFTED,
     ) -> None:
-        super().__init__(epsilon, sigma, cutoff=cutoff, box=box)
+        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, truncation=truncation)
+        self.mixing = mixing
         with outside_inference_mode():
             self.register_buffer("species", _checked_species(species, len(self.epsilon)))
 
@@ -77,12 +83,12 @@ class LennardJonesMixture(LennardJones):
             )
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        if len(self.species) != s.shape[-1]:
+        if s.ndim and len(self.species) != s.shape[-1]:
             raise ValueError(
                 f"species is for {len(self.species)} atoms and position has {s.shape[-1]}."
             )
-        root, half = self.epsilon.to(s).sqrt()[self.species], self.sigma.to(s)[self.species] / 2
-        return root[:, None] * root, half[:, None] + half
+        epsilon, sigma = self.epsilon.to(s)[self.species], self.sigma.to(s)[self.species]
+        return self.mixing(epsilon[:, None], sigma[:, None], epsilon, sigma)
 
 
 def _checked_species(species: Array, count: int) -> Tensor:

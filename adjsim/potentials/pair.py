@@ -32,6 +32,9 @@ from adjsim._layout import is_tracing, materialise_contiguous, memory_order, pac
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
+from adjsim.potentials.truncation import Shifted, Truncation
+
+SHIFTED = Shifted()
 
 
 class PairPotential(Potential):
@@ -41,8 +44,10 @@ class PairPotential(Potential):
     from it, or are written too.
 
     Args:
-        cutoff: pairs at or beyond this distance are excluded; the energy is shifted to zero there.
-            None: no cutoff.
+        cutoff: pairs at or beyond this distance are excluded. None: no cutoff.
+        truncation: how the energy ends at the cutoff: :class:`~adjsim.potentials.Shifted` (to
+            zero), :class:`~adjsim.potentials.ForceShifted` or
+            :class:`~adjsim.potentials.Switched`.
         box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the
             nearest image. Tilted rows are replaced by the least skewed rows of the same lattice.
 
@@ -54,11 +59,22 @@ class PairPotential(Potential):
 
     box: Tensor | None
 
-    def __init__(self, *, cutoff: float | None = None, box: Array | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
+        self.truncation = truncation
         if self.cutoff is not None and not self.cutoff > 0:
             raise ValueError(f"cutoff must be positive; got {cutoff}.")
+        if self.cutoff is None and truncation != SHIFTED:
+            raise ValueError(f"truncation={truncation!r} needs a cutoff.")
+        if self.cutoff is not None:
+            truncation.check(self.cutoff)
         with outside_inference_mode():
             self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
 
@@ -74,29 +90,37 @@ class PairPotential(Potential):
         """Compute d2u/ds2, elementwise."""
         return derivative(self.pair_slope, s)
 
+    def truncated_energy(self, s: Tensor) -> Tensor:
+        """Compute the energy of a pair within the cutoff, elementwise."""
+        return self.pair_energy(s) if self.cutoff is None else self.truncation.energy(self, s)
+
+    def truncated_slope(self, s: Tensor) -> Tensor:
+        """Compute the derivative of :meth:`truncated_energy`."""
+        return self.pair_slope(s) if self.cutoff is None else self.truncation.slope(self, s)
+
+    def truncated_curvature(self, s: Tensor) -> Tensor:
+        """Compute the derivative of :meth:`truncated_slope`."""
+        return self.pair_curvature(s) if self.cutoff is None else self.truncation.curvature(self, s)
+
     def safe_distance(self, s: Tensor) -> Tensor:
         """Return a squared distance for excluded pairs, where u, u' and u'' are finite."""
         return torch.ones((), dtype=s.dtype, device=s.device)
 
     def forward(self, position: Positions) -> Energies:
         _, s, included = self._geometry(position)
-        energy = self.pair_energy(s)
-        if self.cutoff is not None:
-            energy = energy - self.pair_energy(
-                torch.full_like(self.safe_distance(s), self.cutoff**2)
-            )
+        energy = self.truncated_energy(s)
         return 0.5 * torch.where(included, energy, 0.0).sum((-1, -2))
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         d, s, included = self._geometry(position)
-        return _sum_pairs(-2 * self._masked(self.pair_slope(s), included), d, grid)
+        return _sum_pairs(-2 * self._masked(self.truncated_slope(s), included), d, grid)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             d, s, included = self._geometry(position)
-            slope = self._masked(self.pair_slope(s), included)
+            slope = self._masked(self.truncated_slope(s), included)
             weight = -2 * slope
             value = _sum_pairs(weight, d, grid)
             weight = weight.unsqueeze(-3)
@@ -105,9 +129,10 @@ class PairPotential(Potential):
             with torch.no_grad():
                 w = split_coordinates(differences(v))
                 dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
-                curvature = (-4 * self._masked(self.pair_curvature(s), included) * dw).unsqueeze(-3)
+                second = self._masked(self.truncated_curvature(s), included)
+                curvature = (-4 * second * dw).unsqueeze(-3)
                 rows = [(curvature * x + weight * y).sum(-1) for x, y in zip(d, w, strict=True)]
-                found = DeferredVJP(self, self.pair_slope, self._masked(-dw, included), s)
+                found = DeferredVJP(self, self.truncated_slope, self._masked(-dw, included), s)
                 by_rows = is_tracing() and self._elementwise_in_parameters
                 return _join_coordinates(rows), self._gradient_by_rows(
                     found, parameters
@@ -115,13 +140,43 @@ class PairPotential(Potential):
 
         return value, pullback
 
+    def virial(self, position: Positions) -> Tensor:
+        """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
+
+        F_ij is the force on i from j. In a periodic box this is minus the derivative of the energy
+        with respect to the strain of the box.
+        """
+        d, s, included = self._geometry(position)
+        weight = -self._masked(self.truncated_slope(s), included)
+        vectors = torch.cat(d, -3)
+        return torch.einsum("...ij,...aij,...bij->...ab", weight, vectors, vectors)
+
     @property
     def _elementwise_in_parameters(self) -> bool:
         """Whether the formulas are elementwise in each scalar parameter.
 
-        A parameter may then differ from row to row.
+        A parameter may then differ from row to row. A class states it by ``_elementwise``, and a
+        subclass that overrides anything of it does not inherit the statement.
         """
-        return False
+        classes = type(self).__mro__
+        owner = next((c for c in classes if vars(c).get("_elementwise", False)), None)
+        if owner is None:
+            return False
+        below = classes[: classes.index(owner)]
+        overridden = {name for c in below for name in vars(c) if not name.startswith("__")}
+        return not any(hasattr(owner, name) for name in overridden)
+
+    def pair_parameter(self, name: str, s: Tensor) -> Tensor:
+        """Return a parameter of every pair, to broadcast against the squared distances.
+
+        The squared distance may also be a scalar, the same for all pairs.
+        """
+        value: Tensor = getattr(self, name)
+        if value.ndim and s.ndim and value.shape[-1] not in (1, s.shape[-1]):
+            raise ValueError(
+                f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}."
+            )
+        return value.to(s)
 
     def _gradient_by_rows(
         self, deferred: DeferredVJP, parameters: Sequence[Tensor]
@@ -187,9 +242,11 @@ class LennardJones(PairPotential):
     Args:
         epsilon: depth of the well, energy; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: distance where the energy is zero, length; likewise. The minimum is at 2^(1/6) sigma.
-        cutoff: pairs beyond this distance are left out, and the energy is shifted to zero there.
-            The force has a small jump there, so use 2.5 sigma or more where energy conservation
-            matters. None: all pairs.
+        cutoff: pairs beyond this distance are left out. None: all pairs.
+        truncation: how the energy ends at the cutoff, see
+            :class:`~adjsim.potentials.PairPotential`. By default it is shifted to zero, and the
+            force has a small jump. Where energy conservation matters, use 2.5 sigma or more, or
+            another truncation.
         box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
             counts once, at its nearest image.
 
@@ -200,6 +257,7 @@ class LennardJones(PairPotential):
 
     epsilon: Tensor
     sigma: Tensor
+    _elementwise = True
 
     def __init__(
         self,
@@ -208,30 +266,21 @@ class LennardJones(PairPotential):
         *,
         cutoff: float | None = None,
         box: Array | None = None,
+        truncation: Truncation = SHIFTED,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
         register(self, "epsilon", epsilon)
         register(self, "sigma", sigma, positive=True)
         self._check_parameters()
 
     def _check_parameters(self) -> None:
         """Refuse parameters that are not one number for each pair."""
-        for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
-            _check_symmetric(name, value.detach())
-
-    @property
-    def _elementwise_in_parameters(self) -> bool:
-        names = ("pair_slope", "pair_parameters", "_sixth")
-        return all(getattr(type(self), name) is getattr(LennardJones, name) for name in names)
+        check_symmetric("epsilon", self.epsilon)
+        check_symmetric("sigma", self.sigma)
 
     def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Return epsilon and sigma of every pair, to broadcast against the squared distances."""
-        for name, value in (("epsilon", self.epsilon), ("sigma", self.sigma)):
-            if value.ndim and value.shape[-1] not in (1, s.shape[-1]):
-                raise ValueError(
-                    f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}."
-                )
-        return self.epsilon.to(s), self.sigma.to(s)
+        return self.pair_parameter("epsilon", s), self.pair_parameter("sigma", s)
 
     def pair_energy(self, s: Tensor) -> Tensor:
         epsilon, x, _ = self._sixth(s)
@@ -268,13 +317,15 @@ def distinct(position: Tensor) -> Tensor:
     return index.unsqueeze(-1) != index
 
 
-def _check_symmetric(name: str, value: Tensor) -> None:
+def check_symmetric(name: str, value: Tensor) -> None:
+    """Refuse a parameter that is not one number for each pair."""
+    value = value.detach()
     if value.numel() == 1:
         return
     if value.ndim != 2 or value.shape[0] != value.shape[1]:
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). "
-            "For a number per atom use LennardJonesMixture(species=range(atoms), ...)."
+            f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). For a "
+            "Lennard-Jones number per atom use LennardJonesMixture(species=range(atoms), ...)."
         )
     difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
     if difference > 8 * torch.finfo(value.dtype).eps * scale:

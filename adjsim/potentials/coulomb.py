@@ -1,0 +1,172 @@
+"""Coulomb's law between point charges, and two ways to cut it off."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._inputs import as_number
+from adjsim._params import register
+from adjsim._typing import Array, Energies, Number, Positions
+from adjsim.potentials.pair import SHIFTED
+from adjsim.potentials.radial import RadialPotential
+from adjsim.potentials.truncation import Truncation
+
+
+class Coulomb(RadialPotential):
+    """Coulomb's law, ``U = sum over i<j of constant q_i q_j / r``.
+
+    A cutoff of this potential is a poor approximation, since a sphere of the cutoff has a net
+    charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
+
+    Args:
+        charge: ``(atoms,)``.
+        constant: 1/(4 pi epsilon_0) in the units of the simulation, energy times length over the
+            square of a charge: 14.39964548 in eV, angstrom and elementary charges.
+        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+
+    Raises:
+        ValueError: charges that are not one number for each atom.
+    """
+
+    charge: Tensor
+
+    def __init__(
+        self,
+        charge: Number,
+        constant: float = 1.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        register(self, "charge", charge)
+        if self.charge.ndim != 1:
+            raise ValueError(
+                "charge must be (atoms,), one number for each atom; got shape "
+                f"{tuple(self.charge.shape)}."
+            )
+        self.constant = as_number("constant", constant)
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        return self._products(r) / r
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return -self._products(r) / (r * r)
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        return 2 * self._products(r) / (r * r * r)
+
+    def _products(self, r: Tensor) -> Tensor:
+        """Compute constant q_i q_j of every pair."""
+        charge = self.pair_parameter("charge", r)
+        return self.constant * charge[:, None] * charge
+
+
+class ReactionField(Coulomb):
+    """Coulomb's law in a sphere of the cutoff, with a dielectric medium outside it::
+
+        u = constant q_i q_j (1/r + k r^2 - c)
+
+    Here k = (e - 1) / ((2 e + 1) r_c^3) and c = 1/r_c + k r_c^2, with the cutoff r_c and the
+    permittivity e of the medium. The energy is zero at the cutoff. With an infinite permittivity
+    the force is zero there too. U has in addition the energy -constant c q^2 / 2 of each charge in
+    its own field. See Tironi et al., J. Chem. Phys. 102, 5451 (1995).
+
+    Args:
+        charge: ``(atoms,)``.
+        permittivity: e, relative to the inside; ``math.inf`` for a conductor.
+        constant: see :class:`Coulomb`.
+        cutoff: the radius of the sphere.
+        box: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    def __init__(
+        self,
+        charge: Number,
+        permittivity: float = math.inf,
+        constant: float = 1.0,
+        *,
+        cutoff: float,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(charge, constant, cutoff=cutoff, box=box)
+        e = as_number("permittivity", permittivity)
+        if not e >= 1:
+            raise ValueError(f"permittivity must be at least 1; got {permittivity}.")
+        assert self.cutoff is not None
+        share = 0.5 if math.isinf(e) else (e - 1) / (2 * e + 1)
+        self.quadratic = share / self.cutoff**3
+        self.shift = (1 + share) / self.cutoff
+
+    def forward(self, position: Positions) -> Energies:
+        own = 0.5 * self.shift * self.constant * self.charge.to(position).square().sum()
+        return super().forward(position) - own
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        return self._products(r) * (1 / r + self.quadratic * r * r - self.shift)
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return self._products(r) * (2 * self.quadratic * r - 1 / (r * r))
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        return 2 * self._products(r) * (self.quadratic + 1 / (r * r * r))
+
+
+class Wolf(Coulomb):
+    """Coulomb's law, damped and shifted so that each sphere of the cutoff is neutral::
+
+        u = constant q_i q_j (erfc(alpha r)/r - erfc(alpha r_c)/r_c)
+
+    U has in addition -constant (erfc(alpha r_c)/(2 r_c) + alpha/sqrt(pi)) q^2 of each charge. See
+    Wolf, Keblinski, Phillpot and Eggebrecht, J. Chem. Phys. 110, 8254 (1999). With
+    ``truncation=ForceShifted()`` the pairs are those of Fennell and Gezelter, J. Chem. Phys. 124,
+    234104 (2006), whose force is continuous.
+
+    Args:
+        charge: ``(atoms,)``.
+        alpha: damping, 1/length. A larger one needs a smaller cutoff, and changes the energy more.
+        constant: see :class:`Coulomb`.
+        cutoff: the radius of the neutral sphere.
+        box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    def __init__(
+        self,
+        charge: Number,
+        alpha: float,
+        constant: float = 1.0,
+        *,
+        cutoff: float,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(charge, constant, cutoff=cutoff, box=box, truncation=truncation)
+        self.alpha = as_number("alpha", alpha)
+        if not self.alpha >= 0:
+            raise ValueError(f"alpha must not be negative; got {alpha}.")
+
+    def forward(self, position: Positions) -> Energies:
+        assert self.cutoff is not None
+        own = math.erfc(self.alpha * self.cutoff) / (2 * self.cutoff)
+        own += self.alpha / math.sqrt(math.pi)
+        charge = self.charge.to(position)
+        return super().forward(position) - own * self.constant * charge.square().sum()
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        return self._products(r) * torch.erfc(self.alpha * r) / r
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return -self._products(r) * (torch.erfc(self.alpha * r) / r + self._gaussian(r)) / r
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        damped = torch.erfc(self.alpha * r) / r + self._gaussian(r)
+        rest = self.alpha**2 * self._gaussian(r)
+        return 2 * self._products(r) * (damped / (r * r) + rest)
+
+    def _gaussian(self, r: Tensor) -> Tensor:
+        factor = 2 * self.alpha / math.sqrt(math.pi)
+        return factor * torch.exp(-((self.alpha * r) ** 2))

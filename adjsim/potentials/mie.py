@@ -1,0 +1,119 @@
+"""The Mie potential and the soft sphere, whose exponents are free."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from adjsim._inputs import as_number
+from adjsim._params import register
+from adjsim._typing import Array, Number
+from adjsim.potentials.pair import SHIFTED, PairPotential, check_symmetric
+from adjsim.potentials.truncation import Truncation
+
+
+class SoftSphere(PairPotential):
+    """An inverse power, ``U = sum over i<j of epsilon (sigma/r)^exponent``.
+
+    Args:
+        epsilon: energy of a pair at the distance sigma; a number or ``(atoms, atoms)``, symmetric.
+        sigma: length; likewise.
+        exponent: a positive number, which is not trained. Below 4 in three dimensions the energy
+            at a cutoff is not small.
+        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    epsilon: Tensor
+    sigma: Tensor
+    _elementwise = True
+
+    def __init__(
+        self,
+        epsilon: Number = 1.0,
+        sigma: Number = 1.0,
+        exponent: float = 12.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        register(self, "epsilon", epsilon)
+        register(self, "sigma", sigma, positive=True)
+        check_symmetric("epsilon", self.epsilon)
+        check_symmetric("sigma", self.sigma)
+        self.exponent = _positive("exponent", exponent)
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        return self.pair_parameter("epsilon", s) * self._power(s, self.exponent)
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        return -self.exponent / 2 * self.pair_energy(s) / s
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        half = self.exponent / 2
+        return half * (half + 1) * self.pair_energy(s) / (s * s)
+
+    def safe_distance(self, s: Tensor) -> Tensor:
+        return self.pair_parameter("sigma", s.detach()).detach() ** 2
+
+    def _power(self, s: Tensor, exponent: float) -> Tensor:
+        return (self.pair_parameter("sigma", s) ** 2 / s) ** (exponent / 2)
+
+
+class Mie(SoftSphere):
+    """The Mie potential, ``U = sum over i<j of C epsilon ((sigma/r)^n - (sigma/r)^m)``.
+
+    Here ``C = n/(n-m) (n/m)^(m/(n-m))``, so that epsilon is the depth of the well. See Mie, Ann.
+    Phys. 316, 657 (1903). With n = 12 and m = 6 it is :class:`~adjsim.LennardJones`, which is
+    faster.
+
+    Args:
+        epsilon: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
+        sigma: distance where the energy is zero, length; likewise.
+        exponent: n of the repulsion, which is not trained.
+        attraction: m of the attraction, below n, which is not trained.
+        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    _elementwise = True
+
+    def __init__(
+        self,
+        epsilon: Number = 1.0,
+        sigma: Number = 1.0,
+        exponent: float = 12.0,
+        attraction: float = 6.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(epsilon, sigma, exponent, cutoff=cutoff, box=box, truncation=truncation)
+        self.attraction = _positive("attraction", attraction)
+        n, m = self.exponent, self.attraction
+        if not m < n:
+            raise ValueError(f"attraction must be below the exponent {n:g}; got {m:g}.")
+        self.factor = n / (n - m) * (n / m) ** (m / (n - m))
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        return self._combined(s, 1.0, 1.0)
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        return -self._combined(s, self.exponent / 2, self.attraction / 2) / s
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        n, m = self.exponent / 2, self.attraction / 2
+        return self._combined(s, n * (n + 1), m * (m + 1)) / (s * s)
+
+    def _combined(self, s: Tensor, repulsion: float, attraction: float) -> Tensor:
+        difference = repulsion * self._power(s, self.exponent) - attraction * self._power(
+            s, self.attraction
+        )
+        return self.factor * self.pair_parameter("epsilon", s) * difference
+
+
+def _positive(name: str, value: float) -> float:
+    number = as_number(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive; got {value}.")
+    return number

@@ -1,0 +1,69 @@
+"""The Morse potential."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim._params import register
+from adjsim._typing import Array, Number
+from adjsim.potentials.pair import SHIFTED, check_symmetric
+from adjsim.potentials.radial import RadialPotential
+from adjsim.potentials.truncation import Truncation
+
+
+class Morse(RadialPotential):
+    """The Morse potential, ``U = sum over i<j of depth ((1 - e)^2 - 1)``.
+
+    Here ``e = exp(-(r - distance) / width)``. See Morse, Phys. Rev. 34, 57 (1929), who writes a for
+    1/width. The curvature of the well is 2 depth / width^2.
+
+    Args:
+        depth: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
+        width: width of the well, length; likewise.
+        distance: position of the minimum, length; likewise.
+        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    depth: Tensor
+    width: Tensor
+    distance: Tensor
+    _elementwise = True
+
+    def __init__(
+        self,
+        depth: Number = 1.0,
+        width: Number = 1.0,
+        distance: Number = 1.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        register(self, "depth", depth)
+        register(self, "width", width, positive=True)
+        register(self, "distance", distance, positive=True)
+        for name in ("depth", "width", "distance"):
+            check_symmetric(name, getattr(self, name))
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        depth, _, e = self._exponential(r)
+        return depth * e * (e - 2)
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        depth, width, e = self._exponential(r)
+        return 2 * depth / width * e * (1 - e)
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        depth, width, e = self._exponential(r)
+        return 2 * depth / (width * width) * e * (2 * e - 1)
+
+    def safe_distance(self, s: Tensor) -> Tensor:
+        return self.pair_parameter("distance", s.detach()).detach() ** 2
+
+    def _exponential(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        depth, width, distance = (
+            self.pair_parameter(name, r) for name in ("depth", "width", "distance")
+        )
+        return depth, width, torch.exp((distance - r) / width)

@@ -1,0 +1,62 @@
+"""The screened Coulomb potential of Yukawa."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim._params import register
+from adjsim._typing import Array, Number
+from adjsim.potentials.pair import SHIFTED, check_symmetric
+from adjsim.potentials.radial import RadialPotential
+from adjsim.potentials.truncation import Truncation
+
+
+class Yukawa(RadialPotential):
+    """The Yukawa potential, ``U = sum over i<j of A exp(-r/length) / r``.
+
+    It is the interaction of charges in a screening medium (Debye and Hueckel), with the screening
+    length of the medium. See Yukawa, Proc. Phys.-Math. Soc. Japan 17, 48 (1935).
+
+    Args:
+        amplitude: A, energy times length; a number or ``(atoms, atoms)``, symmetric.
+        length: screening length; likewise.
+        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    amplitude: Tensor
+    length: Tensor
+    _elementwise = True
+
+    def __init__(
+        self,
+        amplitude: Number = 1.0,
+        length: Number = 1.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        register(self, "amplitude", amplitude)
+        register(self, "length", length, positive=True)
+        check_symmetric("amplitude", self.amplitude)
+        check_symmetric("length", self.length)
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        length = self.pair_parameter("length", r)
+        return self.pair_parameter("amplitude", r) * torch.exp(-r / length) / r
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return -self.radial_energy(r) * self._decay(r)
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        decay = self._decay(r)
+        return self.radial_energy(r) * (decay * decay + 1 / (r * r))
+
+    def safe_distance(self, s: Tensor) -> Tensor:
+        return self.pair_parameter("length", s.detach()).detach() ** 2
+
+    def _decay(self, r: Tensor) -> Tensor:
+        """Compute -d(log u)/dr."""
+        return 1 / self.pair_parameter("length", r) + 1 / r
