@@ -36,6 +36,11 @@ def perpendicular_widths(box: Tensor) -> Tensor:
     return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
 
 
+def volume(box: Tensor) -> Tensor:
+    """Compute the volume of a cell."""
+    return box.prod() if box.ndim == 1 else torch.linalg.det(box).abs()
+
+
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
     """Convert a cell to float64, check it, and reduce it if it is tilted.
 
@@ -56,10 +61,10 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
         raise ValueError(
             f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
         )
-    volume = cell.prod() if cell.ndim == 1 else torch.linalg.det(cell)
+    size = volume(cell)
     if (
         not bool(torch.isfinite(cell).all())
-        or float(volume.abs()) == 0
+        or float(size) == 0
         or (cell.ndim == 1 and float(cell.min()) <= 0)
     ):
         raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
@@ -173,8 +178,8 @@ def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
     else:
         normals = [_cross(rows[1], rows[2]), _cross(rows[2], rows[0]), _cross(rows[0], rows[1])]
-    volume = _dot(rows[0], normals[0])
-    return [[x / volume for x in normal] for normal in normals]
+    size = _dot(rows[0], normals[0])
+    return [[x / size for x in normal] for normal in normals]
 
 
 def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from ase.io.formats import UnknownFileTypeError
 from torch import Tensor
 
 from adjsim._box import perpendicular_widths
+from adjsim.io import box_of
 from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
 from adjsim.potentials.pair import LennardJones
 
@@ -157,12 +158,7 @@ def _potential(
 
 
 def _box(path: Path, atoms: ase.Atoms) -> Tensor | None:
-    if not atoms.pbc.any():
-        return None
-    if not atoms.pbc.all():
-        raise ValueError(
-            f"'{path}' is periodic along some axes only; make it periodic along all three, or none."
-        )
-    cell = torch.from_numpy(np.array(atoms.cell))
-    off_diagonal = cell - torch.diag(torch.diagonal(cell))
-    return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell
+    try:
+        return box_of(atoms)
+    except ValueError as error:
+        raise ValueError(f"'{path}': {error}") from None

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._box import checked_box, differences, nearest_image
+from adjsim._box import checked_box, differences, nearest_image, volume
 from adjsim._inputs import as_number, as_tensor, as_whole
 from adjsim._typing import Array, Energies, PositionsLike
 
@@ -62,9 +62,9 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     counts = torch.zeros(len(bounds) - 1, dtype=torch.float64)
     for frame in frames:
         counts += torch.histogram(pair_distances(frame, cell).double().cpu(), bounds).hist
-    volume, atoms = _volume(cell), q.shape[-2]
+    size, atoms = float(volume(cell)), q.shape[-2]
     shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
-    return counts / len(frames) / (atoms * (atoms - 1) / 2) * volume / shells
+    return counts / len(frames) / (atoms * (atoms - 1) / 2) * size / shells
 
 
 def smooth_radial_distribution(
@@ -98,7 +98,7 @@ def smooth_radial_distribution(
     x = (at.to(distance) - distance.unsqueeze(-1)) / width
     kernel = torch.exp(-0.5 * x * x) / (width * math.sqrt(2 * math.pi))
     shell = 4 * math.pi * distance.unsqueeze(-1) ** 2
-    return _volume(cell) * (kernel / shell).mean(-2)
+    return float(volume(cell)) * (kernel / shell).mean(-2)
 
 
 def nearest_neighbour_distance(position: PositionsLike, box: Array | None = None) -> Energies:
@@ -229,7 +229,3 @@ def _distance_matrix(position: PositionsLike, box: Array | None, own: float) -> 
     same = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
     # The root of zero has no derivative, so the diagonal is replaced before it.
     return torch.where(same, own, torch.where(same, 1.0, s).sqrt())
-
-
-def _volume(cell: Tensor) -> float:
-    return float(cell.prod() if cell.ndim == 1 else torch.linalg.det(cell).abs())

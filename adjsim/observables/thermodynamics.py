@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from adjsim._box import volume
 from adjsim._inputs import as_number, as_tensor
 from adjsim._typing import Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential, SumPotential
@@ -80,7 +81,7 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
     those of :func:`pressure`.
     """
     q, p = state.position, state.momentum
-    volume = _volume(dynamics.potential)
+    size = _volume(dynamics.potential)
     if not isinstance(dynamics.potential, Potential):
         raise TypeError(
             f"{type(dynamics.potential).__name__} has no virial(position), which the pressure and "
@@ -89,7 +90,7 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
     m = dynamics.mass.to(p)
     m = m.reshape(-1, 1) if m.numel() > 1 else m
     kinetic = (p / m).transpose(-1, -2) @ p
-    return -(kinetic + dynamics.potential.virial(q)) / volume
+    return -(kinetic + dynamics.potential.virial(q)) / size
 
 
 def _volume(potential: nn.Module) -> Tensor:
@@ -104,4 +105,4 @@ def _volume(potential: nn.Module) -> Tensor:
     first = boxes[0]
     if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes):
         raise ValueError("the parts of the potential have different boxes.")
-    return first.prod() if first.ndim == 1 else torch.linalg.det(first).abs()
+    return volume(first)

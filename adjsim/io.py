@@ -1,0 +1,275 @@
+"""Structures and trajectories from ASE and to ASE, and calculators both ways.
+
+Numbers are in ASE's units: eV, angstrom, amu, and angstrom sqrt(amu/eV) for time (``ase.units.fs``
+is a femtosecond in this unit).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ase
+import ase.io
+import numpy as np
+import torch
+from ase.calculators.calculator import Calculator, all_changes
+from ase.io.formats import filetype
+from torch import Tensor
+
+from adjsim._box import volume
+from adjsim._grid import Grid
+from adjsim._trajectory import Trajectory
+from adjsim._typing import Energies, Positions
+from adjsim.potentials.base import Potential, Pullback, SumPotential, force
+
+
+class Structure(NamedTuple):
+    """Atoms with their positions, momenta, masses, box and symbols, in ASE's units.
+
+    ``position`` and ``momentum`` are ``(atoms, 3)``, ``mass`` is ``(atoms,)``. ``box`` is ``(3,)``
+    edge lengths, ``(3, 3)`` rows, or None without periodic boundaries.
+    """
+
+    position: Tensor
+    momentum: Tensor
+    mass: Tensor
+    box: Tensor | None
+    symbols: tuple[str, ...]
+
+
+def from_ase(atoms: ase.Atoms) -> Structure:
+    """Take the numbers of an ``ase.Atoms``, as float64 tensors.
+
+    Raises:
+        ValueError: no atoms, numbers that are not finite, a cell that is periodic along some axes
+            only.
+    """
+    if len(atoms) == 0:
+        raise ValueError("there are no atoms in it.")
+    for name, values in (("position", atoms.get_positions()), ("momentum", atoms.get_momenta())):
+        bad = np.flatnonzero(~np.isfinite(values).all(1))
+        if len(bad):
+            raise ValueError(
+                f"the {name} of atom {bad[0]} is {values[bad[0]].tolist()}, which is not finite."
+            )
+    return Structure(
+        torch.from_numpy(atoms.get_positions()),
+        torch.from_numpy(atoms.get_momenta()),
+        torch.from_numpy(atoms.get_masses()),
+        box_of(atoms),
+        tuple(atoms.get_chemical_symbols()),
+    )
+
+
+def box_of(atoms: ase.Atoms) -> Tensor | None:
+    """Return edge lengths of an orthogonal cell, rows of a tilted one, None without periodicity."""
+    if not atoms.pbc.any():
+        return None
+    if not atoms.pbc.all():
+        raise ValueError(
+            "the cell is periodic along some axes only; make it periodic along all three, or none."
+        )
+    cell = torch.from_numpy(np.array(atoms.cell))
+    off_diagonal = cell - torch.diag(torch.diagonal(cell))
+    return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell
+
+
+def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]:
+    """Make an ``ase.Atoms`` of each frame, with momenta, cell and the time in ``info["time"]``.
+
+    Args:
+        trajectory: of one system, in ASE's units.
+        structure: the symbols, masses and box.
+
+    Raises:
+        ValueError: a trajectory of a batch, without frames, or of another number of atoms.
+    """
+    position = trajectory.position.detach().cpu().double()
+    expected = (len(structure.symbols), 3)
+    if position.ndim != 3 or tuple(position.shape[1:]) != expected:
+        raise ValueError(
+            f"to_ase takes a trajectory of one system, (time, atoms, 3) with {expected[0]} atoms; "
+            f"got position of shape {tuple(position.shape)}. Of a batch, take one replica by "
+            "hand and set its positions."
+        )
+    momentum = getattr(trajectory, "momentum", None)
+    frames = []
+    for k, time in enumerate(trajectory.times.tolist()):
+        atoms = ase.Atoms(
+            symbols=list(structure.symbols),
+            positions=position[k].numpy(),
+            masses=structure.mass.detach().cpu().expand(expected[0]).numpy(),
+            cell=None if structure.box is None else _rows(structure.box).numpy(),
+            pbc=structure.box is not None,
+            info={"time": time},
+        )
+        if momentum is not None:
+            atoms.set_momenta(momentum[k].detach().cpu().double().numpy())
+        frames.append(atoms)
+    return frames
+
+
+def write(path: str | Path, frames: Sequence[ase.Atoms], **options: Any) -> None:
+    """Write frames by ASE's writer for the name of the file, whole or not at all.
+
+    Args:
+        path: the file; a file of this name is replaced when the new one is complete.
+        frames: see :func:`to_ase`.
+        options: of ``ase.io.write``, such as ``format``.
+    """
+    path = Path(path)
+    options.setdefault("format", filetype(str(path), read=False))
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    try:
+        ase.io.write(name, list(frames), **options)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+class ASECalculator(Calculator):
+    """An ASE calculator of a potential: energy, forces, and the stress of a periodic box.
+
+    Args:
+        potential: takes positions in angstrom to an energy in eV. Its box, if it has one, has to be
+            the cell of the atoms.
+
+    Raises:
+        ValueError: when atoms are calculated whose cell is not the potential's box.
+    """
+
+    def __init__(self, potential: torch.nn.Module) -> None:
+        super().__init__()
+        self.implemented_properties = ["energy", "forces", "stress"]
+        self.potential = potential
+
+    def calculate(
+        self,
+        atoms: ase.Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = tuple(all_changes),
+    ) -> None:
+        """Evaluate the potential, as ASE's calculators do."""
+        super().calculate(atoms, list(properties), list(system_changes))
+        assert isinstance(self.atoms, ase.Atoms)
+        box = box_of(self.atoms)
+        _check_box(self.potential, box)
+        position = torch.from_numpy(self.atoms.get_positions())
+        with torch.no_grad():
+            self.results = {
+                "energy": float(self.potential(position)),
+                "forces": force(self.potential, position).numpy(),
+            }
+            if "stress" in properties:
+                if box is None or not isinstance(self.potential, Potential):
+                    raise ValueError("the stress needs a pair potential with a periodic box.")
+                stress = -self.potential.virial(position) / volume(box)
+                self.results["stress"] = stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]].numpy()
+
+
+class ASEPotential(Potential):
+    """The energy and the forces of an ASE calculator, as reference values without a gradient.
+
+    Use it to make data, or to run dynamics without a gradient. The calculator has no derivative
+    with respect to parameters, and its forces have no derivative at all, so a backward pass through
+    a run is an error. It runs on the CPU, one system at a time.
+
+    Args:
+        calculator: an ASE calculator.
+        structure: the symbols, masses and box of the atoms.
+
+    Raises:
+        TypeError: in a backward pass through the energy or the forces.
+    """
+
+    def __init__(self, calculator: Any, structure: Structure) -> None:
+        super().__init__()
+        self.calculator, self.structure = calculator, structure
+
+    def forward(self, position: Positions) -> Energies:
+        return _WithoutDerivative.apply(position, self._evaluated(position)[0], self._name)
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        return _WithoutDerivative.apply(position, self._evaluated(position)[1], self._name)
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        raise _no_derivative(self._name)
+
+    @property
+    def _name(self) -> str:
+        return type(self.calculator).__name__
+
+    def _evaluated(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        box = self.structure.box
+        atoms = ase.Atoms(
+            symbols=list(self.structure.symbols),
+            masses=self.structure.mass.detach().cpu().numpy(),
+            cell=None if box is None else _rows(box).numpy(),
+            pbc=box is not None,
+        )
+        atoms.calc = self.calculator
+        energies: list[float] = []
+        forces: list[Tensor] = []
+        for system in position.detach().cpu().double().reshape(-1, *position.shape[-2:]):
+            atoms.set_positions(system.numpy())
+            energies.append(float(atoms.get_potential_energy()))
+            forces.append(torch.from_numpy(np.array(atoms.get_forces())))
+        energy = torch.tensor(energies, dtype=torch.float64).reshape(position.shape[:-2])
+        return energy.to(position), torch.stack(forces).reshape(position.shape).to(position)
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """A value that depends on the position, and raises an error when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, position: Tensor, value: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise _no_derivative(ctx.name)
+
+
+def _no_derivative(name: str) -> TypeError:
+    return TypeError(
+        f"the numbers of {name}, an ASE calculator, have no derivative. Run it under "
+        "torch.no_grad(), and use its numbers as data."
+    )
+
+
+def _rows(box: Tensor) -> Tensor:
+    box = box.detach().cpu().double()
+    return torch.diag(box) if box.ndim == 1 else box
+
+
+def _check_box(potential: torch.nn.Module, box: Tensor | None) -> None:
+    """Refuse a potential whose box is not that of the atoms, up to the choice of its rows."""
+    for part in potential.parts if isinstance(potential, SumPotential) else [potential]:
+        own: Tensor | None = getattr(part, "box", None)
+        if not hasattr(part, "box") or (own is None and box is None):
+            continue
+        if own is None:
+            raise ValueError(
+                "the atoms are periodic and the potential has no box. Make the potential with "
+                "box=from_ase(atoms).box."
+            )
+        if box is None:
+            raise ValueError("the potential has a periodic box and the atoms are not periodic.")
+        integers = _rows(box) @ torch.linalg.inv(_rows(own))
+        whole = integers.round()
+        if (
+            float((integers - whole).abs().max()) > 1e-9
+            or abs(abs(float(torch.linalg.det(whole))) - 1) > 1e-9
+        ):
+            raise ValueError(
+                f"the cell of the atoms is {_rows(box).tolist()}, and the potential's box is "
+                f"{_rows(own).tolist()}. Make the potential with box=from_ase(atoms).box."
+            )
