@@ -141,10 +141,13 @@ class SumPotential(Potential):
 
     Raises:
         TypeError: a part without an energy, such as a :class:`ForceField`.
+        ValueError: no parts, or a part whose energy is not ``(*batch,)``.
     """
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
+        if not parts:
+            raise ValueError("a sum of potentials needs at least one part.")
         flat: list[nn.Module] = []
         for part in parts:
             if not isinstance(part, nn.Module) or isinstance(part, ForceField):
@@ -152,11 +155,23 @@ class SumPotential(Potential):
                     f"a part of a sum of potentials is a module with an energy; got a "
                     f"{type(part).__name__}."
                 )
-            flat += part.parts if isinstance(part, SumPotential) else [part]
+            # A subclass, or a sum with hooks, is more than its parts.
+            plain = type(part) is SumPotential and not (
+                part._forward_hooks or part._forward_pre_hooks
+            )
+            flat += cast(SumPotential, part).parts if plain else [part]
         self.parts = nn.ModuleList(flat)
 
     def forward(self, position: Positions) -> Energies:
-        return _total([part(position) for part in self.parts])
+        energies = [part(position) for part in self.parts]
+        for part, energy in zip(self.parts, energies, strict=True):
+            if energy.shape != position.shape[:-2]:
+                raise ValueError(
+                    f"{type(part).__name__}, a part of a sum, maps position "
+                    f"{tuple(position.shape)} to energy {tuple(energy.shape)}; it must be "
+                    f"{tuple(position.shape[:-2])}, one number for each system."
+                )
+        return _total(energies)
 
     def virial(self, position: Positions) -> Tensor:
         for part in self.parts:

@@ -61,7 +61,7 @@ class Buckingham(RadialPotential):
         return repulsion / (length * length) - 42 * attraction / (r * r)
 
     def safe_distance(self, s: Tensor) -> Tensor:
-        return self.pair_parameter("length", s.detach()).detach() ** 2
+        return 1 + self.pair_parameter("length", s.detach()).detach() ** 2
 
     def _terms(self, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         length, inverse = self.pair_parameter("length", r), 1 / (r * r)

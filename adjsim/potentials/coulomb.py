@@ -12,7 +12,7 @@ from adjsim._params import register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.pair import SHIFTED
 from adjsim.potentials.radial import RadialPotential
-from adjsim.potentials.truncation import Truncation
+from adjsim.potentials.truncation import ForceShifted, Shifted, Truncation
 
 
 class Coulomb(RadialPotential):
@@ -50,6 +50,8 @@ class Coulomb(RadialPotential):
                 f"{tuple(self.charge.shape)}."
             )
         self.constant = as_number("constant", constant)
+        if not math.isfinite(self.constant):
+            raise ValueError(f"constant must be finite; got {constant}.")
 
     def radial_energy(self, r: Tensor) -> Tensor:
         return self._products(r) / r
@@ -62,7 +64,9 @@ class Coulomb(RadialPotential):
 
     def _products(self, r: Tensor) -> Tensor:
         """Compute constant q_i q_j of every pair."""
-        charge = self.pair_parameter("charge", r)
+        charge = self.charge.to(r)
+        if r.ndim and len(charge) != r.shape[-1]:
+            raise ValueError(f"charge is for {len(charge)} atoms and position has {r.shape[-1]}.")
         return self.constant * charge[:, None] * charge
 
 
@@ -146,8 +150,13 @@ class Wolf(Coulomb):
     ) -> None:
         super().__init__(charge, constant, cutoff=cutoff, box=box, truncation=truncation)
         self.alpha = as_number("alpha", alpha)
-        if not self.alpha >= 0:
-            raise ValueError(f"alpha must not be negative; got {alpha}.")
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha must be zero or positive, and finite; got {alpha}.")
+        if type(truncation) not in (Shifted, ForceShifted):
+            raise ValueError(
+                "Wolf's sum is shifted: truncation must be Shifted() or ForceShifted(); got "
+                f"{truncation}."
+            )
 
     def forward(self, position: Positions) -> Energies:
         assert self.cutoff is not None

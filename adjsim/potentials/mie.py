@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from adjsim._inputs import as_number
@@ -114,6 +116,6 @@ class Mie(SoftSphere):
 
 def _positive(name: str, value: float) -> float:
     number = as_number(name, value)
-    if not number > 0:
-        raise ValueError(f"{name} must be positive; got {value}.")
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value}.")
     return number

@@ -12,7 +12,7 @@ from adjsim._inputs import as_indices, outside_inference_mode
 from adjsim._params import describe
 from adjsim._typing import Array, Number
 from adjsim.potentials.mixing import MixingRule, lorentz_berthelot
-from adjsim.potentials.pair import SHIFTED, LennardJones
+from adjsim.potentials.pair import SHIFTED, LennardJones, check_symmetric
 from adjsim.potentials.truncation import Truncation
 
 
@@ -67,6 +67,16 @@ class LennardJonesMixture(LennardJones):
     ) -> None:
         super().__init__(epsilon, sigma, cutoff=cutoff, box=box, truncation=truncation)
         self.mixing = mixing
+        e, s = self.epsilon.detach(), self.sigma.detach()
+        mixed = mixing(e[:, None], s[:, None], e, s)
+        for name, value in zip(("epsilon", "sigma"), mixed, strict=True):
+            count = len(self.epsilon)
+            if value.shape != (count, count) or not bool(torch.isfinite(value).all()):
+                raise ValueError(
+                    f"mixing gives {describe(value)} for {name}; it must give a finite number for "
+                    "each pair of species."
+                )
+            check_symmetric(name, value)
         with outside_inference_mode():
             self.register_buffer("species", _checked_species(species, len(self.epsilon)))
 

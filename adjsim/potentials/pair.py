@@ -19,6 +19,7 @@ come first, ``(dim, atoms, atoms)``, so that the last axis is long and vectorise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +28,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from adjsim._box import checked_box, differences, nearest_image
 from adjsim._grid import Grid
-from adjsim._inputs import as_number, outside_inference_mode
+from adjsim._inputs import as_number, describe_type, outside_inference_mode
 from adjsim._layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
-from adjsim.potentials.truncation import Shifted, Truncation
+from adjsim.potentials.truncation import ForceShifted, Shifted, Switched, Truncation
 
 SHIFTED = Shifted()
 
@@ -69,8 +70,13 @@ class PairPotential(Potential):
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
         self.truncation = truncation
-        if self.cutoff is not None and not self.cutoff > 0:
-            raise ValueError(f"cutoff must be positive; got {cutoff}.")
+        if self.cutoff is not None and not 0 < self.cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
+        if not isinstance(truncation, Truncation):
+            raise TypeError(
+                "truncation must be Shifted(), ForceShifted() or Switched(start) of "
+                f"adjsim.potentials; got {describe_type(truncation)}."
+            )
         if self.cutoff is None and truncation != SHIFTED:
             raise ValueError(f"truncation={truncation!r} needs a cutoff.")
         if self.cutoff is not None:
@@ -155,16 +161,21 @@ class PairPotential(Potential):
     def _elementwise_in_parameters(self) -> bool:
         """Whether the formulas are elementwise in each scalar parameter.
 
-        A parameter may then differ from row to row. A class states it by ``_elementwise``, and a
-        subclass that overrides anything of it does not inherit the statement.
+        A parameter may then differ from row to row. A class states it by ``_elementwise``. The
+        statement does not hold for a subclass, or an instance, that overrides a method or a
+        parameter of the class, nor for a truncation of the user's.
         """
         classes = type(self).__mro__
         owner = next((c for c in classes if vars(c).get("_elementwise", False)), None)
-        if owner is None:
+        if owner is None or type(self.truncation) not in (Shifted, ForceShifted, Switched):
             return False
+        stated = {
+            name for c in owner.__mro__ for name in (*vars(c), *vars(c).get("__annotations__", ()))
+        }
         below = classes[: classes.index(owner)]
-        overridden = {name for c in below for name in vars(c) if not name.startswith("__")}
-        return not any(hasattr(owner, name) for name in overridden)
+        changed = {name for c in below for name in vars(c) if not name.startswith("__")}
+        methods = {name for name in stated if callable(getattr(owner, name, None))}
+        return not (changed & stated or vars(self).keys() & methods or self._modules)
 
     def pair_parameter(self, name: str, s: Tensor) -> Tensor:
         """Return a parameter of every pair, to broadcast against the squared distances.
@@ -176,6 +187,9 @@ class PairPotential(Potential):
             raise ValueError(
                 f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}."
             )
+        if value.ndim == 2 and value.shape[0] == value.shape[1] > 1:
+            # An optimiser may make a matrix asymmetric. A pair has one number, and one gradient.
+            value = (value + value.T) / 2
         return value.to(s)
 
     def _gradient_by_rows(
@@ -320,7 +334,7 @@ def distinct(position: Tensor) -> Tensor:
 def check_symmetric(name: str, value: Tensor) -> None:
     """Refuse a parameter that is not one number for each pair."""
     value = value.detach()
-    if value.numel() == 1:
+    if value.numel() == 1 and value.ndim <= 2:
         return
     if value.ndim != 2 or value.shape[0] != value.shape[1]:
         raise ValueError(

@@ -28,6 +28,10 @@ class Truncation:
     def check(self, cutoff: float) -> None:
         """Refuse a cutoff that this truncation cannot have."""
 
+    def begin(self, cutoff: float) -> float:
+        """Return the distance from which tail corrections restore the energy."""
+        return cutoff
+
     def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
         """Compute v(s)."""
         raise TypeError(f"{type(self).__name__} has no energy(pair, s).")
@@ -71,6 +75,7 @@ class ForceShifted(Truncation):
         v = u(r) - u(r_c) - (r - r_c) du/dr(r_c)
 
     The force is changed by a constant at every distance. Its derivative has a jump at the cutoff.
+    Two atoms at one place have no force, even if u is smooth there.
     """
 
     def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
@@ -111,6 +116,9 @@ class Switched(Truncation):
                 f"Switched(start) needs a start from 0 to below the cutoff {cutoff:g}; got "
                 f"{self.start}."
             )
+
+    def begin(self, cutoff: float) -> float:
+        return self.start
 
     def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
         x, _ = self._share(pair, s)

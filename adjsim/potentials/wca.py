@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from adjsim._typing import Array, Number
 from adjsim.potentials.pair import LennardJones
 
 
@@ -20,10 +21,28 @@ class WCA(LennardJones):
     Args:
         epsilon: energy of a pair at the distance sigma; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: length; likewise.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box: see :class:`~adjsim.potentials.PairPotential`.
+
+    Raises:
+        ValueError: a cutoff below 2^(1/6) sigma.
     """
 
     _elementwise = True
+
+    def __init__(
+        self,
+        epsilon: Number = 1.0,
+        sigma: Number = 1.0,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(epsilon, sigma, cutoff=cutoff, box=box)
+        end = 2 ** (1 / 6) * float(self.sigma.detach().max())
+        if self.cutoff is not None and self.cutoff < end * (1 - 1e-12):
+            raise ValueError(
+                f"WCA ends at 2^(1/6) sigma = {end:g}; cutoff {self.cutoff:g} is below it."
+            )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         epsilon, x, _ = self._sixth(s)

@@ -55,7 +55,7 @@ class Yukawa(RadialPotential):
         return self.radial_energy(r) * (decay * decay + 1 / (r * r))
 
     def safe_distance(self, s: Tensor) -> Tensor:
-        return self.pair_parameter("length", s.detach()).detach() ** 2
+        return 1 + self.pair_parameter("length", s.detach()).detach() ** 2
 
     def _decay(self, r: Tensor) -> Tensor:
         """Compute -d(log u)/dr."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MethodType
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from adjsim.potentials import (
     LennardJonesMixture,
     RadialPotential,
     Shifted,
+    SumPotential,
     Switched,
     kong,
     lorentz_berthelot,
@@ -151,6 +153,51 @@ def test_truncations_say_what_they_need():
         adjsim.LennardJones(truncation=ForceShifted())
     with pytest.raises(ValueError, match="from 0 to below the cutoff 2"):
         adjsim.LennardJones(cutoff=2.0, truncation=Switched(2.0))
+    # The annotation refuses it here, and the library outside the tests.
+    with pytest.raises(TypeError, match="truncation"):
+        adjsim.LennardJones(cutoff=2.0, truncation=ForceShifted)
+    with pytest.raises(ValueError, match="positive and finite"):
+        adjsim.LennardJones(cutoff=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: adjsim.WCA(cutoff=1.0), "WCA ends at"),
+        (lambda: adjsim.Wolf([1.0], 0.3, cutoff=3.0, truncation=Switched(2.0)), "sum is shifted"),
+        (lambda: adjsim.Wolf([1.0], 0.3, cutoff=3.0)(square()[0]), "charge is for 1 atoms"),
+        (lambda: adjsim.Mie(exponent=math.inf), "positive and finite"),
+        (lambda: adjsim.Mie(exponent=6.0, attraction=7.0), "below the exponent"),
+        (lambda: adjsim.Coulomb([1.0], math.nan), "constant must be finite"),
+        (lambda: adjsim.Coulomb(1.0), r"charge must be \(atoms,\)"),
+        (lambda: adjsim.LennardJones(torch.ones(1, 1, 1)), r"number or \(atoms, atoms\)"),
+        (lambda: LennardJonesMixture([0, 1], [1.0, 0.0], [1.0, 1.0], mixing=kong), "finite number"),
+        (
+            lambda: LennardJonesMixture(
+                [0, 1], [1.0, 2.0], [1.0, 1.1], mixing=lambda a, b, c, d: (a + 0 * c, b + 0 * d)
+            ),
+            "must be symmetric",
+        ),
+        (
+            lambda: LennardJonesMixture(
+                [0, 1], [1.0, 2.0], [1.0, 1.1], mixing=lambda a, b, c, d: (c, d)
+            ),
+            "for each pair of species",
+        ),
+    ],
+)
+def test_bad_pairs_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_excluded_pairs_stay_finite_in_short_ranges():
+    q = square()[0].float().requires_grad_()
+    for potential in (adjsim.Buckingham(1000.0, 1e-5, 1.0), adjsim.Yukawa(1.0, 1e-20)):
+        force = adjsim.force(potential, q)
+        force.sum().backward()
+        assert bool(torch.isfinite(force).all())
+        assert bool(torch.isfinite(q.grad).all())
 
 
 def test_kong():
@@ -246,10 +293,36 @@ def test_tails_by_quadrature(make):
 
 
 def test_tails_that_do_not_exist():
-    with pytest.raises(ValueError, match=r"does not fall faster than 1/r\^3"):
+    with pytest.raises(ValueError, match=r"does not fall faster than about 1/r\^3.3"):
         tail_corrections(adjsim.SoftSphere(exponent=3.0, cutoff=2.0), 10, 100.0)
     with pytest.raises(ValueError, match="takes a potential with a cutoff"):
         tail_corrections(adjsim.LennardJones(), 10, 100.0)
+    with pytest.raises(TypeError, match="takes pair potentials; got Harmonic"):
+        tail_corrections(adjsim.Harmonic(), 10, 100.0)
+    cut = adjsim.LennardJones(cutoff=2.5)
+    for atoms, volume in ((10, -100.0), (10, math.nan), (1, 100.0)):
+        with pytest.raises(ValueError, match="two atoms and a positive volume"):
+            tail_corrections(cut, atoms, volume)
+    with pytest.raises(ValueError, match="starts at a positive distance"):
+        tail_corrections(adjsim.LennardJones(cutoff=2.5, truncation=Switched(0.0)), 10, 100.0)
+    with pytest.raises(ValueError, match="for 4 atoms, and atoms is 10"):
+        tail_corrections(adjsim.LennardJones(matrix(1.0), cutoff=2.5), 10, 100.0)
+
+
+@pytest.mark.parametrize("exponent", [3.5, 4.0, 6.0, 12.0])
+def test_tails_of_inverse_powers(exponent):
+    potential = adjsim.SoftSphere(1.3, 1.1, exponent, cutoff=2.5)
+    energy, pressure = tail_corrections(potential, 100, 150.0)
+    density, u = 100 / 150.0, 1.3 * (1.1 / 2.5) ** exponent
+    integral = 4 * math.pi * 2.5**3 * u / (exponent - 3)
+    assert float(energy) == pytest.approx(0.5 * 100 * density * integral, rel=1e-10)
+    assert float(pressure) == pytest.approx(density**2 / 6 * exponent * integral, rel=1e-10)
+    # Of a sum, and of a number for each pair.
+    twice = tail_corrections(potential + potential, 100, 150.0)[0]
+    assert float(twice) == pytest.approx(2 * float(energy), rel=1e-14)
+    each = torch.full((100, 100), 1.3).fill_diagonal_(7.0)
+    pairs = adjsim.SoftSphere(each, 1.1, exponent, cutoff=2.5)
+    assert float(tail_corrections(pairs, 100, 150.0)[0]) == pytest.approx(float(energy), rel=1e-12)
 
 
 def test_sums_are_flat_and_have_energies():
@@ -259,6 +332,33 @@ def test_sums_are_flat_and_have_energies():
     assert list((Cubic() + a).parts)[1] is a
     with pytest.raises(TypeError, match="is a module with an energy"):
         a + adjsim.ForceField()
+    with pytest.raises(ValueError, match="at least one part"):
+        SumPotential()
+    with pytest.raises(ValueError, match=r"Whole, a part of a sum, maps position \(3, 4, 2\)"):
+        (a + Whole())(torch.zeros(3, 4, 2))
+
+
+def test_a_subclass_of_a_sum_stays_whole():
+    q = square()[0]
+    half = Half(adjsim.Harmonic(), adjsim.Morse())
+    total = half + adjsim.DoubleWell()
+    assert len(total.parts) == 2
+    torch.testing.assert_close(total(q), half(q) + adjsim.DoubleWell()(q), rtol=1e-14, atol=0)
+    hooked = adjsim.Harmonic() + adjsim.Morse()
+    hooked.register_forward_hook(lambda module, inputs, energy: 2 * energy)
+    assert len((hooked + adjsim.DoubleWell()).parts) == 2
+
+
+class Half(SumPotential):
+    def forward(self, position):
+        return 0.5 * super().forward(position)
+
+
+class Whole(nn.Module):
+    """An energy summed over the batch, which is wrong."""
+
+    def forward(self, position):
+        return position.square().sum()
 
 
 def mixed() -> adjsim.potentials.SumPotential:
@@ -282,8 +382,70 @@ def mixed() -> adjsim.potentials.SumPotential:
     )
 
 
-def gradients(exact: bool, adjoint, **options):
-    potential = mixed()
+class Twisted(Shifted):
+    """A truncation of the user's, whose slope is not elementwise in epsilon."""
+
+    def slope(self, pair, s):
+        return pair.pair_slope(s) * pair.epsilon.sum()
+
+    def curvature(self, pair, s):
+        return pair.pair_curvature(s) * pair.epsilon.sum()
+
+
+class Raw(adjsim.LennardJones):
+    """A parameter that is computed from others."""
+
+    def __init__(self):
+        super().__init__()
+        del self._buffers["epsilon"]
+        self.raw = parameter(0.9)
+        self.register_buffer("w", torch.tensor([0.5, 0.6]))
+
+    @property
+    def epsilon(self):
+        return (self.raw * self.w).sum()
+
+
+def with_own_slope():
+    potential = adjsim.LennardJones(parameter(0.9))
+    for name in ("pair_slope", "pair_curvature"):
+        formula = getattr(adjsim.LennardJones, name)
+        own = MethodType(lambda self, s, f=formula: f(self, s) * self.epsilon.sum(), potential)
+        setattr(potential, name, own)
+    return potential
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: adjsim.LennardJones(parameter(0.9), cutoff=1.5, truncation=Twisted()),
+        Raw,
+        with_own_slope,
+        lambda: adjsim.Morse(matrix(0.5)) + adjsim.LennardJones(matrix(0.9)),
+    ],
+    ids=["truncation", "property", "instance", "matrices"],
+)
+def test_compiled_gradients_of_what_is_not_elementwise(make):
+    expected = gradients(False, adjsim.DirectAdjoint(), make)
+    found = gradients(False, adjsim.ReversibleAdjoint(), make, compile=True)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_matrix_that_an_optimiser_made_asymmetric_is_taken_as_its_symmetric_part():
+    potential = adjsim.LennardJones(matrix(1.0))
+    potential.epsilon.data[0, 1] += 0.3
+    q = square()[0]
+    force = adjsim.force(potential, q).detach()
+    torch.testing.assert_close(force.sum(0), torch.zeros(2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        force, -adjsim.potentials.base.derivative(potential, q).detach(), rtol=1e-11, atol=1e-11
+    )
+
+
+def gradients(exact: bool, adjoint, make=mixed, **options):
+    potential = make()
     dynamics = adjsim.Hamiltonian(potential, parameter(1.2))
     run = adjsim.simulate(
         dynamics,

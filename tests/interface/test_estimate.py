@@ -173,3 +173,156 @@ def harmonic(k: float, time: float = 6.0) -> adjsim.Simulation:
         [0.0, time],
         adjsim.LeimkuhlerMatthews(0.05),
     )
+
+
+# Found by mutants that no test noticed.
+
+
+class Ramp(adjsim.ForceField):
+    """A force a t."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = parameter(0.7)
+
+    def forward(self, t, position):
+        return self.a * t + 0 * position
+
+
+@pytest.mark.parametrize("truncate", [0.3, 5.0])
+def test_truncated_gradients_of_a_ramp(truncate):
+    """x' = x + a t dt + noise, from t = 1 on: the derivative is a sum of times, cut where the
+    docstring says.
+    """
+    dt, steps, width = 0.1, 10, min(10, round(truncate / 0.1))
+    dynamics = adjsim.OverdampedLangevin(Ramp(), kT=0.1, friction=1.0)
+    simulation = adjsim.Simulation(
+        dynamics,
+        lambda n, generator: dynamics.init(torch.zeros(n, 1, 1)),
+        [1.0, 2.0],
+        adjsim.EulerMaruyama(dt),
+    )
+    pushes = [dt * (1.0 + dt * n) for n in range(steps)]
+
+    def gradient(observable):
+        estimator = adjsim.Pathwise(truncate=truncate)
+        found = estimator(simulation, observable, replicas=4, chunks=2, generator=0)
+        return float(found.grad["potential.a"])
+
+    final = gradient(adjsim.Final(lambda state: state.position[:, 0, 0]))
+    assert final == pytest.approx(sum(pushes[-width:]), rel=1e-12)
+    means = [
+        sum(pushes[first : step + 1])
+        for first in range(0, steps, width)
+        for step in range(first, min(first + width, steps))
+    ]
+    mean = gradient(adjsim.TimeAverage(lambda state: state.position[:, 0, 0]))
+    assert mean == pytest.approx(sum(means) / steps, rel=1e-12)
+
+
+def spring(k, time=2.0, dt=0.1, solver=adjsim.EulerMaruyama):
+    dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(parameter(k)), kT=0.5, friction=1.0)
+    return adjsim.Simulation(
+        dynamics,
+        lambda n, generator: dynamics.init(torch.ones(n, 1, 1)),
+        [0.0, time],
+        solver(dt),
+    )
+
+
+def test_growth_and_the_time_at_which_a_gradient_is_lost():
+    last = adjsim.Final(lambda state: state.position[:, 0, 0] ** 2)
+    # On a hill of curvature -1 a step multiplies distances by 1.1.
+    found = adjsim.Pathwise()(spring(-1.0), last, replicas=64, chunks=8, generator=0)
+    growth = math.log(1.1) / 0.1
+    assert found.diagnostics["growth"] == pytest.approx(growth, rel=1e-12)
+    ratio = abs(float(found.grad["potential.k"])) / float(found.grad_stderr["potential.k"])
+    assert found.diagnostics["lost_at"] == pytest.approx(2 + math.log(ratio) / growth, rel=1e-9)
+    # A step of k dt = 1 forgets its start: there is no rate.
+    found = adjsim.Pathwise()(spring(10.0), last, replicas=8, chunks=2, generator=0)
+    assert found.diagnostics["growth"] is None
+    # In a well paths converge, and nothing is lost.
+    found = adjsim.Pathwise()(spring(1.0), last, replicas=8, chunks=2, generator=0)
+    assert found.diagnostics["growth"] == pytest.approx(math.log(0.9) / 0.1, rel=1e-12)
+    assert found.diagnostics["lost_at"] is None
+
+
+def test_intervals_are_those_of_student():
+    last = adjsim.Final(lambda state: state.position[:, 0, 0])
+    found = adjsim.Pathwise()(spring(1.0), last, replicas=12, chunks=3, generator=0)
+    # The 97.5 % point of Student's t with two degrees of freedom.
+    for name, middle, error in (
+        (None, found.value, found.value_stderr),
+        ("potential.k", found.grad["potential.k"], found.grad_stderr["potential.k"]),
+    ):
+        low, high = found.interval(name)
+        assert float(middle - low) == pytest.approx(4.302652729911275 * float(error), rel=1e-10)
+        assert float(high - middle) == pytest.approx(4.302652729911275 * float(error), rel=1e-10)
+
+
+@pytest.mark.parametrize("burn_in", [0.0, 0.3, 1.1])
+def test_a_score_averages_every_step_after_the_burn_in_once(burn_in):
+    one = adjsim.TimeAverage(lambda state: 1 + 0 * state.position[:, 0, 0], burn_in=burn_in)
+    found = adjsim.ScoreFunction()(spring(1.0), one, replicas=4, chunks=2, generator=0)
+    assert float(found.value) == pytest.approx(1, rel=1e-14)
+
+
+def test_reweighted_samples_and_halves_of_two_observables():
+    simulation = spring(1.0, time=4.0, solver=adjsim.LeimkuhlerMatthews)
+    estimator = adjsim.Reweighting(every=0.2)
+    both = adjsim.TimeAverage(
+        lambda state: torch.stack([state.position[:, 0, 0], state.position[:, 0, 0] ** 2], -1)
+    )
+    first = estimator(simulation, both, replicas=64, generator=0)
+    assert first.diagnostics["weights_ess"] == pytest.approx(1, rel=1e-12)
+    # The start at 1 is a standard deviation and a half from the mean: the halves differ.
+    assert first.diagnostics["equilibration"] > 3
+    simulation.dynamics.potential.k.data.fill_(1.1)
+    second = estimator(simulation, both, replicas=64, generator=0)
+    assert not second.diagnostics["sampled"]
+    share = second.diagnostics["weights_ess"]
+    assert 0.9 < share < 0.9999
+    expected = share * first.diagnostics["ess"]
+    assert second.diagnostics["ess"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("h", [0.0, -0.5])
+def test_difference_steps_are_positive(h):
+    with pytest.raises(ValueError, match="h must be positive"):
+        adjsim.FiniteDifference(h)
+
+
+def test_damping_of_overdamped_dynamics():
+    """The largest curvature over the friction, and none on a hill."""
+    for k, rate in ((0.3, 0.15), (-0.3, 0.0)):
+        dynamics = adjsim.OverdampedLangevin(adjsim.Harmonic(k), friction=2.0)
+        state = dynamics.init(torch.ones(3, 4, 2))
+        assert dynamics.damping(state) == pytest.approx(rate, rel=1e-6)
+
+
+def test_friction_that_stops_a_step_has_a_checkpoint_at_each():
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=1000.0)
+    start = dynamics.init(torch.ones(2, 1, 1), torch.zeros(2, 1, 1))
+    grads = []
+    for adjoint in (adjsim.ReversibleAdjoint(), adjsim.DirectAdjoint()):
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            [0.0, 0.5],
+            solver=adjsim.BAOAB(0.1),
+            adjoint=adjoint,
+            generator=torch.Generator().manual_seed(0),
+        )
+        grads.append(torch.autograd.grad(run.final.position.sum(), dynamics.potential.k)[0])
+        if isinstance(adjoint, adjsim.ReversibleAdjoint):
+            assert run.stats["checkpoint_every"] == 1
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=0)
+
+
+def test_the_invariant_of_esh_has_one_number_a_system():
+    dynamics = adjsim.ESH(adjsim.Harmonic(1.0))
+    position, generator = torch.ones(3, 4, 2), torch.Generator().manual_seed(0)
+    state = dynamics.init(position, torch.randn(3, 4, 2, generator=generator))
+    state = state._replace(log_speed=torch.tensor([0.1, 0.2, 0.3]))
+    expected = 4.0 + 8 * state.log_speed
+    torch.testing.assert_close(dynamics.invariant(state), expected, rtol=1e-14, atol=0)
