@@ -301,7 +301,7 @@ def test_damping_of_overdamped_dynamics():
 
 
 def test_friction_that_stops_a_step_has_a_checkpoint_at_each():
-    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=1000.0)
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=100.0)
     start = dynamics.init(torch.ones(2, 1, 1), torch.zeros(2, 1, 1))
     grads = []
     for adjoint in (adjsim.ReversibleAdjoint(), adjsim.DirectAdjoint()):
@@ -316,7 +316,8 @@ def test_friction_that_stops_a_step_has_a_checkpoint_at_each():
         grads.append(torch.autograd.grad(run.final.position.sum(), dynamics.potential.k)[0])
         if isinstance(adjoint, adjsim.ReversibleAdjoint):
             assert run.stats["checkpoint_every"] == 1
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=0)
+    # Reversing a step amplifies rounding by exp(10).
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=0)
 
 
 def test_the_invariant_of_esh_has_one_number_a_system():
