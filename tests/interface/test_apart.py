@@ -156,9 +156,7 @@ def estimators(names, preset, look):
         ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
         (
-            lambda: estimators(
-                ["pathwise", "girsanov", "score-function", "reweighting"], "harmonic", "square"
-            ),
+            lambda: estimators(["pathwise", "score-function"], "harmonic", "square"),
             0.2,
             32,
         ),

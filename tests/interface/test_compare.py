@@ -265,6 +265,7 @@ def command(tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, ["compare", *arguments])
 
 
+@pytest.mark.slow
 def test_command_line_on_the_default(tmp_path):
     done = as_a_user("--horizon", "0.1,0.2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -545,6 +546,8 @@ def test_command_line_on_a_preset(tmp_path):
         "finite-difference,girsanov,score-function",
         "--replicas",
         "512",
+        "--horizon",
+        "5",
         "--output",
         "out",
         cwd=tmp_path,
