@@ -1,4 +1,4 @@
-"""Structures and trajectories from ASE and to ASE, and calculators both ways.
+"""Structures from ASE, trajectories to ASE, and calculators both ways.
 
 Numbers are in ASE's units: eV, angstrom, amu, and angstrom sqrt(amu/eV) for time (``ase.units.fs``
 is a femtosecond in this unit).
@@ -49,7 +49,7 @@ def from_ase(atoms: ase.Atoms) -> Structure:
             only.
     """
     if len(atoms) == 0:
-        raise ValueError("there are no atoms in it.")
+        raise ValueError("the ase.Atoms has no atoms.")
     for name, values in (("position", atoms.get_positions()), ("momentum", atoms.get_momenta())):
         bad = np.flatnonzero(~np.isfinite(values).all(1))
         if len(bad):
@@ -93,8 +93,8 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
     if position.ndim != 3 or tuple(position.shape[1:]) != expected:
         raise ValueError(
             f"to_ase takes a trajectory of one system, (time, atoms, 3) with {expected[0]} atoms; "
-            f"got position of shape {tuple(position.shape)}. Of a batch, take one replica by "
-            "hand and set its positions."
+            f"got position of shape {tuple(position.shape)}. For a batch, set the positions "
+            "of one replica in an ase.Atoms."
         )
     momentum = getattr(trajectory, "momentum", None)
     frames = []
@@ -114,7 +114,7 @@ def to_ase(trajectory: Trajectory[Any], structure: Structure) -> list[ase.Atoms]
 
 
 def write(path: str | Path, frames: Sequence[ase.Atoms], **options: Any) -> None:
-    """Write frames by ASE's writer for the name of the file, whole or not at all.
+    """Write frames with ASE, in the format of the file name, whole or not at all.
 
     Args:
         path: the file; a file of this name is replaced when the new one is complete.

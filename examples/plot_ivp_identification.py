@@ -4,8 +4,9 @@ solve_ivp: identifying mass, damping and stiffness
 
 An oscillator, :math:`m \ddot x + c \dot x + k x = 0`, is released, and its position is
 measured with noise. What are its mass, damping and stiffness? The fit finds numbers
-that describe the data, from any start. But doubling all three parameters leaves the
-motion unchanged, so the data do not determine them. A fit should report this.
+that describe the data, from each of two starts. But doubling all three parameters
+leaves the motion unchanged, so the data do not determine them. A fit should report
+this.
 
 The Jacobian shows whether the data determine the parameters. It holds the derivative of
 every predicted point with respect to every parameter, and takes one adjoint solve per

@@ -45,7 +45,10 @@ def scaled(number: Any, dtype: torch.dtype, x: str) -> str:
 
 
 def power(x: str, exponent: float) -> str:
-    """Print a power: a root, a product for a small integer, as torch computes 2 and 3, or pow()."""
+    """Print a power as a root, as a product (small integers) or as pow().
+
+    Torch computes the powers 2 and 3 as products too.
+    """
     if exponent in (0.5, -0.5):
         root = f"std::sqrt({x})"
         return root if exponent > 0 else f"1 / {root}"
@@ -191,8 +194,8 @@ namespace {{ namespace math {{
 #
 # exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
 # the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
-# order of 13 leaves 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves, so that
-# neither overflows before the result does.
+# order of 13 leaves an error of 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves,
+# so that neither overflows before the result does.
 REPRODUCIBLE = f"""
 namespace {{ namespace math {{
 {" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name != "exp")}

@@ -111,7 +111,7 @@ class PseudoInverse(ABC):
         return x
 
     def project(self, b: np.ndarray) -> np.ndarray:
-        """Remove the part of b along flat directions, twice, since once leaves its rounding."""
+        """Remove the part of b along flat directions, in two passes against rounding."""
         for _ in range(2):
             b = b - self.flat @ (self.flat.T @ b)
         return b

@@ -74,9 +74,9 @@ def smooth_radial_distribution(
 
         g(r) = V / (atoms (atoms - 1) / 2) * sum over i<j of K(r - r_ij) / (4 pi r_ij^2)
 
-    K is a Gaussian of standard deviation ``width``. So g is the true function convolved with K,
-    which differs from it by ``width^2/2 g''(r)`` to leading order: a tenth of the width of the
-    first peak is a good choice. :func:`radial_distribution` is the exact histogram.
+    K is a Gaussian of standard deviation ``width``. So g is the true function convolved with K. To
+    leading order the convolution adds ``width^2/2 g''(r)`` to the true function: a tenth of the
+    width of the first peak is a good choice. :func:`radial_distribution` is the exact histogram.
 
     Args:
         position: ``(*batch, atoms, 3)``.
@@ -131,7 +131,7 @@ def coordination_number(
 
 
 def structure_factor(position: PositionsLike, wavevectors: Array) -> Tensor:
-    """Compute the structure factor ``S(k) = |sum_j exp(i k . q_j)|^2 / atoms``.
+    """Compute the structure factor ``S(k) = |sum_j exp(i k q_j)|^2 / atoms``.
 
     Args:
         position: ``(*batch, atoms, dim)``.
@@ -177,7 +177,7 @@ def bond_order(
     q, width = as_tensor("position", position), as_number("width", width)
     limit, degree = as_number("distance", distance), as_whole("degree", degree)
     if degree < 0 or degree % 2:
-        raise ValueError(f"degree must be even, since a bond has no sign; got {degree}.")
+        raise ValueError(f"degree must be even, since a bond has no direction; got {degree}.")
     if q.shape[-1] != 3:
         raise ValueError(f"bond_order is for three dimensions; position has {q.shape[-1]}.")
     d = _pair_vectors(q, box)

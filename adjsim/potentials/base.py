@@ -136,8 +136,7 @@ class SumPotential(Potential):
     ``parts.k``.
 
     Args:
-        parts: modules that map position to energy. The parts of a sum among them are taken one by
-            one.
+        parts: modules that map position to energy. A sum among them is replaced by its parts.
 
     Raises:
         TypeError: a part without an energy, such as a :class:`ForceField`.
@@ -197,7 +196,7 @@ class SumPotential(Potential):
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
-    """Sum from the first on."""
+    """Sum values from first to last."""
     total = values[0]
     for value in values[1:]:
         total = total + value

@@ -18,8 +18,8 @@ from adjsim.potentials.truncation import ForceShifted, Shifted, Truncation
 class Coulomb(RadialPotential):
     """Coulomb's law, ``U = sum over i<j of constant q_i q_j / r``.
 
-    A cutoff of this potential is a poor approximation, since a sphere of the cutoff has a net
-    charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
+    A cutoff of this potential is a poor approximation, since the sphere within the cutoff of an
+    atom has a net charge. Use :class:`ReactionField` or :class:`Wolf` in a periodic box.
 
     Args:
         charge: ``(atoms,)``.
@@ -71,7 +71,7 @@ class Coulomb(RadialPotential):
 
 
 class ReactionField(Coulomb):
-    """Coulomb's law in a sphere of the cutoff, with a dielectric medium outside it::
+    """Coulomb's law within the cutoff, with a dielectric medium beyond it::
 
         u = constant q_i q_j (1/r + k r^2 - c)
 
@@ -121,18 +121,19 @@ class ReactionField(Coulomb):
 
 
 class Wolf(Coulomb):
-    """Coulomb's law, damped and shifted so that each sphere of the cutoff is neutral::
+    """Coulomb's law, damped and shifted so that the sphere within the cutoff is neutral::
 
         u = constant q_i q_j (erfc(alpha r)/r - erfc(alpha r_c)/r_c)
 
     U has in addition -constant (erfc(alpha r_c)/(2 r_c) + alpha/sqrt(pi)) q^2 of each charge. See
     Wolf, Keblinski, Phillpot and Eggebrecht, J. Chem. Phys. 110, 8254 (1999). With
-    ``truncation=ForceShifted()`` the pairs are those of Fennell and Gezelter, J. Chem. Phys. 124,
-    234104 (2006), whose force is continuous.
+    ``truncation=ForceShifted()`` the energy of a pair is that of Fennell and Gezelter, J. Chem.
+    Phys. 124, 234104 (2006), whose force is continuous.
 
     Args:
         charge: ``(atoms,)``.
-        alpha: damping, 1/length. A larger one needs a smaller cutoff, and changes the energy more.
+        alpha: damping, 1/length. With a larger alpha a smaller cutoff is enough, but the energy is
+            changed more.
         constant: see :class:`Coulomb`.
         cutoff: the radius of the neutral sphere.
         box, truncation: see :class:`~adjsim.potentials.PairPotential`.

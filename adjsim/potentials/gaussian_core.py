@@ -18,7 +18,7 @@ class GaussianCore(PairPotential):
     centres of polymer coils do.
 
     Args:
-        epsilon: energy of a pair at one place; a number or ``(atoms, atoms)``, symmetric.
+        epsilon: energy of a pair at zero distance; a number or ``(atoms, atoms)``, symmetric.
         sigma: range, length; likewise.
         cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
     """

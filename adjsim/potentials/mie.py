@@ -19,8 +19,8 @@ class SoftSphere(PairPotential):
     Args:
         epsilon: energy of a pair at the distance sigma; a number or ``(atoms, atoms)``, symmetric.
         sigma: length; likewise.
-        exponent: a positive number, which is not trained. Below 4 in three dimensions the energy
-            at a cutoff is not small.
+        exponent: a positive number, which is not trained. In three dimensions, with an exponent
+            of 3 or less, the energy of a fluid grows without limit with the cutoff.
         cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
     """
 

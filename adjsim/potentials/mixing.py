@@ -22,7 +22,7 @@ def lorentz_berthelot(
 def kong(
     epsilon_i: Tensor, sigma_i: Tensor, epsilon_j: Tensor, sigma_j: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mix attractions as dispersion, and repulsions as those of two colliding spheres::
+    """Mix attractions as dispersion, and repulsions by Smith's model of distorted atoms::
 
         A = epsilon sigma^6  = sqrt(A_i A_j)
         B = epsilon sigma^12 = ((B_i^(1/13) + B_j^(1/13)) / 2)^13

@@ -21,11 +21,11 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
         energy   =  N^2/(2 V)   integral from a to infinity of 4 pi r^2 (u - v) dr
         pressure = -N^2/(6 V^2) integral from a to infinity of 4 pi r^3 d(u - v)/dr dr
 
-    Here v is the energy with the cutoff, zero beyond it, and a is the cutoff, or the start of
-    :class:`~adjsim.potentials.Switched`. The terms by which a shifted or force-shifted energy
-    differs inside the cutoff are not restored. The density of pairs is that of a uniform fluid, so
-    do not use the corrections in a slab, a droplet or a crystal, nor with a start inside the first
-    shell of neighbours.
+    Here u is the energy of a pair without the cutoff, and v the energy with the cutoff, zero beyond
+    it. The length a is the cutoff, or the start of :class:`~adjsim.potentials.Switched`. The terms
+    by which a shifted or force-shifted energy differs from u inside the cutoff are not restored.
+    The density of pairs is that of a uniform fluid, so do not use the corrections in a slab, a
+    droplet or a crystal, nor with a start inside the first shell of neighbours.
 
     Args:
         potential: a pair potential with a cutoff, or a sum of such potentials.
@@ -33,13 +33,13 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
         volume: V, of a box in three dimensions.
 
     Returns:
-        Two scalars, differentiable in the parameters of the potential. With a number for each pair
-        they are those of the mean over all pairs of atoms.
+        Two scalars, differentiable in the parameters of the potential. If a parameter has a number
+        for each pair, u - v is averaged over all pairs of atoms.
 
     Raises:
         TypeError: a potential that is not a pair potential.
         ValueError: no cutoff, a switch from zero distance, an energy that does not fall faster than
-            about 1/r^3.3, a number of atoms or a volume that is not positive.
+            about 1/r^3.3, fewer than two atoms, or a volume that is not positive.
     """
     if isinstance(potential, SumPotential):
         parts = [tail_corrections(part, atoms, volume) for part in potential.parts]  # type: ignore[arg-type]
@@ -52,7 +52,8 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
     atoms, volume = as_whole("atoms", atoms), as_number("volume", volume)
     if atoms < 2 or not 0 < volume < math.inf:
         raise ValueError(
-            f"tail_corrections needs two atoms and a positive volume; got {atoms} and {volume}."
+            f"tail_corrections needs at least two atoms and a positive volume; got {atoms} and "
+            f"{volume}."
         )
     if potential.box is not None and len(potential.box) != 3:
         raise ValueError(f"tail_corrections is for three dimensions; box has {len(potential.box)}.")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Truncation:
     """How the energy of a pair ends at the cutoff.
 
-    Each method takes a :class:`~adjsim.potentials.PairPotential` with a cutoff, and squared
-    distances within it.
+    ``energy``, ``slope`` and ``curvature`` take a :class:`~adjsim.potentials.PairPotential` with a
+    cutoff, and squared distances s below the squared cutoff. v(s) is the energy with the cutoff.
     """
 
     def check(self, cutoff: float) -> None:
@@ -55,7 +55,8 @@ def _at_cutoff(pair: PairPotential, s: Tensor) -> Tensor:
 class Shifted(Truncation):
     """The energy is shifted to zero at the cutoff: ``v(s) = u(s) - u(c)``.
 
-    The force has a jump at the cutoff, so the energy of a run at constant energy drifts.
+    Here s is the squared distance and c the squared cutoff. The force has a jump at the cutoff, so
+    the energy of a run at constant energy drifts.
     """
 
     def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class ForceShifted(Truncation):
         v = u(r) - u(r_c) - (r - r_c) du/dr(r_c)
 
     The force is changed by a constant at every distance. Its derivative has a jump at the cutoff.
-    Two atoms at one place have no force, even if u is smooth there.
+    The force between two atoms at one place is undefined, even if u is smooth there.
     """
 
     def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
@@ -101,8 +102,8 @@ class Switched(Truncation):
 
         v = u (1 - 10 x^3 + 15 x^4 - 6 x^5),     x = (s - a) / (c - a)
 
-    where a is the square of ``start``, and x = 0 below it. Energy, force and the derivative of the
-    force are continuous.
+    where s is the squared distance, c the squared cutoff and a the square of ``start``, and x = 0
+    below ``start``. Energy, force and the derivative of the force are continuous.
 
     Args:
         start: the distance from which the energy is switched off, below the cutoff.

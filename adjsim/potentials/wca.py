@@ -15,8 +15,8 @@ class WCA(LennardJones):
         U = sum over i<j of 4 epsilon ((sigma/r)^12 - (sigma/r)^6) + epsilon, for r < 2^(1/6) sigma
 
     See J. Chem. Phys. 54, 5237 (1971). Energy and force are continuous, and the derivative of the
-    force has a jump at 2^(1/6) sigma. The energy ends there by itself, so a cutoff is needed only
-    to limit the list of pairs, and has to be at least 2^(1/6) sigma.
+    force has a jump at 2^(1/6) sigma. The energy ends there by itself, so no cutoff is needed.
+    A cutoff that is given has to be at least 2^(1/6) sigma.
 
     Args:
         epsilon: energy of a pair at the distance sigma; a scalar or ``(atoms, atoms)``, symmetric.
