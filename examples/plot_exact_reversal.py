@@ -138,11 +138,8 @@ def axis_with_zero(ax, bottom):
 
 def at_zero(ax, values, scheme, label):
     """Draw points at the lower end of the axis, after checking that they are zero."""
-    times = [
-        time
-        for (word, time), value in values.items()
-        if word == scheme and value == 0.0
-    ]
+    times = [time for word, time in values if word == scheme]
+    assert all(values[scheme, time] == 0.0 for time in times)
     style = {
         **styles[scheme],
         "mfc": "none",
@@ -200,11 +197,13 @@ assert all(error == 0.0 for error in kept.values())
 # The gradient
 # ------------
 #
-# The recovered states have the same bits as the states of the forward run, so the
-# gradients computed from them have the same bits too.
+# The recovered states have the same bits as the states of the forward run. So the
+# gradients computed from them agree with those of the checkpoint and the direct adjoint
+# to rounding at every horizon. They differ by rounding, since a compiled loop, the
+# checkpoint adjoint and backpropagation add the same products in different orders.
 
 fig, ax = plt.subplots(figsize=(9.5, 4), layout="constrained")
-axis_with_zero(ax, 1e-17)
+ax.set_yscale("log")
 for scheme, times in horizons.items():
     ax.plot(
         times,
@@ -212,22 +211,24 @@ for scheme, times in horizons.items():
         **styles[scheme],
         label=f"floating point, {names[scheme]}",
     )
-for scheme in horizons:
-    near = {time: value for (word, time), value in off_direct.items() if word == scheme}
-    style = {
-        "color": styles[scheme]["color"],
-        "marker": "x" if scheme == "BAB" else "+",
-        "ms": 8,
-    }
-    ax.plot(
-        near.keys(),
-        near.values(),
-        ":",
-        **style,
-        label=f"exact against direct, {names[scheme]}",
-    )
-for scheme in horizons:
-    at_zero(ax, off_exact, scheme, f"exact against checkpoint, {names[scheme]}: 0")
+for other, found, line in (
+    ("direct", off_direct, ":"),
+    ("checkpoint", off_exact, "--"),
+):
+    for scheme in horizons:
+        rows = {time: value for (word, time), value in found.items() if word == scheme}
+        style = {
+            "color": styles[scheme]["color"],
+            "marker": "x" if scheme == "BAB" else "+",
+            "ms": 8,
+        }
+        ax.plot(
+            rows.keys(),
+            rows.values(),
+            line,
+            **style,
+            label=f"exact against {other}, {names[scheme]}",
+        )
 ax.set(
     xlabel="horizon (reduced units; one unit is 200 steps)",
     ylabel="relative difference of the gradient",
@@ -238,10 +239,9 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 plt.show()
 
 # %%
-# The direct adjoint adds the same products in another order, so its gradient differs by
-# rounding. The gradient itself grows with the horizon, since nearby paths diverge. This
-# growth is not an error: the gradient is that of this one path. As the gradient of an
-# average it is useless (:doc:`/choosing_an_adjoint`).
+# The gradient itself grows with the horizon, since nearby paths diverge. This growth is
+# not an error: the gradient is that of this one path. As the gradient of an average it
+# is useless (:doc:`/choosing_an_adjoint`).
 
 for scheme, times in horizons.items():
     print(
@@ -249,8 +249,7 @@ for scheme, times in horizons.items():
         ", ".join(f"{size[scheme, time]:.1e}" for time in times),
     )
     assert off[scheme, times[-1]] > 1e-3
-    # The same bits on this machine; on another a sum may be taken in another order.
-    assert max(off_exact[scheme, time] for time in times) < 1e-12
+    assert 0 < max(off_exact[scheme, time] for time in times) < 1e-12
 assert max(off_direct.values()) < 1e-11
 
 # %%

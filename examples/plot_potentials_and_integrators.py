@@ -370,7 +370,7 @@ for (left, right), (name, (dynamics, solver, position)) in zip(
     right.bar(centres, found, width=edges[1] - edges[0], color="C0", alpha=0.5)
     right.errorbar(centres, found, 2 * stderr, fmt="none", ecolor="C0", lw=0.8)
     right.plot(grid, reference, "k", lw=1.2, label="exact")
-    right.set(xlim=(-2, 2), ylim=(0, 0.75), title="density of x, ± 2 standard errors")
+    right.set(xlim=(-2, 2), ylim=(0, 0.75), title="density ± 2 standard errors")
     seen = stderr > 1e-3
     off = float((np.abs(found - expected)[seen] / stderr[seen]).max())
     print(f"{name}: at most {off:.1f} standard errors from the exact density")
