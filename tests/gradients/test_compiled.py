@@ -16,7 +16,7 @@ import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
 from adjsim.adjoints import CompileError
 from tests.gradients.test_table import agree, moment
-from tests.problems import Case, parameter, square, vector
+from tests.problems import Case, parameter, slow_but, square, vector
 
 # One step between saves, and several.
 STEPS = [0, 1, 8, 15]
@@ -176,7 +176,9 @@ def read_by_the_average():
     return dynamics, dynamics.potential.k, average
 
 
-@pytest.mark.parametrize("make", [tied, computed, read_by_the_average])
+@pytest.mark.parametrize(
+    "make", slow_but(lambda make: make is computed, [tied, computed, read_by_the_average])
+)
 def test_whatever_a_parameter_is_and_whoever_reads_it(make):
     found = []
     for compile in (False, True):

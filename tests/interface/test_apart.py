@@ -73,6 +73,7 @@ def raise_stubborn():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.slow
 def test_parallel_loops_run_in_forks():
     """After parallel loops of the caller, in one process after the other: the server has no threads
     to lose.

@@ -50,6 +50,7 @@ def test_checkpoint_grows_as_the_root():
     assert 2.5 < ratio < 6
 
 
+@pytest.mark.slow
 def test_the_score_function_is_flat_in_the_samples():
     """400 more frames of 2,048 replicas are used and forgotten. Their positions take 20 MB."""
     assert growth("score", 500, 2048) - growth("score", 100, 2048) < 4 * MB
