@@ -57,6 +57,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         raise ValueError(
             f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
         )
+    _check_three_dimensions("radial_distribution", q)
     cell = checked_box(box, float(bounds[-1]))
     frames = q.reshape(-1, *q.shape[-2:])
     counts = torch.zeros(len(bounds) - 1, dtype=torch.float64)
@@ -93,6 +94,7 @@ def smooth_radial_distribution(
         raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
     if not width > 0:
         raise ValueError(f"width must be positive; got {width}.")
+    _check_three_dimensions("smooth_radial_distribution", q)
     cell = checked_box(box, float(at.detach().max()))
     distance = pair_distances(q, cell)
     x = (at.to(distance) - distance.unsqueeze(-1)) / width
@@ -178,8 +180,9 @@ def bond_order(
     limit, degree = as_number("distance", distance), as_whole("degree", degree)
     if degree < 0 or degree % 2:
         raise ValueError(f"degree must be even, since a bond has no direction; got {degree}.")
-    if q.shape[-1] != 3:
-        raise ValueError(f"bond_order is for three dimensions; position has {q.shape[-1]}.")
+    if not width > 0:
+        raise ValueError(f"width must be positive; got {width}.")
+    _check_three_dimensions("bond_order", q)
     d = _pair_vectors(q, box)
     i, j = torch.triu_indices(q.shape[-2], q.shape[-2], offset=1, device=q.device)
     d = d[..., i, j]
@@ -209,6 +212,11 @@ def _legendre(z: Tensor, degree: int, m: int, diagonal: float) -> Tensor:
     for n in range(m + 1, degree + 1):
         before, now = now, ((2 * n - 1) * z * now - (n + m - 1) * before) / (n - m)
     return now
+
+
+def _check_three_dimensions(what: str, q: Tensor) -> None:
+    if q.shape[-1] != 3:
+        raise ValueError(f"{what} is for three dimensions; position has {q.shape[-1]}.")
 
 
 def _pair_vectors(q: Tensor, box: Array | None) -> Tensor:

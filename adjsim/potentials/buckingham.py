@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._params import register
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import SHIFTED, check_symmetric
+from adjsim.potentials.pair import SHIFTED
 from adjsim.potentials.radial import RadialPotential
 from adjsim.potentials.truncation import Truncation
 
@@ -42,11 +41,9 @@ class Buckingham(RadialPotential):
         truncation: Truncation = SHIFTED,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box, truncation=truncation)
-        register(self, "amplitude", amplitude)
-        register(self, "length", length, positive=True)
-        register(self, "dispersion", dispersion)
-        for name in ("amplitude", "length", "dispersion"):
-            check_symmetric(name, getattr(self, name))
+        self.register_pair_parameter("amplitude", amplitude)
+        self.register_pair_parameter("length", length, positive=True)
+        self.register_pair_parameter("dispersion", dispersion)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         repulsion, _, attraction = self._terms(r)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._params import register
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import SHIFTED, PairPotential, check_symmetric
+from adjsim.potentials.pair import SHIFTED, PairPotential
 from adjsim.potentials.truncation import Truncation
 
 
@@ -37,10 +36,8 @@ class GaussianCore(PairPotential):
         truncation: Truncation = SHIFTED,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box, truncation=truncation)
-        register(self, "epsilon", epsilon)
-        register(self, "sigma", sigma, positive=True)
-        check_symmetric("epsilon", self.epsilon)
-        check_symmetric("sigma", self.sigma)
+        self.register_pair_parameter("epsilon", epsilon)
+        self.register_pair_parameter("sigma", sigma, positive=True)
 
     def pair_energy(self, s: Tensor) -> Tensor:
         return self.pair_parameter("epsilon", s) * torch.exp(s * self._rate(s))

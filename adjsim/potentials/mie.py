@@ -7,9 +7,8 @@ import math
 from torch import Tensor
 
 from adjsim._inputs import as_number
-from adjsim._params import register
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import SHIFTED, PairPotential, check_symmetric
+from adjsim.potentials.pair import SHIFTED, PairPotential
 from adjsim.potentials.truncation import Truncation
 
 
@@ -39,10 +38,8 @@ class SoftSphere(PairPotential):
         truncation: Truncation = SHIFTED,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box, truncation=truncation)
-        register(self, "epsilon", epsilon)
-        register(self, "sigma", sigma, positive=True)
-        check_symmetric("epsilon", self.epsilon)
-        check_symmetric("sigma", self.sigma)
+        self.register_pair_parameter("epsilon", epsilon)
+        self.register_pair_parameter("sigma", sigma, positive=True)
         self.exponent = _positive("exponent", exponent)
 
     def pair_energy(self, s: Tensor) -> Tensor:

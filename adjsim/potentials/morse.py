@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._params import register
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import SHIFTED, check_symmetric
+from adjsim.potentials.pair import SHIFTED
 from adjsim.potentials.radial import RadialPotential
 from adjsim.potentials.truncation import Truncation
 
@@ -41,11 +40,9 @@ class Morse(RadialPotential):
         truncation: Truncation = SHIFTED,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box, truncation=truncation)
-        register(self, "depth", depth)
-        register(self, "width", width, positive=True)
-        register(self, "distance", distance, positive=True)
-        for name in ("depth", "width", "distance"):
-            check_symmetric(name, getattr(self, name))
+        self.register_pair_parameter("depth", depth)
+        self.register_pair_parameter("width", width, positive=True)
+        self.register_pair_parameter("distance", distance, positive=True)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         depth, _, e = self._exponential(r)

@@ -177,6 +177,11 @@ class PairPotential(Potential):
         methods = {name for name in stated if callable(getattr(owner, name, None))}
         return not (changed & stated or vars(self).keys() & methods or self._modules)
 
+    def register_pair_parameter(self, name: str, value: Number, *, positive: bool = False) -> None:
+        """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
+        register(self, name, value, positive=positive)
+        check_symmetric(name, getattr(self, name))
+
     def pair_parameter(self, name: str, s: Tensor) -> Tensor:
         """Return a parameter of every pair, to broadcast against the squared distances.
 

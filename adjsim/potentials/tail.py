@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
             about 1/r^3.3, fewer than two atoms, or a volume that is not positive.
     """
     if isinstance(potential, SumPotential):
-        parts = [tail_corrections(part, atoms, volume) for part in potential.parts]  # type: ignore[arg-type]
+        parts = [tail_corrections(cast(Potential, part), atoms, volume) for part in potential.parts]
         energies, pressures = zip(*parts, strict=True)
         return torch.stack(energies).sum(), torch.stack(pressures).sum()
     if not isinstance(potential, PairPotential):

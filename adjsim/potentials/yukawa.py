@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._params import register
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import SHIFTED, check_symmetric
+from adjsim.potentials.pair import SHIFTED
 from adjsim.potentials.radial import RadialPotential
 from adjsim.potentials.truncation import Truncation
 
@@ -38,10 +37,8 @@ class Yukawa(RadialPotential):
         truncation: Truncation = SHIFTED,
     ) -> None:
         super().__init__(cutoff=cutoff, box=box, truncation=truncation)
-        register(self, "amplitude", amplitude)
-        register(self, "length", length, positive=True)
-        check_symmetric("amplitude", self.amplitude)
-        check_symmetric("length", self.length)
+        self.register_pair_parameter("amplitude", amplitude)
+        self.register_pair_parameter("length", length, positive=True)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         length = self.pair_parameter("length", r)

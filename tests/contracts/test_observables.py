@@ -181,6 +181,15 @@ def test_what_pressure_needs():
         (lambda q: adjsim.structure_factor(q, torch.ones(2, 2)), r"wavevectors must be \(n, 3\)"),
         (lambda q: adjsim.bond_order(q, 1.0, width=0.1, degree=3), "degree must be even"),
         (lambda q: adjsim.bond_order(q[:, :2], 1.0, width=0.1), "three dimensions"),
+        (lambda q: adjsim.bond_order(q, 1.0, width=-0.1), "width must be positive"),
+        (
+            lambda q: adjsim.smooth_radial_distribution(q[:, :2], [1.0], SIDES[:2], width=0.1),
+            "three dimensions",
+        ),
+        (
+            lambda q: adjsim.radial_distribution(q[:, :2], [0.5, 1.0], SIDES[:2]),
+            "three dimensions",
+        ),
         (lambda q: adjsim.nearest_neighbour_distance(q[:1]), "at least two atoms"),
     ],
 )
