@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from adjsim._files import replacing
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import seed_from
 from adjsim._state import State
@@ -93,7 +93,8 @@ class Comparison:
         """Return the records as JSON text, and write them to an optional file."""
         text = json.dumps(self.rows(), indent=2)
         if path is not None:
-            write_atomically(Path(path), text.encode())
+            with replacing(Path(path)) as temporary:
+                temporary.write_text(text, encoding="utf-8")
         return text
 
     def table(self) -> Table:
@@ -240,20 +241,6 @@ def compare(
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as error:
             result.failures[name] = str(error)
     return result
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file through a temporary one, so that it is never left incomplete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def check_writable(folder: Path) -> None:

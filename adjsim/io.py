@@ -6,8 +6,6 @@ is a femtosecond in this unit).
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from ase.io.formats import filetype
 from torch import Tensor
 
 from adjsim._box import volume
+from adjsim._files import replacing
 from adjsim._grid import Grid
 from adjsim._trajectory import Trajectory
 from adjsim._typing import Energies, Positions
@@ -123,13 +122,8 @@ def write(path: str | Path, frames: Sequence[ase.Atoms], **options: Any) -> None
     """
     path = Path(path)
     options.setdefault("format", filetype(str(path), read=False))
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    try:
-        ase.io.write(name, list(frames), **options)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        ase.io.write(str(temporary), list(frames), **options)
 
 
 class ASECalculator(Calculator):

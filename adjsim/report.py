@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from adjsim._files import replacing
 from adjsim.adjoints import Adjoint
-from adjsim.compare import Comparison, write_atomically
+from adjsim.compare import Comparison
 from adjsim.figures import plot_sweep
 from adjsim.job import OBSERVABLES, PLAIN, Job, Sweep
 from adjsim.presets import Answer, Preset, Question
@@ -51,10 +52,11 @@ class Report:
         exact = {self.estimand: {x: grads for x, (_, grads) in self.answers.items()}}
         units = "eV, angstrom, amu" if self.unit == "fs" else "reduced units"
         plot_sweep(self.results, label, exact, units).savefig(picture, format="png", dpi=130)
-        write_atomically(output / "compare.png", picture.getvalue())
-        write_atomically(
-            output / "compare.json", json.dumps({**self.about, "runs": runs}, indent=2).encode()
-        )
+        with replacing(output / "compare.png") as temporary:
+            temporary.write_bytes(picture.getvalue())
+        with replacing(output / "compare.json") as temporary:
+            text = json.dumps({**self.about, "runs": runs}, indent=2)
+            temporary.write_text(text, encoding="utf-8")
         _print(_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
 
 

@@ -45,6 +45,7 @@ def test_there_and_back(tilted, tmp_path):
     path = tmp_path / "run.extxyz"
     write(path, frames)
     assert [p.name for p in tmp_path.iterdir()] == ["run.extxyz"]
+    assert path.stat().st_mode & 0o777 == 0o644
     for k, atoms in enumerate(ase.io.read(str(path), ":")):
         again = from_ase(atoms)
         # The file has eight digits.
