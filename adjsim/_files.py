@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path, None, None]:
     """Yield a temporary file in the same folder, which replaces ``path`` when the block succeeds.
 
     The temporary file has the same suffix, and is removed if the block raises an error.
