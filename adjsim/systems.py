@@ -18,8 +18,8 @@ from torch import Tensor
 
 from adjsim._box import perpendicular_widths
 from adjsim.io import box_of
+from adjsim.potentials.lennard_jones import LennardJones
 from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, trainable_numbers
-from adjsim.potentials.pair import LennardJones
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ until nothing else is ready, so that as many as possible share one loop over pai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from adjsim._cpp.calls import Call, Called
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.nests import Nest, Task
 from adjsim._cpp.values import (
@@ -40,6 +41,7 @@ class Function:
         outputs: its outputs with their buffers.
         threads: the number of threads that share large loops.
         result: a value that the function returns in addition.
+        first_function: the number of the first function that is called.
 
     Attributes:
         lines: the statements.
@@ -52,10 +54,15 @@ class Function:
         outputs: Sequence[Output],
         threads: int,
         result: Value | None = None,
+        first_function: int = 0,
     ) -> None:
         self.large, self.threads = lowering.large, threads
         self.lines: list[str] = []
         self.scratch: list[Buffer] = []
+        self.functions = {
+            call: [f"functions[{first_function + i}]" for i in range(at, at + len(call.addresses))]
+            for call, at in _numbered(lowering.calls)
+        }
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
         self._order(tasks, output_tasks, [] if result is None else [result])
@@ -75,6 +82,8 @@ class Function:
             if value not in wanted:
                 wanted.add(value)
                 todo.extend(needs[value])
+                # A call writes all of its outputs.
+                todo.extend(_written_with(value))
         # The order of the graph makes the generated source reproducible.
         remaining = [value for value in tasks if value in wanted]
         done: set[Value] = set()
@@ -84,6 +93,12 @@ class Function:
                 self.scratch.append(value.buffer)
         while remaining:
             ready = [value for value in remaining if needs[value] & wanted <= done]
+            called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
+            if called is not None:
+                self.lines += called.lines(self.functions[called])
+                done.update(called.outputs)
+                remaining = [value for value in remaining if value not in done]
+                continue
             small = [
                 value for value in ready if all(task.work <= self.large for task in tasks[value])
             ]
@@ -106,8 +121,23 @@ class Function:
             self.lines += Nest(kept, summed, group, self.threads).lines()
 
 
+def _numbered(calls: Iterable[Call]) -> Iterator[tuple[Call, int]]:
+    """Number the functions of calls."""
+    at = 0
+    for call in calls:
+        yield call, at
+        at += len(call.addresses)
+
+
+def _written_with(value: Value) -> Sequence[Value]:
+    """Return the outputs of the call that writes a value."""
+    return value.call.outputs if isinstance(value, Called) and value.call else ()
+
+
 def _tasks(value: Value) -> list[Task]:
     assert value.buffer is not None
+    if isinstance(value, Called):
+        return []
     if isinstance(value, Reduced):
         return [Task(value.buffer, value.operands[0], value.axes)]
     if isinstance(value, Joined):

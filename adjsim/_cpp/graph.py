@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from adjsim._cpp.calls import CALLS, Call, Called
 from adjsim._cpp.indexing import gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
@@ -57,12 +58,14 @@ class Lowering:
 
     Attributes:
         stored: the stored values, in the order of the graph.
+        calls: the calls of compiled functions.
         outputs: the values of the graph's outputs.
     """
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int) -> None:
         self.large = large
         self.stored: list[Value] = []
+        self.calls: list[Call] = []
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
         for node in graph.graph.nodes:
@@ -104,6 +107,8 @@ class Lowering:
     def _lower(self, node: Any) -> Any:
         if node.target.__class__.__name__ == "builtin_function_or_method":
             return self.values[node.args[0]][node.args[1]]
+        if node.target in CALLS:
+            return self._called(node)
         name = str(node.target).removeprefix("aten.")
         base = name.split(".")[0]
         meta = node.meta.get("val")
@@ -122,6 +127,17 @@ class Lowering:
         if isinstance(value, (Pointwise, Reduced)):
             self._store_if_needed(value, node)
         return value
+
+    def _called(self, node: Any) -> tuple[Called, ...]:
+        def values(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [values(y) for y in x]
+            return self.values[x] if isinstance(x, Node) else x
+
+        call = CALLS[node.target](values(node.args), node.meta["val"], self.store)
+        self.calls.append(call)
+        self.stored.extend(call.outputs)
+        return call.outputs
 
     def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:

@@ -23,6 +23,8 @@ from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffe
 
 # Constants with more elements are read in place, without copying them to padded rows.
 COPY_LIMIT = 65_536
+# The last parameters of each function of a program.
+EXTRA = ("char* __restrict work", "int* refused", "void* const* functions")
 # Nonzero return values of a program, for errors that torch's own operations would raise.
 STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
@@ -78,10 +80,11 @@ def program(
     text = _Program(parts, constants, carry, exact, threads)
     library = compiled(text.source, text.parallel)
     run = library.run
-    run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 2, ctypes.c_int
+    run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
     shapes = [(x.shape, x.dtype) for x in carry]
     InputPointers = ctypes.c_void_p * (len(constants) + len(text.baked) + len(carry))
     OutputPointers = ctypes.c_void_p * len(carry)
+    functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
 
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -89,6 +92,7 @@ def program(
         status = run(
             InputPointers(*(x.data_ptr() for x in inputs)),
             OutputPointers(*(x.data_ptr() for x in results)),
+            functions,
         )
         if status:
             error, message = STATUS[status]
@@ -102,9 +106,11 @@ class _Program:
     """The C++ source of a loop.
 
     Attributes:
-        source: the source, with ``int run(const void* const* inputs, void* const* outputs)``.
+        source: the source, with
+            ``int run(const void* const* inputs, void* const* outputs, void* const* functions)``.
         parallel: whether it has a loop that threads share.
         baked: the captured tensors of the graphs, which are inputs after the constants.
+        addresses: the addresses of the functions that it calls.
     """
 
     def __init__(
@@ -121,6 +127,8 @@ class _Program:
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.baked: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.declarations: set[str] = set()
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
         carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
@@ -139,6 +147,7 @@ class _Program:
             [
                 HEADER,
                 REPRODUCIBLE if exact else VECTORISED,
+                *sorted(self.declarations),
                 *self.functions,
                 *self._run(
                     consts,
@@ -172,8 +181,17 @@ class _Program:
         kept = lowering.outputs[1:] if result else lowering.outputs
         targets = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
         function = Function(
-            lowering, targets, self.threads, lowering.outputs[0] if result else None
+            lowering,
+            targets,
+            self.threads,
+            lowering.outputs[0] if result else None,
+            len(self.addresses),
         )
+        for call in lowering.calls:
+            self.addresses += call.addresses
+            self.declarations.add(call.declarations)
+        if len(self.declarations) > 1:
+            raise UnprintableError("calls with different declarations")
         at, lines = 0, []
         for buffer in function.scratch:
             kind = TYPES[buffer.dtype]
@@ -191,8 +209,7 @@ class _Program:
         self.functions.append(
             "\n".join(
                 [
-                    f"static {result or 'void'} "
-                    f"{name}({', '.join([*names, 'char* __restrict work', 'int* refused'])}) {{",
+                    f"static {result or 'void'} {name}({', '.join([*names, *EXTRA])}) {{",
                     *lines,
                     "}",
                 ]
@@ -240,7 +257,7 @@ class _Program:
 
         def call(function: str, *buffers: Buffer | str) -> str:
             names = [b if isinstance(b, str) else b.name for b in buffers]
-            return f"{function}({', '.join([*names, 'work', '&refused'])})"
+            return f"{function}({', '.join([*names, 'work', '&refused', 'functions'])})"
 
         lines += [
             f"char* work = memory + {at};",
@@ -253,7 +270,7 @@ class _Program:
             f"{call('finish', *current, *consts, *finish_baked, *results)};",
         ]
         return [
-            'extern "C" int run(const void* const* in, void* const* out) {',
+            'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
             f"char* block = (char*)std::calloc({at + self.work + 64}, 1);",
             "if (!block) return 1;",
             "char* memory = block + (64 - (uintptr_t)block % 64);",

@@ -16,7 +16,7 @@ product share one loop over pairs. The part before the first iteration and the p
 last are compiled with the loop.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
-(:mod:`adjsim.adjoints.cache_key`).
+(:mod:`adjsim._cache_key`).
 """
 
 from __future__ import annotations

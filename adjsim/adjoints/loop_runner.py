@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
-from adjsim.adjoints.cache_key import UninspectableError, cache_key
 from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.stepper import Inputs, Stepper

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
+from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
 from adjsim.adjoints.versions import untested_torch
 
@@ -213,6 +214,7 @@ def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Part:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    merge_pairs(graph)
     return Part(graph, _lift(graph))
 
 

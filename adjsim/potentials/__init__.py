@@ -11,11 +11,12 @@ from adjsim.potentials.base import (
 from adjsim.potentials.buckingham import Buckingham
 from adjsim.potentials.coulomb import Coulomb, ReactionField, Wolf
 from adjsim.potentials.gaussian_core import GaussianCore
+from adjsim.potentials.lennard_jones import LennardJones
 from adjsim.potentials.mie import Mie, SoftSphere
 from adjsim.potentials.mixing import kong, lorentz_berthelot
 from adjsim.potentials.morse import Morse
 from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
-from adjsim.potentials.pair import LennardJones, PairPotential
+from adjsim.potentials.pair import PairPotential
 from adjsim.potentials.radial import RadialPotential
 from adjsim.potentials.tail import tail_corrections
 from adjsim.potentials.truncation import ForceShifted, Shifted, Switched, Truncation

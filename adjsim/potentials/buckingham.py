@@ -22,13 +22,12 @@ class Buckingham(RadialPotential):
         amplitude: A, energy; a number or ``(atoms, atoms)``, symmetric.
         length: decay length of the repulsion; likewise.
         dispersion: C, energy times length^6; likewise.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     amplitude: Tensor
     length: Tensor
     dispersion: Tensor
-    _elementwise = True
 
     def __init__(
         self,
@@ -39,8 +38,9 @@ class Buckingham(RadialPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.register_pair_parameter("amplitude", amplitude)
         self.register_pair_parameter("length", length, positive=True)
         self.register_pair_parameter("dispersion", dispersion)

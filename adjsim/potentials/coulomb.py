@@ -25,7 +25,7 @@ class Coulomb(RadialPotential):
         charge: ``(atoms,)``.
         constant: 1/(4 pi epsilon_0) in the units of the simulation, energy times length over the
             square of a charge: 14.39964548 in eV, angstrom and elementary charges.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: charges that are not one number for each atom.
@@ -41,8 +41,9 @@ class Coulomb(RadialPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         register(self, "charge", charge)
         if self.charge.ndim != 1:
             raise ValueError(
@@ -64,10 +65,8 @@ class Coulomb(RadialPotential):
 
     def _products(self, r: Tensor) -> Tensor:
         """Compute constant q_i q_j of every pair."""
-        charge = self.charge.to(r)
-        if r.ndim and len(charge) != r.shape[-1]:
-            raise ValueError(f"charge is for {len(charge)} atoms and position has {r.shape[-1]}.")
-        return self.constant * charge[:, None] * charge
+        charge, other = self.atom_parameter("charge", r)
+        return self.constant * charge * other
 
 
 class ReactionField(Coulomb):
@@ -85,7 +84,7 @@ class ReactionField(Coulomb):
         permittivity: e, relative to the inside; ``math.inf`` for a conductor.
         constant: see :class:`Coulomb`.
         cutoff: the radius of the sphere.
-        box: see :class:`~adjsim.potentials.PairPotential`.
+        box, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     def __init__(
@@ -96,8 +95,9 @@ class ReactionField(Coulomb):
         *,
         cutoff: float,
         box: Array | None = None,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(charge, constant, cutoff=cutoff, box=box)
+        super().__init__(charge, constant, cutoff=cutoff, box=box, skin=skin)
         e = as_number("permittivity", permittivity)
         if not e >= 1:
             raise ValueError(f"permittivity must be at least 1; got {permittivity}.")
@@ -136,7 +136,7 @@ class Wolf(Coulomb):
             changed more.
         constant: see :class:`Coulomb`.
         cutoff: the radius of the neutral sphere.
-        box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     def __init__(
@@ -148,8 +148,9 @@ class Wolf(Coulomb):
         cutoff: float,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(charge, constant, cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(charge, constant, cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.alpha = as_number("alpha", alpha)
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha must be zero or positive, and finite; got {alpha}.")

@@ -19,12 +19,11 @@ class GaussianCore(PairPotential):
     Args:
         epsilon: energy of a pair at zero distance; a number or ``(atoms, atoms)``, symmetric.
         sigma: range, length; likewise.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     epsilon: Tensor
     sigma: Tensor
-    _elementwise = True
 
     def __init__(
         self,
@@ -34,8 +33,9 @@ class GaussianCore(PairPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.register_pair_parameter("epsilon", epsilon)
         self.register_pair_parameter("sigma", sigma, positive=True)
 

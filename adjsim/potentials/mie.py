@@ -20,12 +20,11 @@ class SoftSphere(PairPotential):
         sigma: length; likewise.
         exponent: a positive number, which is not trained. In three dimensions, with an exponent
             of 3 or less, the energy of a fluid grows without limit with the cutoff.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     epsilon: Tensor
     sigma: Tensor
-    _elementwise = True
 
     def __init__(
         self,
@@ -36,8 +35,9 @@ class SoftSphere(PairPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.register_pair_parameter("epsilon", epsilon)
         self.register_pair_parameter("sigma", sigma, positive=True)
         self.exponent = _positive("exponent", exponent)
@@ -71,10 +71,8 @@ class Mie(SoftSphere):
         sigma: distance where the energy is zero, length; likewise.
         exponent: n of the repulsion, which is not trained.
         attraction: m of the attraction, below n, which is not trained.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
-
-    _elementwise = True
 
     def __init__(
         self,
@@ -86,8 +84,11 @@ class Mie(SoftSphere):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(epsilon, sigma, exponent, cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(
+            epsilon, sigma, exponent, cutoff=cutoff, box=box, truncation=truncation, skin=skin
+        )
         self.attraction = _positive("attraction", attraction)
         n, m = self.exponent, self.attraction
         if not m < n:

@@ -21,13 +21,12 @@ class Morse(RadialPotential):
         depth: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
         width: width of the well, length; likewise.
         distance: position of the minimum, length; likewise.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     depth: Tensor
     width: Tensor
     distance: Tensor
-    _elementwise = True
 
     def __init__(
         self,
@@ -38,8 +37,9 @@ class Morse(RadialPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.register_pair_parameter("depth", depth)
         self.register_pair_parameter("width", width, positive=True)
         self.register_pair_parameter("distance", distance, positive=True)

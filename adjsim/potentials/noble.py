@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from adjsim._inputs import as_indices, outside_inference_mode
 from adjsim._params import describe
 from adjsim._typing import Array, Number
+from adjsim.potentials.lennard_jones import LennardJones
 from adjsim.potentials.mixing import MixingRule, lorentz_berthelot
-from adjsim.potentials.pair import SHIFTED, LennardJones, check_symmetric
+from adjsim.potentials.pair import SHIFTED, check_symmetric
 from adjsim.potentials.truncation import Truncation
 
 
@@ -45,14 +46,12 @@ class LennardJonesMixture(LennardJones):
         mixing: the rule, :func:`~adjsim.potentials.lorentz_berthelot` or
             :func:`~adjsim.potentials.kong`, or any function of the same arguments that is symmetric
             in i and j.
-        cutoff, box, truncation: as for :class:`LennardJones`.
+        cutoff, box, truncation, skin: as for :class:`LennardJones`.
 
     Raises:
         ValueError: epsilon and sigma of different lengths, a species without parameters, a
             position with more or fewer atoms than ``species``.
     """
-
-    species: Tensor
 
     def __init__(
         self,
@@ -64,8 +63,9 @@ class LennardJonesMixture(LennardJones):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.mixing = mixing
         e, s = self.epsilon.detach(), self.sigma.detach()
         mixed = mixing(e[:, None], s[:, None], e, s)
@@ -92,13 +92,10 @@ class LennardJonesMixture(LennardJones):
                 f"{describe(self.epsilon.detach())}."
             )
 
-    def pair_parameters(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        if s.ndim and len(self.species) != s.shape[-1]:
-            raise ValueError(
-                f"species is for {len(self.species)} atoms and position has {s.shape[-1]}."
-            )
-        epsilon, sigma = self.epsilon.to(s)[self.species], self.sigma.to(s)[self.species]
-        return self.mixing(epsilon[:, None], sigma[:, None], epsilon, sigma)
+    def pair_table(self, name: str) -> Tensor:
+        epsilon, sigma = self.epsilon, self.sigma
+        mixed = self.mixing(epsilon.unsqueeze(-1), sigma.unsqueeze(-1), epsilon, sigma)
+        return mixed[("epsilon", "sigma").index(name)]
 
 
 def _checked_species(species: Array, count: int) -> Tensor:

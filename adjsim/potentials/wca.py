@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjsim._typing import Array, Number
-from adjsim.potentials.pair import LennardJones
+from adjsim.potentials.lennard_jones import LennardJones
 
 
 class WCA(LennardJones):
@@ -21,13 +21,11 @@ class WCA(LennardJones):
     Args:
         epsilon: energy of a pair at the distance sigma; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: length; likewise.
-        cutoff, box: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, skin: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: a cutoff below 2^(1/6) sigma.
     """
-
-    _elementwise = True
 
     def __init__(
         self,
@@ -36,8 +34,9 @@ class WCA(LennardJones):
         *,
         cutoff: float | None = None,
         box: Array | None = None,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(epsilon, sigma, cutoff=cutoff, box=box)
+        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, skin=skin)
         end = 2 ** (1 / 6) * float(self.sigma.detach().max())
         if self.cutoff is not None and self.cutoff < end * (1 - 1e-12):
             raise ValueError(

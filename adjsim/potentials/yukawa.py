@@ -20,12 +20,11 @@ class Yukawa(RadialPotential):
     Args:
         amplitude: A, energy times length; a number or ``(atoms, atoms)``, symmetric.
         length: screening length; likewise.
-        cutoff, box, truncation: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     amplitude: Tensor
     length: Tensor
-    _elementwise = True
 
     def __init__(
         self,
@@ -35,8 +34,9 @@ class Yukawa(RadialPotential):
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
+        skin: float | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation)
+        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
         self.register_pair_parameter("amplitude", amplitude)
         self.register_pair_parameter("length", length, positive=True)
 
@@ -48,8 +48,9 @@ class Yukawa(RadialPotential):
         return -self.radial_energy(r) * self._decay(r)
 
     def radial_curvature(self, r: Tensor) -> Tensor:
-        decay = self._decay(r)
-        return self.radial_energy(r) * (decay * decay + 1 / (r * r))
+        # The energy comes first, since the square of a short range may underflow.
+        energy, decay = self.radial_energy(r), self._decay(r)
+        return energy * decay * decay + energy / (r * r)
 
     def safe_distance(self, s: Tensor) -> Tensor:
         return 1 + self.pair_parameter("length", s.detach()).detach() ** 2

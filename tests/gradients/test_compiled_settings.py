@@ -16,8 +16,8 @@ from torch import nn
 
 import adjsim
 from adjsim import ReversibleAdjoint, TimeAverage
+from adjsim._cache_key import UninspectableError, cache_key
 from adjsim.adjoints import CompileError
-from adjsim.adjoints.cache_key import UninspectableError, cache_key
 from adjsim.adjoints.loop_runner import cache
 from tests.problems import parameter, slow_but, square
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
-from adjsim.adjoints.cache_key import cache_key
+from adjsim._cache_key import cache_key
 from adjsim.dynamics import MassiveDynamics, Term
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.potentials import PairPotential

@@ -1,0 +1,96 @@
+"""Calls of compiled functions from a printed loop.
+
+An operator of torch that has a compiled function is printed as a call of it. Its package registers
+the operator in :data:`CALLS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adjsim._cpp.values import Buffer, Index, Indices, Pointwise, Value, View
+
+
+@dataclass(eq=False)
+class Called(Value):
+    """An output of a call; always stored."""
+
+    call: Call | None = None
+
+
+class Call(ABC):
+    """A call of compiled functions.
+
+    Attributes:
+        inputs: the values that it reads.
+        outputs: the values that it writes, which have dense buffers.
+        addresses: the addresses of its functions.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Called, ...]
+    addresses: tuple[int, ...]
+
+    @abstractmethod
+    def lines(self, functions: Sequence[str]) -> list[str]:
+        """Print the call; the functions are expressions of type ``void*``."""
+
+    @property
+    @abstractmethod
+    def declarations(self) -> str:
+        """C++ declarations that the call needs, the same for all calls of a loop."""
+
+
+# From an operator to a function that makes its call, from the operator's arguments as values, the
+# example tensors of its outputs, and a function that stores a value.
+CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Callable[..., None]], Call]] = {}
+
+
+@dataclass(frozen=True)
+class Address:
+    """The memory of a stored value.
+
+    Attributes:
+        pointer: an expression of the address of its first element.
+        strides: for each axis.
+    """
+
+    pointer: str
+    strides: tuple[int, ...]
+
+
+def dense_copy(value: Value, strides: Sequence[int]) -> Value:
+    """Make a copy of a value that is to be stored without padding, in the order of strides."""
+    return Pointwise(
+        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
+    )
+
+
+def address_of(value: Value) -> Address | None:
+    """Return where a value is in memory; None if it is not stored, or not with fixed strides."""
+    origin = _offset(value, tuple(Index() for _ in value.shape))
+    if origin is None:
+        return None
+    buffer, begin = origin
+    if buffer.variable:
+        return Address(f"&{buffer.name}", (0,) * len(value.shape)) if value.numel == 1 else None
+    strides: list[int] = []
+    for axis, length in enumerate(value.shape):
+        index = tuple(Index(int(a == axis)) for a in range(len(value.shape)))
+        found = _offset(value, index) if length > 1 else origin
+        assert found is not None
+        strides.append(found[1].const - begin.const)
+    return Address(f"({buffer.name} + {begin.const})", tuple(strides))
+
+
+def _offset(value: Value, index: Indices) -> tuple[Buffer, Index] | None:
+    while isinstance(value, View) and value.buffer is None:
+        value, index = value.operands[0], value.map(index)
+    if value.buffer is None:
+        return None
+    return value.buffer, Index() if value.buffer.variable else value.buffer.at(index)

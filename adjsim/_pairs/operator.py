@@ -1,0 +1,81 @@
+"""The pair operator of torch, which evaluates a kernel.
+
+A traced step contains the operators ``adjsim::pairs``, which name their kernel. Anywhere else the
+kernel is called directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjsim._layout import is_tracing
+from adjsim._pairs.kernel import ATOM, ENERGY, FORCE, KERNELS, NUMBER, PRODUCT, Kernel
+
+
+@torch.library.custom_op("adjsim::pairs", mutates_args=())
+def pairs(
+    position: Tensor,
+    vector: Tensor | None,
+    weight: Tensor | None,
+    operands: Sequence[Tensor],
+    box: Tensor | None,
+    species: Tensor | None,
+    spacing: Tensor | None,
+    kernel: str,
+) -> list[Tensor]:
+    """Evaluate a kernel; the outputs are those of :class:`~adjsim._pairs.kernel.Kernel`."""
+    return KERNELS[kernel](
+        position, operands, box, species, vector=vector, spacing=spacing, weight=weight
+    )
+
+
+@pairs.register_fake
+def _(
+    position: Tensor,
+    vector: Tensor | None,
+    weight: Tensor | None,
+    operands: Sequence[Tensor],
+    box: Tensor | None,
+    species: Tensor | None,
+    spacing: Tensor | None,
+    kernel: str,
+) -> list[Tensor]:
+    layout = KERNELS[kernel].layout
+    results: list[Tensor] = []
+    if layout.mode in (FORCE, PRODUCT):
+        results.append(torch.empty_like(position))
+    if layout.mode == PRODUCT:
+        results.append(torch.empty_like(position))
+    if layout.mode == ENERGY:
+        results.append(position.new_empty(position.shape[:-2]))
+    return [*results, *(torch.empty_like(operands[k]) for k in layout.gradients)]
+
+
+def evaluate(
+    kernel: Kernel,
+    position: Tensor,
+    operands: Sequence[Tensor],
+    box: Tensor | None,
+    species: Tensor | None,
+    *,
+    vector: Tensor | None = None,
+    spacing: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> list[Tensor]:
+    """Evaluate a kernel, or record its evaluation in a trace."""
+    if not is_tracing():
+        return kernel(
+            position, operands, box, species, vector=vector, spacing=spacing, weight=weight
+        )
+    given = [None if x is None else x.detach() for x in (position, vector, weight)]
+    return torch.ops.adjsim.pairs(
+        *given, [x.detach() for x in operands], box, species, spacing, kernel.name
+    )
+
+
+def kind_of(value: Tensor, per_atom: bool) -> str:
+    """Return the kind of an operand in a kernel."""
+    return NUMBER if value.numel() == 1 else ATOM if per_atom else "TABLE"

@@ -1,0 +1,146 @@
+"""The call of a kernel from a printed loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from adjsim._cpp.calls import CALLS, Address, Call, Called, address_of, dense_copy
+from adjsim._cpp.values import TYPES, UnprintableError, Value, make_buffer
+from adjsim._pairs.kernel import ENERGY, FORCE, KERNELS, PRODUCT, table_size, text, thread_count
+from adjsim._pairs.operator import pairs
+
+
+class PairCall(Call):
+    """The evaluation of a kernel.
+
+    Args:
+        args: the arguments of :func:`~adjsim._pairs.operator.pairs`, as values.
+        outputs: examples of its outputs.
+        store: stores a value.
+    """
+
+    def __init__(
+        self, args: Sequence[Any], outputs: Sequence[torch.Tensor], store: Callable[..., None]
+    ) -> None:
+        position, vector, weight, operands, box, species, spacing, name = args
+        self.kernel = KERNELS[name]
+        self.batch, (self.atoms, self.dim) = position.shape[:-2], position.shape[-2:]
+        self._store = store
+        self.systems = torch.Size(self.batch).numel()
+        self.position, self.vector = self._field(position), self._field(vector)
+        rest = [weight, box, species, spacing, *operands]
+        self.weight, self.box, self.species, self.spacing, *self.operands = map(self._dense, rest)
+        used = [self.position, self.vector, self.weight, self.box, self.species, self.spacing]
+        self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
+        self.outputs = tuple(self._output(x) for x in outputs)
+        self.addresses = (self.kernel.address, *self.kernel.list_addresses)
+
+    @property
+    def declarations(self) -> str:
+        return f"#define REAL {TYPES[self.kernel.layout.dtype]}\n{text('call.h')}"
+
+    def lines(self, functions: Sequence[str]) -> list[str]:
+        layout = self.kernel.layout
+        outputs = iter(self.outputs)
+        pairs_of_atoms = self.systems * self.atoms * (self.atoms if layout.skin is None else 64)
+        members = {
+            "systems": self.systems,
+            "atoms": self.atoms,
+            "dim": self.dim,
+            "threads": thread_count(pairs_of_atoms),
+            "image": layout.image,
+            "position": self._view(self.position),
+            "vector": self._view(self.vector),
+            "force": self._view(next(outputs) if layout.mode in (FORCE, PRODUCT) else None),
+            "product": self._view(next(outputs) if layout.mode == PRODUCT else None),
+            "box": _pointer(self.box),
+            "spacing": _pointer(self.spacing),
+            "spacing_step": int(self.spacing is not None and self.spacing.numel > 1),
+            "weight": _pointer(self.weight),
+            "energy": _pointer(next(outputs) if layout.mode == ENERGY else None),
+            "operands": "operands",
+            "gradients": "gradients",
+            "species": _pointer(self.species),
+            "kinds": table_size(layout, self.operands),
+            "cutoff": repr(layout.cutoff or 0.0),
+            "skin": repr(layout.skin or 0.0),
+            "acquire": f"(void* (*)(const Call*, int64_t, const List**)){functions[1]}",
+            "release": f"(void (*)(void*)){functions[2]}",
+        }
+        return [
+            "{",
+            f"const REAL* operands[] = {{{_list(self.operands)}}};",
+            f"REAL* gradients[] = {{{_list(outputs)}}};",
+            "Call call = {};",
+            *(f"call.{name} = {value};" for name, value in members.items()),
+            f"if (((int (*)(const Call*)){functions[0]})(&call)) *refused = 1;",
+            "}",
+        ]
+
+    def _output(self, example: torch.Tensor) -> Called:
+        shape, strides = tuple(example.shape), tuple(example.stride())
+        buffer = make_buffer("", example.dtype, shape, strides, fill=False)
+        value = Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
+        buffer.name = f"r{id(value)}"
+        return value
+
+    def _field(self, value: Value | None) -> Value | None:
+        """Store a field ``(*batch, atoms, dim)`` so that its batch axes are one."""
+        if value is None:
+            return None
+        address = address_of(value)
+        if address is None or self._system_stride(address) is None:
+            value = dense_copy(value, value.strides)
+            self._store(value, fill=False)
+        return value
+
+    def _dense(self, value: Value | None) -> Value | None:
+        """Store a value with its axes in order."""
+        if value is None:
+            return None
+        rows = torch.empty(value.shape, device="meta").stride()
+        address = address_of(value)
+        if address is None or any(
+            n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
+        ):
+            value = dense_copy(value, rows)
+            self._store(value, fill=False)
+        return value
+
+    def _system_stride(self, address: Address) -> int | None:
+        """Return the distance of systems in memory; None if it is not the same for all."""
+        axes = [(n, address.strides[a]) for a, n in enumerate(self.batch) if n > 1]
+        for (_, outer), (n, inner) in pairwise(axes):
+            if outer != n * inner:
+                return None
+        return axes[-1][1] if axes else 0
+
+    def _view(self, value: Value | None) -> str:
+        if value is None:
+            return "View{}"
+        address = address_of(value)
+        assert address is not None
+        system = self._system_stride(address)
+        if system is None:
+            raise UnprintableError("pairs of systems that are not evenly spaced")
+        strides = ", ".join(str(x) for x in (system, *address.strides[-2:]))
+        return f"View{{(REAL*){address.pointer}, {strides}}}"
+
+
+def _pointer(value: Value | None) -> str:
+    if value is None:
+        return "nullptr"
+    address = address_of(value)
+    assert address is not None
+    return address.pointer
+
+
+def _list(values: Iterable[Value | None]) -> str:
+    return ", ".join([*map(_pointer, values), "nullptr"])
+
+
+CALLS[pairs._opoverload] = PairCall

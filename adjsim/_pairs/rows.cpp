@@ -1,0 +1,389 @@
+// The sums over the neighbours of each atom. W atoms are side by side in a vector, and each has one
+// neighbour at a time, in ascending order. So the sum of an atom is the same number whatever the
+// list holds beyond the cutoff, however wide vectors are, and whichever thread computes it.
+typedef REAL Quad __attribute__((vector_size(4 * sizeof(REAL))));
+constexpr int WIDTH = MODE == PRODUCT ? 8 : 4;
+constexpr bool FORCES = MODE == FORCE || MODE == PRODUCT;
+
+// The nearest integer, and the even one of two.
+static inline V nearest(V x) {
+  REAL a[W];
+  memcpy(a, &x, sizeof a);
+#pragma omp simd
+  for (int l = 0; l < W; ++l) a[l] = sizeof(REAL) == 8 ? __builtin_rint(a[l]) : __builtin_rintf(a[l]);
+  memcpy(&x, a, sizeof a);
+  return x;
+}
+
+// The first three numbers of W rows, as three vectors.
+static inline void gather(const REAL* rows, const int* place, V& x, V& y, V& z) {
+#if defined(__clang__) || __GNUC__ >= 12
+  Quad r[W];
+  for (int l = 0; l < W; ++l) memcpy(&r[l], rows + (int64_t)WIDTH * place[l], sizeof(Quad));
+  if constexpr (W == 8) {
+    typedef REAL Eight __attribute__((vector_size(8 * sizeof(REAL))));
+#define JOIN(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+    const Eight a = JOIN(r[0], r[4]), b = JOIN(r[1], r[5]), c = JOIN(r[2], r[6]), d = JOIN(r[3], r[7]);
+    const Eight ab = EVEN(a, b), cd = EVEN(c, d), oab = ODD(a, b), ocd = ODD(c, d);
+    const Eight fx = LOW(ab, cd), fy = LOW(oab, ocd), fz = HIGH(ab, cd);
+    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z);
+  } else {
+    const Quad ab = __builtin_shufflevector(r[0], r[1], 0, 4, 2, 6);
+    const Quad cd = __builtin_shufflevector(r[2], r[3], 0, 4, 2, 6);
+    const Quad oab = __builtin_shufflevector(r[0], r[1], 1, 5, 3, 7);
+    const Quad ocd = __builtin_shufflevector(r[2], r[3], 1, 5, 3, 7);
+    const Quad fx = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    const Quad fy = __builtin_shufflevector(oab, ocd, 0, 1, 4, 5);
+    const Quad fz = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    memcpy(&x, &fx, sizeof x), memcpy(&y, &fy, sizeof y), memcpy(&z, &fz, sizeof z);
+  }
+#else
+  for (int l = 0; l < W; ++l) {
+    const REAL* row = rows + (int64_t)WIDTH * place[l];
+    x[l] = row[0], y[l] = row[1], z[l] = row[2];
+  }
+#endif
+}
+
+// The periodic cell. The numbers and the order of operations are those of adjsim._box, so that
+// differences have the same bits.
+struct Cell {
+  V length[3], inverse[3], row[3][3], fraction[3][3];
+
+  explicit Cell(const Call& c) {
+#if IMAGE == ORTHOGONAL
+    for (int a = 0; a < 3; ++a) {
+      length[a] = splat(a < DIM ? c.box[a] : 0);
+      inverse[a] = splat(a < DIM ? 1 / c.box[a] : 0);
+    }
+#elif IMAGE == TILTED
+    REAL r[3][3] = {}, n[3][3] = {};
+    for (int a = 0; a < DIM; ++a)
+      for (int b = 0; b < DIM; ++b) r[a][b] = c.box[a * DIM + b];
+    if (DIM == 1) n[0][0] = 1;
+    if (DIM == 2) n[0][0] = r[1][1], n[0][1] = -r[1][0], n[1][0] = -r[0][1], n[1][1] = r[0][0];
+    if (DIM == 3)
+      for (int a = 0; a < 3; ++a) {
+        const REAL *p = r[(a + 1) % 3], *q = r[(a + 2) % 3];
+        for (int b = 0; b < 3; ++b) {
+          const int d = (b + 1) % 3, e = (b + 2) % 3;
+          n[a][b] = p[d] * q[e] - p[e] * q[d];
+        }
+      }
+    REAL size = r[0][0] * n[0][0];
+    for (int b = 1; b < DIM; ++b) size = size + r[0][b] * n[0][b];
+    for (int a = 0; a < 3; ++a)
+      for (int b = 0; b < 3; ++b) {
+        row[a][b] = splat(r[a][b]);
+        fraction[a][b] = splat(n[a][b] / size);
+      }
+#endif
+  }
+
+  inline void nearest_image(V& x, V& y, V& z) const {
+#if IMAGE == ORTHOGONAL
+    x = x - length[0] * nearest(x * inverse[0]);
+    if (DIM > 1) y = y - length[1] * nearest(y * inverse[1]);
+    if (DIM > 2) z = z - length[2] * nearest(z * inverse[2]);
+#elif IMAGE == TILTED
+    V n[3] = {}, shift[3] = {};
+    const V d[3] = {x, y, z};
+    for (int a = 0; a < DIM; ++a) {
+      V total = d[0] * fraction[a][0];
+      for (int b = 1; b < DIM; ++b) total = total + d[b] * fraction[a][b];
+      n[a] = -nearest(total);
+    }
+    for (int b = 0; b < DIM; ++b) {
+      shift[b] = n[0] * row[0][b];
+      for (int a = 1; a < DIM; ++a) shift[b] = shift[b] + n[a] * row[a][b];
+    }
+    x = x + shift[0], y = y + shift[1], z = z + shift[2];
+#endif
+  }
+};
+
+// The sums of W atoms.
+struct Sums {
+  V force[3] = {}, product[3] = {}, energy = {}, gradient[GRADIENTS + 1] = {};
+
+  // Add the pairs of W atoms with a neighbour each: d and w are the differences of positions and of
+  // vectors, `valid` excludes the pair of an atom with itself.
+  template <bool CHECKED>
+  inline void add(const V* d, const V* w, const V* operands, Mask valid, V cutoff, V grid, V* rest) {
+    const V s = SQUARED_DISTANCE;
+    const V zero = {};
+    V f[2 + GRADIENTS + 1];
+    functions(s, operands, f);
+#if CUTOFF
+    const Mask in = CHECKED ? (s < cutoff) & valid : s < cutoff;
+#define INCLUDED(x) (in ? (x) : zero)
+#else
+#define INCLUDED(x) (CHECKED ? (valid ? (x) : zero) : (x))
+#endif
+    if constexpr (FORCES) {
+      const V weight = (REAL)-2 * INCLUDED(f[0]);
+      for (int a = 0; a < DIM; ++a) {
+#if GRID
+        force[a] += (weight * d[a] + grid) - grid;
+#else
+        force[a] += weight * d[a];
+#endif
+      }
+      if constexpr (MODE == PRODUCT) {
+        V dw = d[0] * w[0];
+        for (int a = 1; a < DIM; ++a) dw = dw + d[a] * w[a];
+        const V curvature = (REAL)-4 * INCLUDED(f[1]) * dw;
+        for (int a = 0; a < DIM; ++a) product[a] += curvature * d[a] + weight * w[a];
+        if constexpr (GRADIENTS > 0) {
+#pragma GCC unroll 32
+          for (int g = 0; g < GRADIENTS; ++g) {
+            rest[g] = INCLUDED(-dw * f[2 + g]);
+            if (GRADIENT_KIND[g] != TABLE) gradient[g] += rest[g];
+          }
+        }
+      }
+    }
+    if constexpr (MODE == ENERGY) energy += INCLUDED(f[0]);
+    if constexpr (MODE == SLOPES)
+      for (int g = 0; g < GRADIENTS; ++g) {
+        rest[g] = INCLUDED(f[g]);
+        if (GRADIENT_KIND[g] != TABLE) gradient[g] += rest[g];
+      }
+  }
+};
+
+// Memory that is zero at first, and is freed at the end of its scope.
+template <class T>
+struct Block {
+  T* data;
+  explicit Block(int64_t size) : data((T*)calloc(size > 0 ? size : 1, sizeof(T))) {}
+  Block(const Block&) = delete;
+  ~Block() { free(data); }
+};
+
+// The operands of the atoms of one system, in the order of places.
+struct Operands {
+  const REAL* atoms[OPERANDS + 1];
+  const int* column;
+};
+
+// What one thread needs to evaluate blocks of one system.
+struct System {
+  const Call& call;
+  const Cell& cell;
+  const Operands& operands;
+  int64_t number;
+  const int* atom;
+  const REAL* rows;
+  V cutoff, grid;
+  REAL* const* gradients;  // of each atom, one row of kinds for a table
+  REAL* energies;
+  V numbers[OPERANDS + 1];
+
+  // Add a neighbour of each of W atoms, of which the first `live` count.
+  template <bool CHECKED>
+  inline void step(const int* mine, int live, const int* other, const V* x, const V* v, Sums& sums) const {
+    V y[3], u[3] = {}, d[3], w[3] = {}, found[SLOTS + 1], rest[GRADIENTS + 1];
+#if LISTED
+    gather(rows, other, y[0], y[1], y[2]);
+    if constexpr (MODE == PRODUCT) gather(rows + 4, other, u[0], u[1], u[2]);
+#else
+    for (int a = 0; a < 3; ++a) {
+      y[a] = splat(rows[(int64_t)WIDTH * other[0] + a]);
+      if (MODE == PRODUCT) u[a] = splat(rows[(int64_t)WIDTH * other[0] + 4 + a]);
+    }
+#endif
+    for (int a = 0; a < 3; ++a) d[a] = x[a] - y[a], w[a] = v[a] - u[a];
+    cell.nearest_image(d[0], d[1], d[2]);
+    LOAD_OPERANDS
+    Mask valid = ~Mask{};
+    if constexpr (CHECKED)
+      for (int l = 0; l < W; ++l) valid[l] = mine[l] == other[l] ? 0 : -1;
+    sums.add<CHECKED>(d, w, found, valid, cutoff, grid, rest);
+    if constexpr (TABLES && GRADIENTS > 0)
+      for (int g = 0; g < GRADIENTS; ++g)
+        if (GRADIENT_KIND[g] == TABLE)
+          for (int l = 0; l < live; ++l)
+            if (!CHECKED || valid[l])
+              gradients[g][call.kinds * atom[mine[l]] + operands.column[other[l]]] +=
+                  MODE == SLOPES ? (REAL)0.5 * call.weight[number] * rest[g][l] : rest[g][l];
+  }
+
+  inline void block(int64_t first, const List* list, int64_t b) const {
+    int mine[W];
+    const int live = (int)(call.atoms - first < W ? call.atoms - first : W);
+    const int64_t last = call.atoms - 1;
+    for (int l = 0; l < W; ++l) mine[l] = (int)(first + l < last ? first + l : last);
+    V x[3], v[3] = {};
+    gather(rows, mine, x[0], x[1], x[2]);
+    if constexpr (MODE == PRODUCT) gather(rows + 4, mine, v[0], v[1], v[2]);
+    Sums sums;
+#if LISTED
+    const int* index = list->index + list->start[b];
+    int64_t k = 0;
+    for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, sums);
+    for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, sums);
+#else
+    // The vector holds atoms whose numbers follow each other, and the last atom fills it up.
+    int64_t j = 0;
+    int other[W];
+    const int64_t stop = first + live;
+    for (; j < first; ++j) {
+      for (int l = 0; l < W; ++l) other[l] = (int)j;
+      step<false>(mine, live, other, x, v, sums);
+    }
+    for (; j < stop; ++j) {
+      for (int l = 0; l < W; ++l) other[l] = (int)j;
+      step<true>(mine, live, other, x, v, sums);
+    }
+    for (; j < call.atoms; ++j) {
+      for (int l = 0; l < W; ++l) other[l] = (int)j;
+      step<false>(mine, live, other, x, v, sums);
+    }
+#endif
+    for (int l = 0; l < live; ++l) {
+      const int i = atom[first + l];
+      if constexpr (FORCES)
+        for (int a = 0; a < DIM; ++a) {
+          const View& f = call.force;
+          f.data[number * f.system + i * f.atom + a * f.axis] = sums.force[a][l];
+          const View& p = call.product;
+          if constexpr (MODE == PRODUCT)
+            p.data[number * p.system + i * p.atom + a * p.axis] = sums.product[a][l];
+        }
+      if constexpr (MODE == ENERGY) energies[number * call.atoms + i] = sums.energy[l];
+      for (int g = 0; g < GRADIENTS; ++g)
+        if (GRADIENT_KIND[g] != TABLE) gradients[g][number * call.atoms + i] = sums.gradient[g][l];
+    }
+  }
+};
+
+static void fill(const View& view, const Call& c, int64_t system, REAL value) {
+  for (int64_t i = 0; i < c.atoms; ++i)
+    for (int64_t a = 0; a < c.dim; ++a)
+      view.data[system * view.system + i * view.atom + a * view.axis] = value;
+}
+
+// Returns 0, or 1 without memory.
+extern "C" int pairs(const Call* given) {
+  const Call& c = *given;
+  const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
+  const Cell cell(c);
+  constexpr bool ROWS = TABLES && GRADIENTS > 0;
+  // Sums over the neighbours of each atom: of one system after another, or a row of a table.
+  const int64_t each = n * (ROWS && c.kinds > c.systems ? c.kinds : c.systems);
+  Block<REAL> sums(GRADIENTS * each), energies(MODE == ENERGY ? c.systems * n : 0);
+  // Systems have their own order of places with a list, and one order without.
+  const int64_t orders = LISTED ? c.systems : 1;
+  Block<REAL> values(ATOMS ? orders * OPERANDS * n : 0);
+  Block<int> columns(TABLES ? orders * n : 0);
+  Block<Operands> operands(orders);
+  Block<bool> lost(c.systems);  // Systems with a position that is not finite.
+  if (!sums.data || !energies.data || !values.data || !columns.data || !operands.data || !lost.data)
+    return 1;
+  REAL* gradients[GRADIENTS + 1] = {};
+  for (int g = 0; g < GRADIENTS; ++g) gradients[g] = sums.data + g * each;
+#if LISTED
+  const List* lists;
+  void* held = c.acquire(given, WIDTH, &lists);
+  if (!held) return 1;
+  for (int64_t b = 0; b < c.systems; ++b) lost.data[b] = !lists[b].atom;
+#else
+  Block<REAL> packed(c.systems * n * WIDTH);
+  Block<int> identity(n);
+  if (!packed.data || !identity.data) return 1;
+  for (int64_t i = 0; i < n; ++i) identity.data[i] = (int)i;
+  for (int64_t b = 0; b < c.systems; ++b)
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t a = 0; a < DIM; ++a) {
+        const View &p = c.position, &v = c.vector;
+        REAL* row = packed.data + (b * n + i) * WIDTH;
+        row[a] = p.data[b * p.system + i * p.atom + a * p.axis];
+        if (MODE == PRODUCT) row[4 + a] = v.data[b * v.system + i * v.atom + a * v.axis];
+      }
+#endif
+  for (int64_t b = 0; b < orders && (ATOMS || TABLES); ++b) {
+    if (lost.data[b]) continue;
+#if LISTED
+    const int* atom = lists[b].atom;
+#else
+    const int* atom = identity.data;
+#endif
+    Operands& mine = operands.data[b];
+    int* column = columns.data + b * n;
+    for (int64_t p = 0; p < n && TABLES; ++p)
+      column[p] = c.species ? (int)c.species[atom[p]] : atom[p];
+    mine.column = column;
+    for (int k = 0; k < OPERANDS; ++k) {
+      REAL* value = values.data + (b * OPERANDS + k) * n;
+      if (KIND[k] == ATOM)
+        for (int64_t p = 0; p < n; ++p) value[p] = c.operands[k][atom[p]];
+      mine.atoms[k] = value;
+    }
+  }
+  // Tables have one row an atom for all systems, so a thread takes all systems of a block.
+  const int64_t together = ROWS ? c.systems : 1;
+#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
+  for (int64_t task = 0; task < tasks / together; ++task)
+    for (int64_t t = task * together; t < (task + 1) * together; ++t) {
+      const int64_t b = t % c.systems, block = t / c.systems;
+      if (lost.data[b]) continue;
+      const V cutoff = splat((REAL)(c.cutoff * c.cutoff));
+      const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);
+#if LISTED
+      const List* list = &lists[b];
+      const int* atom = list->atom;
+      const REAL* rows = list->rows;
+#else
+      const List* list = nullptr;
+      const int* atom = identity.data;
+      const REAL* rows = packed.data + b * n * WIDTH;
+#endif
+      const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid,
+                          gradients, energies.data, NUMBERS};
+      system.block(block * W, list, block);
+    }
+#if LISTED
+  c.release(held);
+#endif
+  for (int64_t b = 0; b < c.systems; ++b) {
+    const REAL nan = (REAL)NAN;
+    if (FORCES && lost.data[b]) fill(c.force, c, b, nan);
+    if (MODE == PRODUCT && lost.data[b]) fill(c.product, c, b, nan);
+    if (MODE == ENERGY) {
+      REAL total = 0;
+      for (int64_t i = 0; i < n; ++i) total += energies.data[b * n + i];
+      c.energy[b] = lost.data[b] ? nan : (REAL)0.5 * total;
+    }
+  }
+  bool any_lost = false;
+  for (int64_t b = 0; b < c.systems; ++b) any_lost |= lost.data[b];
+  for (int g = 0; g < GRADIENTS; ++g) {
+    REAL* out = c.gradients[g];
+    const Kind kind = GRADIENT_KIND[g];
+    const int64_t size = kind == NUMBER ? 1 : kind == ATOM ? n : c.kinds * c.kinds;
+    for (int64_t k = 0; k < size; ++k) out[k] = any_lost ? (REAL)NAN : 0;
+    if (any_lost) continue;
+    if (kind == TABLE) {
+      for (int64_t i = 0; i < n; ++i)
+        for (int64_t k = 0; k < c.kinds; ++k)
+          out[c.kinds * (c.species ? c.species[i] : i) + k] += gradients[g][c.kinds * i + k];
+      continue;
+    }
+    for (int64_t b = 0; b < c.systems; ++b) {
+      const REAL scale = MODE == SLOPES ? (REAL)0.5 * c.weight[b] : 1;
+      REAL total = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        const REAL x = gradients[g][b * n + i];
+        if (kind == NUMBER) total += x;
+        else out[i] += scale * x;
+      }
+      if (kind == NUMBER) out[0] += scale * total;
+    }
+  }
+  return 0;
+}
