@@ -84,7 +84,8 @@ def _factor(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
     along, across = _noise(c, xi)
     root = torch.sqrt(T)
     u = c["decay"] * root + along
-    return torch.where(u < 0, -1.0, 1.0) * torch.sqrt(u**2 + across) / root
+    size = torch.sqrt(u**2 + across)
+    return torch.where(u < 0, -size, size) / root
 
 
 def _inverse(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
