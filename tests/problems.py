@@ -170,7 +170,9 @@ class Case:
     exact: bool = False
 
     def build(self) -> Dynamics:
-        return {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}[self.dynamics](POTENTIALS[self.potential]())
+        return {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}[self.dynamics](
+            POTENTIALS[self.potential]()
+        )
 
     def start(self, dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
         return start(dynamics, position, momentum)

@@ -49,9 +49,8 @@ class Collide(Term[PhaseState]):
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         rate = self.dynamics.rate
-        if (
-            torch.is_grad_enabled() and rate.requires_grad
-        ) or forward_ad.unpack_dual(rate).tangent is not None:
+        differentiated = torch.is_grad_enabled() and rate.requires_grad
+        if differentiated or forward_ad.unpack_dual(rate).tangent is not None:
             raise ValueError(
                 "Andersen: 'rate' requires grad, and paths have no derivative with respect to it, "
                 "since collisions are jumps. Use ScoreFunction (equilibrium means do not depend on "

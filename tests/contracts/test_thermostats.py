@@ -22,7 +22,7 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.observables import mean_with_error
-from tests.problems import POTENTIALS, THERMOSTATS, parameter, square, vector
+from tests.problems import POTENTIALS, THERMOSTATS, parameter, square
 from tests.suites import flow
 
 FREE = adjsim.Harmonic(0.0)
@@ -31,9 +31,7 @@ RESCALING = {
     "velocity-rescale": lambda potential, **options: adjsim.VelocityRescale(
         potential, 1.3, 0.7, **options
     ),
-    "berendsen": lambda potential, **options: adjsim.Berendsen(
-        potential, 1.3, 0.7, 0.5, **options
-    ),
+    "berendsen": lambda potential, **options: adjsim.Berendsen(potential, 1.3, 0.7, 0.5, **options),
     "bussi": lambda potential, **options: adjsim.Bussi(potential, 1.3, 0.7, 0.5, **options),
 }
 
@@ -268,12 +266,12 @@ def test_the_kinetic_energy_of_bound_atoms(make, scheme):
         made = run(
             dynamics,
             start,
-            torch.arange(20_001) * 0.05,
+            torch.arange(5_001) * 0.1,
             scheme,
             record=lambda state: twice_kinetic(dynamics, state),
             compile=True,
         )
-    T = made.record[400:]
+    T = made.record[100:]
     for values, exact in ((T, dof * 0.2), (T**2, dof * (dof + 2) * 0.04)):
         found = mean_with_error(values)
         assert found.stderr < 0.05 * exact
@@ -463,7 +461,7 @@ def test_the_rate_of_collisions_has_no_pathwise_gradient():
     dynamics = adjsim.Andersen(adjsim.Harmonic(), rate=parameter(2.0))
     start = dynamics.init(*square((8,)))
     for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
-        with pytest.raises(ValueError, match="'rate' requires grad.*ScoreFunction.*FiniteDiff"):
+        with pytest.raises(ValueError, match=r"'rate' requires grad.*ScoreFunction.*Finite"):
             run(dynamics, start, [0.0, 0.1], "BABC", adjoint=adjoint)
     simulation = adjsim.Simulation(
         dynamics,
@@ -477,7 +475,7 @@ def test_the_rate_of_collisions_has_no_pathwise_gradient():
         with pytest.raises(ValueError, match="'rate' requires grad"):
             estimator(simulation, observable, **options)
     difference = adjsim.FiniteDifference(h=0.5)(simulation, observable, **options)
-    assert bool(torch.isfinite(difference.grad["rate"])) and float(difference.grad["rate"]) != 0
+    assert 0 < abs(float(difference.grad["rate"])) < math.inf
     score = adjsim.ScoreFunction()(simulation, observable, **options)
     assert float(score.grad["rate"]) == 0
 
