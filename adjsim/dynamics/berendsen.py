@@ -90,9 +90,10 @@ class Berendsen(Rescaling):
 
     Use it to bring a system to a temperature. It does not sample the canonical distribution, since
     the fluctuation of the kinetic energy is too small, by a factor that depends on tau. It also
-    moves energy from vibrations into the motion of the whole system (the flying ice cube), if the
-    total momentum is not zero. For averages use :class:`~adjsim.Bussi`, which is the same
-    relaxation with the noise that belongs to it. There is no conserved quantity.
+    moves energy from fast into slow motions, such as that of the whole system (the flying ice cube;
+    Harvey, Tan and Cheatham, J. Comput. Chem. 19, 726 (1998)). For averages use
+    :class:`~adjsim.Bussi`, which is the same relaxation with the noise that belongs to it. There is
+    no conserved quantity.
 
     Reversing a step multiplies errors in the kinetic energy by exp(dt/tau), so
     :class:`~adjsim.ReversibleAdjoint` stores checkpoints.

@@ -37,8 +37,9 @@ class StochasticRescale(Rescale):
 
         u = sqrt(T' - g^2 S)         T = (u - g R_1)^2 / c         p = sqrt(T/T') p'
 
-    Where u < 0 the same image has two origins, and this inverse is the wrong one. The probability
-    is about exp(-dof tau/(2 h)) a step. Momenta that are all zero stay zero.
+    Where u < 0 the same image has two origins, and this inverse is the wrong one. At equilibrium
+    that has the probability I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta
+    function at 1 - c. It is less than (h/tau)^(dof/2). Momenta that are all zero stay zero.
     """
 
     dynamics: Bussi
@@ -122,12 +123,12 @@ class Bussi(Rescaling):
     of freedom it equals Langevin dynamics with friction 1/(2 tau). There is no conserved quantity
     that is a function of the state.
 
-    :class:`~adjsim.ReversibleAdjoint` undoes a step unless its factor is negative, which happens
-    with a probability of about exp(-dof tau/(2 dt)) a step. It measures the error and raises after
-    a negative factor; use :class:`~adjsim.CheckpointAdjoint` then. With more than one degree of
-    freedom the change of sign is a jump, whose contribution a pathwise gradient leaves out. So with
-    few degrees of freedom take a tau of many dt. An error in the kinetic energy grows backward as
-    exp(t/tau), so the reversible adjoint stores checkpoints.
+    :class:`~adjsim.ReversibleAdjoint` undoes a step unless its factor is negative, which at
+    equilibrium has a probability below (dt/tau)^(dof/2) a step. It measures the error and raises
+    after a negative factor; use :class:`~adjsim.CheckpointAdjoint` then. With more than one degree
+    of freedom the change of sign is a jump, whose contribution a pathwise gradient leaves out. So
+    with few degrees of freedom take a tau of many dt, or Langevin. An error in the kinetic energy
+    grows backward as exp(t/tau), so the reversible adjoint stores checkpoints.
 
     Args:
         potential: energy module, or a force field.

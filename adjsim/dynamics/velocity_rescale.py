@@ -54,10 +54,10 @@ class VelocityRescale(Rescaling):
     the temperature too. After R the kinetic energy is exactly ``dof kT/2``.
 
     Use it to bring a system to a temperature. It does not sample the canonical distribution: the
-    kinetic energy does not fluctuate, and positions have the canonical distribution only up to
-    corrections of one part in dof. It also moves energy from vibrations into the motion of the
-    whole system (the flying ice cube), if the total momentum is not zero. For averages use
-    :class:`~adjsim.Bussi`. It conserves no energy.
+    kinetic energy does not fluctuate, and even where the motion is ergodic, positions are
+    distributed as at the temperature ``kT dof/(dof - 1)``. It also moves energy from fast into slow
+    motions, such as that of the whole system (the flying ice cube; Harvey, Tan and Cheatham, J.
+    Comput. Chem. 19, 726 (1998)). For averages use :class:`~adjsim.Bussi`. It conserves no energy.
 
     The rescaling destroys the kinetic energy, so steps cannot be undone: gradients come from
     :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Momenta that are all zero

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from scipy.integrate import dblquad
+from scipy.special import betainc
 from scipy.stats import norm
 from torch import nn
 
@@ -128,6 +129,24 @@ def test_bussi_has_the_mean_and_variance_of_its_equation(dof):
     torch.testing.assert_close(factor, factor[:, :1, :1].expand_as(factor), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dof", [2, 5])
+def test_the_probability_of_a_negative_factor_at_equilibrium(dof):
+    """Half the regularised incomplete beta function, and the temperature stays."""
+    tau, dt, replicas = 0.5, 0.4, 20_000
+    dynamics = adjsim.Bussi(FREE, 1.3, 0.7, tau)
+    start = dynamics.init(torch.zeros(replicas, dof, 1), generator=5)
+    with torch.no_grad():
+        final = run(dynamics, start, [0.0, dt], dt=dt).final
+    share = 0.5 * betainc(dof / 2, 0.5, 1 - math.exp(-dt / tau))
+    assert 0.01 < share < (dt / tau) ** (dof / 2)
+    negative = (final.momentum * start.momentum)[:, 0, 0] < 0
+    error = math.sqrt(share * (1 - share) / replicas)
+    assert abs(float(negative.double().mean()) - share) < 4 * error
+    for state in (start, final):
+        T = twice_kinetic(dynamics, state)
+        assert float(T.mean()) == pytest.approx(dof * 0.7, rel=4 * math.sqrt(2 / dof / replicas))
+
+
 def test_bussi_in_one_degree_of_freedom_is_langevin_with_half_the_rate():
     """A flow of the momentum p on the noise xi equals that of Ornstein and Uhlenbeck on the noise
     sign(p) xi, also where the momentum turns.
@@ -241,6 +260,22 @@ def test_berendsen_does_not_fluctuate_enough():
 
 
 @pytest.mark.slow
+def test_velocity_rescale_samples_positions_at_a_higher_temperature():
+    """kT dof/(dof - 1), which is 2 kT here, up to the share of orbits that are not ergodic."""
+    dynamics = adjsim.VelocityRescale(Valley(), 1.3, 0.8)
+    start = dynamics.init(1 + 0.3 * torch.randn(400, 1, 2), generator=3)
+    with torch.no_grad():
+        made = run(dynamics, start, torch.arange(121.0), dt=0.05)
+    q = made.position[20:, :, 0]
+    cold, hot = in_the_valley(0.8), in_the_valley(1.6)
+    for values, low, high in zip((q[..., 0] ** 2, q[..., 1]), cold, hot, strict=True):
+        found = mean_with_error(values)
+        assert found.stderr < 0.02 * high
+        assert found.value == pytest.approx(high, rel=0.1)
+        assert found.value > 1.3 * low
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "scheme"),
     [
@@ -305,6 +340,26 @@ def test_momenta_at_rest_stay_and_have_finite_gradients(name, adjoint):
     plain = run(free, free.init(q, p), [0.0, 0.05], "BAB").final
     (expected,) = torch.autograd.grad((plain.momentum + plain.position)[0].sum(), p)
     torch.testing.assert_close(grads[0], expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", ["berendsen", "bussi"])
+def test_reversal_follows_the_relaxation_time(name):
+    """Errors grow as exp(t/tau) backward: over thirty tau they need the checkpoints that the
+    adjoint chooses.
+    """
+
+    def gradients(adjoint):
+        dynamics = RESCALING[name](POTENTIALS["double-well"]())
+        dynamics.tau = parameter(0.1)
+        made = run(dynamics, dynamics.init(*square()), [0.0, 3.0], adjoint=adjoint)
+        loss = made.final.position.square().sum()
+        return torch.stack(torch.autograd.grad(loss, list(dynamics.parameters()))), made.stats
+
+    mine, stats = gradients(ReversibleAdjoint())
+    torch.testing.assert_close(mine, gradients(CheckpointAdjoint())[0], rtol=1e-9, atol=0)
+    assert 0 < stats["reconstruction_error"] < 1e-10
+    with pytest.raises(ReconstructionError, match="CheckpointAdjoint"):
+        gradients(ReversibleAdjoint(checkpoint_every=10_000))
 
 
 def test_a_negative_factor_is_recomputed_and_its_reversal_is_refused():
