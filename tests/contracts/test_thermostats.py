@@ -94,7 +94,7 @@ def test_berendsen_converges_to_its_equations(scheme, order):
 def test_the_gradient_of_berendsen_by_backsolve_is_that_of_its_steps():
     found = []
     for solver, adjoint in (
-        (ODESolver(), adjsim.BacksolveAdjoint()),
+        (ODESolver(rtol=1e-5, atol=1e-7), adjsim.BacksolveAdjoint()),
         (Splitting("RBABR", 0.01), ReversibleAdjoint()),
     ):
         dynamics = THERMOSTATS["berendsen"](POTENTIALS["double-well"]())
@@ -105,7 +105,7 @@ def test_the_gradient_of_berendsen_by_backsolve_is_that_of_its_steps():
     torch.testing.assert_close(*found, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("dof", [None, 6, 1])
+@pytest.mark.parametrize("dof", [None, 6])
 def test_bussi_has_the_mean_and_variance_of_its_equation(dof):
     """One step from one momentum: T' has the mean ``c T + g^2 dof`` and the variance
     ``4 c T g^2 + 2 g^4 dof``. The factor is negative with the probability of ``u < 0``.
@@ -351,7 +351,7 @@ def test_reversal_follows_the_relaxation_time(name):
     def gradients(adjoint):
         dynamics = RESCALING[name](POTENTIALS["double-well"]())
         dynamics.tau = parameter(0.1)
-        made = run(dynamics, dynamics.init(*square()), [0.0, 3.0], adjoint=adjoint)
+        made = run(dynamics, dynamics.init(*square()), [0.0, 3.0], dt=0.02, adjoint=adjoint)
         loss = made.final.position.square().sum()
         return torch.stack(torch.autograd.grad(loss, list(dynamics.parameters()))), made.stats
 
