@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,14 +62,14 @@ class StochasticRescale(Rescale):
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         position = state.position
         exponent = -h / self.dynamics.tau.to(position)
-        others = torch.zeros_like(position[(0,) * (position.ndim - 2)].detach())
-        others.view(-1)[1 : int(self.dynamics.degrees(position))] = 1.0
+        entry = torch.arange(math.prod(position.shape[-2:]), device=position.device)
+        others = (entry > 0) & (entry < self.dynamics.degrees(position))
         return {
             **super().coefficients(h, state),
             "decay": torch.exp(exponent / 2),
             # expm1 keeps the digits of 1 - c where h/tau is small.
             "noise": torch.sqrt(-torch.expm1(exponent) * self.dynamics.kT.to(position)),
-            "others": others,
+            "others": others.to(position.dtype).reshape(position.shape[-2:]),
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:

@@ -62,6 +62,20 @@ def test_velocity_rescale_sets_the_kinetic_energy_of_each_system():
     torch.testing.assert_close(found, torch.full((2, 3), 8 * 0.6), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("name", RESCALING)
+def test_the_target_counts_the_given_degrees_of_freedom(name):
+    """Over many tau the mean of T over systems is dof kT, without a force."""
+    dynamics = RESCALING[name](FREE, dof=3)
+    with torch.no_grad():
+        made = run(dynamics, dynamics.init(*square((4000,))), [0.0, 10.0], dt=5.0)
+    T = twice_kinetic(dynamics, made.final)
+    if name == "bussi":
+        assert abs(float(T.mean()) - 3 * 0.7) < 4 * float(T.std()) / math.sqrt(4000)
+        assert float(T.var()) == pytest.approx(2 * 3 * 0.7**2, rel=0.2)
+    else:
+        torch.testing.assert_close(T, torch.full((4000,), 3 * 0.7), rtol=1e-7, atol=0)
+
+
 def test_berendsen_decays_exactly_without_a_force():
     dynamics = adjsim.Berendsen(FREE, 1.4, 0.6, tau=0.5)
     start = dynamics.init(*square((3,)))
