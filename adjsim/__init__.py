@@ -13,6 +13,9 @@ from adjsim.adjoints import (
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
     ESH,
+    Andersen,
+    Berendsen,
+    Bussi,
     ChainState,
     ESHState,
     GeneralizedLangevin,
@@ -22,6 +25,7 @@ from adjsim.dynamics import (
     NoseHooverChain,
     OverdampedLangevin,
     PositionState,
+    VelocityRescale,
 )
 from adjsim.estimators import (
     REINFORCE,
@@ -128,6 +132,9 @@ __all__ = [  # noqa: RUF022
     "velocity_autocorrelation",
     # dynamics and their states
     "ESH",
+    "Andersen",
+    "Berendsen",
+    "Bussi",
     "ChainState",
     "ESHState",
     "GeneralizedLangevin",
@@ -138,6 +145,7 @@ __all__ = [  # noqa: RUF022
     "OverdampedLangevin",
     "PhaseState",
     "PositionState",
+    "VelocityRescale",
     # solvers
     "BAOAB",
     "EulerMaruyama",

@@ -50,8 +50,8 @@ COMMON = {
 }
 # The dynamics that have the parameters of these options.
 THERMOSTAT = {
-    "tau": ["nose-hoover"],
-    "friction": ["langevin", "generalised", "overdamped"],
+    "tau": ["nose-hoover", "bussi", "berendsen"],
+    "friction": ["langevin", "generalised", "overdamped", "andersen"],
     "rates": ["generalised"],
     "strengths": ["generalised"],
 }
@@ -129,7 +129,8 @@ def compare_command(
         str | None,
         typer.Option(
             help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, "
-            "generalised (Langevin with a memory kernel) or overdamped.",
+            "generalised (Langevin with a memory kernel), overdamped, or a thermostat: bussi, "
+            "andersen, berendsen or velocity-rescale.",
             show_default="hamiltonian, or langevin with --estimators",
         ),
     ] = None,
@@ -173,13 +174,16 @@ def compare_command(
     ] = None,
     tau: Annotated[
         float | None,
-        typer.Option(help="Relaxation time of the Nose-Hoover chain.", show_default="50 dt"),
+        typer.Option(
+            help="Relaxation time of nose-hoover, bussi and berendsen.", show_default="50 dt"
+        ),
     ] = None,
     friction: Annotated[
         float | None,
         typer.Option(
             help="Decay rate of momenta, 1/time; for generalised the integral of the memory "
-            "kernel. For overdamped the friction coefficient is the mass times this rate.",
+            "kernel, and for andersen the rate of collisions. For overdamped the friction "
+            "coefficient is the mass times this rate.",
             show_default="1, or 0.001/fs for a structure",
         ),
     ] = None,

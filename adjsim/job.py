@@ -28,6 +28,9 @@ from adjsim.adjoints import (
 from adjsim.apart import ProcessDied, apart
 from adjsim.compare import Comparison, compare
 from adjsim.dynamics import (
+    Andersen,
+    Berendsen,
+    Bussi,
     Dynamics,
     GeneralizedLangevin,
     Hamiltonian,
@@ -35,6 +38,7 @@ from adjsim.dynamics import (
     MassiveDynamics,
     NoseHooverChain,
     OverdampedLangevin,
+    VelocityRescale,
 )
 from adjsim.estimators import Estimator, Pathwise, Simulation
 from adjsim.observables import radius_of_gyration
@@ -56,7 +60,14 @@ SCHEMES = {
     "langevin": "BAOAB",
     "generalised": "BAGAB",
     "overdamped": "LeimkuhlerMatthews",
+    "bussi": "BABR",
+    "andersen": "BABC",
+    "berendsen": "BABR",
+    "velocity-rescale": "BABR",
 }
+# The dynamics whose steps have no inverse, and those that continuous solvers cannot take.
+NO_INVERSE = ("overdamped", "andersen", "velocity-rescale")
+NO_EQUATION = ("bussi", "andersen", "velocity-rescale")
 OVERDAMPED = {"EulerMaruyama": EulerMaruyama, "LeimkuhlerMatthews": LeimkuhlerMatthews}
 
 
@@ -330,9 +341,16 @@ def model_of(system: System, dynamics: str, bath: BathSettings) -> Dynamics[Any]
     if dynamics == "hamiltonian":
         return Hamiltonian(potential, mass)
     kT = number(bath.temperature, system.temperature)
-    if dynamics == "nose-hoover":
-        atoms, dim = system.position.shape
-        return NoseHooverChain(potential, mass, kT, number(bath.tau, time), dof=atoms * dim - dim)
+    atoms, dim = system.position.shape
+    relaxing = {"nose-hoover": NoseHooverChain, "bussi": Bussi, "berendsen": Berendsen}
+    if dynamics in relaxing:
+        return relaxing[dynamics](
+            potential, mass, kT, number(bath.tau, time), dof=atoms * dim - dim
+        )
+    if dynamics == "velocity-rescale":
+        return VelocityRescale(potential, mass, kT, dof=atoms * dim - dim)
+    if dynamics == "andersen":
+        return Andersen(potential, mass, kT, bath.friction / time)
     if dynamics == "langevin":
         return Langevin(potential, mass, kT, number(bath.friction, 1 / time))
     if dynamics == "generalised":
@@ -359,7 +377,8 @@ def solver_of(scheme: str, dynamics: str, dt: float, exact: bool) -> SteppingSol
 
 
 def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
-    applicable = [name for name in ADJOINTS if dynamics != "overdamped" or name != "reversible"]
+    unfit = {"reversible": NO_INVERSE, "backsolve": NO_EQUATION}
+    applicable = [name for name in ADJOINTS if dynamics not in unfit.get(name, ())]
     if requested:
         names = [name.strip() for entry in requested for name in entry.split(",")]
     else:
@@ -368,10 +387,12 @@ def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict
         if name not in ADJOINTS:
             raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(applicable)}.")
         if name not in applicable:
-            raise ValueError(
-                f"adjoint '{name}' needs invertible steps, and the steps of {dynamics} have no "
-                f"inverse; choose from {', '.join(applicable)}."
+            why = (
+                f"needs invertible steps, and the steps of {dynamics} have no inverse"
+                if name == "reversible"
+                else f"needs a continuous solver, which {dynamics} does not have"
             )
+            raise ValueError(f"adjoint '{name}' {why}; choose from {', '.join(applicable)}.")
     chosen = {name: ADJOINTS[name] for name in names}
     if exact and "reversible" in chosen:
         # Without checkpoints and without a tolerance, so that the table shows the full error.

@@ -110,6 +110,30 @@ STOCHASTIC_SCHEMES = {
     "overdamped": ["EulerMaruyama", "LeimkuhlerMatthews"],
 }
 
+# Thermostats that have no invariant, or no inverse, or do not sample the canonical distribution.
+THERMOSTATS: dict[str, Callable[[nn.Module], Dynamics]] = {
+    "velocity-rescale": lambda potential: adjsim.VelocityRescale(
+        potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6)
+    ),
+    "berendsen": lambda potential: adjsim.Berendsen(
+        potential, parameter(1.4), parameter(0.6), parameter(0.5)
+    ),
+    "bussi": lambda potential: adjsim.Bussi(
+        potential, vector(1.0, 1.5, 0.8, 2.0), parameter(0.6), parameter(0.5), dof=6
+    ),
+    # The rate has no gradient. An atom collides about once in a run of 25 steps of 0.01.
+    "andersen": lambda potential: adjsim.Andersen(
+        potential, parameter(1.4), parameter(0.6), rate=4.0
+    ),
+}
+
+THERMOSTAT_SCHEMES = {
+    "velocity-rescale": ["BABR"],
+    "berendsen": ["BABR", "RBABR"],
+    "bussi": ["BABR", "RBABR"],
+    "andersen": ["BABC", "CBABC"],
+}
+
 UNDERDAMPED = [
     (d, s) for d, words in STOCHASTIC_SCHEMES.items() for s in words if d != "overdamped"
 ]
@@ -146,7 +170,9 @@ class Case:
     exact: bool = False
 
     def build(self) -> Dynamics:
-        return {**DYNAMICS, **STOCHASTIC}[self.dynamics](POTENTIALS[self.potential]())
+        return {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}[self.dynamics](
+            POTENTIALS[self.potential]()
+        )
 
     def start(self, dynamics: Dynamics, position: Tensor, momentum: Tensor) -> State:
         return start(dynamics, position, momentum)
@@ -169,12 +195,12 @@ class Case:
 
     @property
     def invertible(self) -> bool:
-        return self.dynamics != "overdamped"
+        return self.dynamics not in ("overdamped", "velocity-rescale", "andersen")
 
     @property
     def couplings(self) -> bool:
         """Whether it is made of shears and scales, so that it has an exact form."""
-        return self.dynamics not in ("overdamped", "esh")
+        return self.dynamics not in ("overdamped", "esh", *THERMOSTATS)
 
     def __str__(self) -> str:
         return f"{self.dynamics}-{self.scheme}-{self.potential}"
@@ -189,7 +215,7 @@ def start(dynamics: Dynamics, position: Tensor, momentum: Tensor, seed: int = 5)
 
 def schemes() -> list[Case]:
     """Every scheme on the Lennard-Jones system."""
-    every = {**SCHEMES, **STOCHASTIC_SCHEMES}
+    every = {**SCHEMES, **STOCHASTIC_SCHEMES, **THERMOSTAT_SCHEMES}
     return [Case(d, s, "lennard-jones") for d, words in every.items() for s in words]
 
 

@@ -16,6 +16,7 @@ from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.splitting import Splitting
@@ -64,9 +65,11 @@ class ReversibleAdjoint(Adjoint):
         program = problem.solver.program(problem.dynamics, problem.state)
         for stage, move in program.moves:
             if not move.invertible:
+                loses = f" (it loses {move.loses})" if isinstance(move, Map) and move.loses else ""
                 raise TypeError(
-                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse, "
-                    "so its steps cannot be undone: use CheckpointAdjoint() or DirectAdjoint()."
+                    f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse"
+                    f"{loses}, so its steps cannot be undone: use CheckpointAdjoint() or "
+                    "DirectAdjoint()."
                 )
 
     def run(self, problem: Problem[State]) -> Result[State]:

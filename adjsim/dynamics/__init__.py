@@ -1,7 +1,10 @@
 """Equations of motion, as sums of terms."""
 
 from adjsim._state import PhaseState
+from adjsim.dynamics.andersen import Andersen
 from adjsim.dynamics.base import Dynamics, MassiveDynamics, Term
+from adjsim.dynamics.berendsen import Berendsen
+from adjsim.dynamics.bussi import Bussi
 from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
 from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
@@ -10,9 +13,13 @@ from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
 from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Force, Function, Random
+from adjsim.dynamics.velocity_rescale import VelocityRescale
 
 __all__ = [
     "ESH",
+    "Andersen",
+    "Berendsen",
+    "Bussi",
     "ChainState",
     "Coefficient",
     "Combination",
@@ -35,5 +42,6 @@ __all__ = [
     "Scale",
     "Shear",
     "Term",
+    "VelocityRescale",
     "canonical_weights",
 ]

@@ -154,15 +154,17 @@ class Scale:
 class Map:
     """A flow that is not a coupling, given by a function and its inverse.
 
-    The function is ``function(coefficients, *fields) -> fields``, or ``(coefficients, force,
-    *fields) -> fields`` where ``force`` is set. Without an inverse it destroys information and can
-    only be recomputed.
+    The function is ``function(coefficients, *values, *fields) -> fields``, with the values of the
+    sources ``reads``, such as the force and the noise. If it has an inverse, the sources must not
+    read what it writes. Without an inverse it can only be recomputed; ``loses`` then names the
+    information that it destroys.
     """
 
     fields: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]
     inverse: Callable[..., tuple[Tensor, ...]] | None
-    force: bool = False
+    reads: tuple[Source, ...] = ()
+    loses: str = ""
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -174,9 +176,9 @@ class Map:
 
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the move."""
-        force = (context.forces.force(state.position, context.t),) if self.force else ()
+        values = [source.value(state, context) for source in self.reads]
         return self._replace(
-            state, self.function(context.coefficients, *force, *self._fields(state))
+            state, self.function(context.coefficients, *values, *self._fields(state))
         )
 
     def backward(
@@ -192,37 +194,41 @@ class Map:
         """
         # A flow that moves the position took the force at ``before``, and ``before`` is given then.
         where = after if before is None else before
-        linear = context.forces.linear(where.position, context.t) if self.force else None
-        force = () if linear is None else (linear.value,)
+        parts = [source.vjp(where, context, cotangents) for source in self.reads]
+        values = [value for value, _ in parts]
         if before is None:
             if self.inverse is None:
                 raise TypeError("this flow has no inverse; use CheckpointAdjoint or DirectAdjoint.")
             before = self._replace(
-                after, self.inverse(context.coefficients, *force, *self._fields(after))
+                after, self.inverse(context.coefficients, *values, *self._fields(after))
             )
-        inner = [x.detach().requires_grad_() for x in (*force, *self._fields(before))]
+        read = [x.detach().requires_grad_(inner is not None) for x, inner in parts]
+        fields = [x.detach().requires_grad_() for x in self._fields(before)]
         coefficients, wanted = as_leaves(context.coefficients)
         with torch.enable_grad():
-            out = self.function(coefficients, *inner)
-        inputs = [*inner, *(coefficients[k] for k in wanted)]
+            out = self.function(coefficients, *read, *fields)
+        received = [(x, inner) for x, (_, inner) in zip(read, parts, strict=True) if inner]
+        inputs = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
         for value, _ in pairs:
             context.forces.refuse_unknown(
-                value, [*inner, *coefficients.values()], f"the flow of term {context.letter!r}"
+                value,
+                [*read, *fields, *coefficients.values()],
+                f"the flow of term {context.letter!r}",
             )
         found = [torch.zeros_like(x) for x in inputs]
         if pairs:
-            values, given = zip(*pairs, strict=True)
+            outputs, given = zip(*pairs, strict=True)
             found = list(
                 torch.autograd.grad(
-                    values, inputs, given, allow_unused=True, materialize_grads=True
+                    outputs, inputs, given, allow_unused=True, materialize_grads=True
                 )
             )
         for name in self.fields:
-            cotangents[name] = found.pop(len(force))
-        if linear is not None:
-            cotangents.add_to_force(linear, found.pop(0))
+            cotangents[name] = found.pop(0)
+        for _, inner in received:
+            inner(found.pop(0))
         for name, grad in zip(wanted, found, strict=True):
             cotangents.add_coefficient(context.letter, name, grad)
         return before

@@ -14,7 +14,7 @@ from adjsim._state import AnyState
 from adjsim._typing import Array, Energies, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics, Term, as_start, standard_normal
 from adjsim.dynamics.couplings import Map, Move, Shear
-from adjsim.dynamics.sources import Field
+from adjsim.dynamics.sources import Field, Force
 from adjsim.potentials.base import force
 
 
@@ -78,7 +78,7 @@ class Turn(Term[ESHState]):
                 ("direction", "log_speed"),
                 lambda c, force, u, r: turn(h, force, u, r),
                 lambda c, force, u, r: turn(-h, force, u, r),
-                force=True,
+                reads=(Force(),),
             ),
         )
 

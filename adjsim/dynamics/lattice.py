@@ -335,10 +335,11 @@ def _check_supported(
 ) -> None:
     for letter, group in moves.items():
         if not all(isinstance(move, Shear | Scale) for move in group):
+            reversible = "ReversibleAdjoint() or " if all(m.invertible for m in group) else ""
             raise TypeError(
                 f"exact=True needs flows made of shears and scales, and term {letter!r} of "
-                f"{type(dynamics).__name__} is neither. Use exact=False with ReversibleAdjoint() "
-                "or CheckpointAdjoint()."
+                f"{type(dynamics).__name__} is neither. Use exact=False with {reversible}"
+                "CheckpointAdjoint()."
             )
     if state.position.dtype != torch.float64:
         raise ValueError(

@@ -176,6 +176,16 @@ class VectorField(torch.nn.Module, Generic[State]):
         return self.problem.tensors.substituted(self._copies[0]) if self._copies else nullcontext()
 
 
+def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:
+    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
+    for letter, term in problem.dynamics.terms.items():
+        if term.no_equation:
+            raise TypeError(
+                f"{type(solver).__name__} cannot take term {letter!r} of "
+                f"{type(problem.dynamics).__name__}: {term.no_equation}. Use a splitting."
+            )
+
+
 def asks_gradient(problem: Problem[State]) -> bool:
     """Return whether a gradient of this run may be needed."""
     return torch.is_grad_enabled() and (

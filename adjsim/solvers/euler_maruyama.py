@@ -10,7 +10,7 @@ from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map, Shear
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.dynamics.sources import Coefficients, Combination, Random, Source
+from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
@@ -42,7 +42,7 @@ class EulerMaruyama(SteppingSolver):
                 f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
             )
         drift = Map(
-            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, force=True
+            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
         )
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
         noise = Shear("position", Combination("weights", draws), "noise")

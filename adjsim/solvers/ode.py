@@ -13,7 +13,12 @@ from torchdiffeq import odeint, odeint_adjoint
 from adjsim._inputs import as_number
 from adjsim._state import State
 from adjsim.solvers.base import Problem, check_dt
-from adjsim.solvers.continuous import ContinuousSolver, VectorField, asks_gradient
+from adjsim.solvers.continuous import (
+    ContinuousSolver,
+    VectorField,
+    asks_gradient,
+    refuse_without_equation,
+)
 
 ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
 ONE_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4")
@@ -65,6 +70,7 @@ class ODESolver(ContinuousSolver):
         self.dt = None if dt is None else check_dt(dt)
 
     def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, problem)
         if problem.dynamics.stochastic:
             raise TypeError(
                 f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use "

@@ -17,7 +17,7 @@ from torchsde import BaseBrownian, sdeint, sdeint_adjoint
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.solvers.base import Problem, check_dt
-from adjsim.solvers.continuous import ContinuousSolver, VectorField
+from adjsim.solvers.continuous import ContinuousSolver, VectorField, refuse_without_equation
 
 STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
 ITO = ("euler", "milstein", "srk")
@@ -58,6 +58,7 @@ class SDESolver(ContinuousSolver):
         self.method, self.dt = method, check_dt(dt)
 
     def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, problem)
         name = type(problem.dynamics).__name__
         if not problem.dynamics.stochastic:
             raise TypeError(

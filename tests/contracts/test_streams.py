@@ -10,10 +10,10 @@ import torch
 
 import adjsim
 from adjsim._noise import ELEMENTS, STEPS, Noise, NoiseStream, as_generator, seed_from
-from tests.problems import DYNAMICS, STOCHASTIC
+from tests.problems import DYNAMICS, STOCHASTIC, THERMOSTATS
 
 LIKE = torch.zeros((), dtype=torch.float64)
-DRAWN = {**DYNAMICS, **STOCHASTIC}
+DRAWN = {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}
 REPLICAS = 1_000
 
 

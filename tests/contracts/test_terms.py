@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import adjsim
-from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, square
+from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, square
 from tests.problems import start as start_of
-from tests.suites import TermContract, disturbed
+from tests.suites import DriftContract, FlowContract, TermContract, disturbed
 
-ROWS = []
+ROWS, MULTIPLICATIVE, SUDDEN = [], [], []
 LONGER = {"chain-5": lambda potential: adjsim.NoseHooverChain(potential, 1.4, 0.6, 0.5, length=5)}
-for name, build in {**DYNAMICS, **STOCHASTIC, **LONGER}.items():
+for name, build in {**DYNAMICS, **STOCHASTIC, **LONGER, **THERMOSTATS}.items():
     if name == "overdamped":
         continue  # its term has no flow
     for potential in ("lennard-jones", "plain-module"):
@@ -20,14 +20,27 @@ for name, build in {**DYNAMICS, **STOCHASTIC, **LONGER}.items():
             made = build(POTENTIALS[potential]())
             position, momentum = square(replicas)
             start = disturbed(start_of(made, position, momentum))
-            ROWS += [
-                pytest.param(made, letter, start, id=f"{name}-{letter}-{potential}-{len(replicas)}")
-                for letter in made.terms
-            ]
+            # The stream and the kick of thermostats are those of other dynamics.
+            for letter in [*made.terms][2:] if name in THERMOSTATS else made.terms:
+                rows = {"bussi-R": MULTIPLICATIVE, "velocity-rescale-R": SUDDEN}.get(
+                    f"{name}-{letter}", ROWS
+                )
+                row = f"{name}-{letter}-{potential}-{len(replicas)}"
+                rows.append(pytest.param(made, letter, start, id=row))
 
 
 @pytest.mark.parametrize(("dynamics", "letter", "state"), ROWS)
 class TestTerms(TermContract):
+    pass
+
+
+@pytest.mark.parametrize(("dynamics", "letter", "state"), MULTIPLICATIVE)
+class TestTermsWithMultiplicativeNoise(DriftContract, FlowContract):
+    pass
+
+
+@pytest.mark.parametrize(("dynamics", "letter", "state"), SUDDEN)
+class TestTermsThatActAtOnce(FlowContract):
     pass
 
 

@@ -13,7 +13,7 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
-from tests.problems import Case, potentials, schemes, slow_but, square
+from tests.problems import THERMOSTATS, Case, potentials, schemes, slow_but, square
 
 STEPS = [0, 1, 4, 9, 10, 25]  # saves at uneven distances
 WEIGHTS = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
@@ -26,8 +26,11 @@ ROWS += [(case, "saves") for case in [*schemes(), *potentials()] if case not in 
 
 
 def by_default(case, kind):
-    """Each dynamics with its first scheme and two losses, and each with a cutoff."""
-    return kind in ("final", "average") or case.potential == "cutoff"
+    """Each dynamics with its first scheme and two losses (thermostats with one), and each with a
+    cutoff.
+    """
+    losses = ("final",) if case.dynamics in THERMOSTATS else ("final", "average")
+    return kind in losses or case.potential == "cutoff"
 
 
 TABLE = slow_but(by_default, ROWS)

@@ -36,7 +36,7 @@ from adjsim.estimators.memory import release
 from adjsim.figures import plot_sweep
 from adjsim.presets import presets
 from adjsim.systems import structure
-from tests.problems import parameter, square
+from tests.problems import parameter, slow_but, square
 
 
 def simulation():
@@ -468,9 +468,42 @@ def test_command_line_on_stochastic_dynamics(command, tmp_path, options, paramet
 
 
 @pytest.mark.parametrize(
+    ("options", "parameters", "adjoints"),
+    slow_but(
+        lambda options, parameters, adjoints: "bussi" in options,
+        [
+            (["bussi", "--tau", "0.2"], {"kT", "tau"}, {"direct", "checkpoint", "reversible"}),
+            (["andersen", "--friction", "20"], {"kT"}, {"direct", "checkpoint"}),
+            (
+                ["berendsen", "--tau", "0.2"],
+                {"kT", "tau"},
+                {"direct", "checkpoint", "reversible", "backsolve"},
+            ),
+            (["velocity-rescale"], {"kT"}, {"direct", "checkpoint"}),
+        ],
+    ),
+)
+def test_command_line_on_thermostats(command, tmp_path, options, parameters, adjoints):
+    done = command("--dynamics", *options, "--horizon", "0.05", "--output", "out")
+    assert done.exit_code == 0, done.output
+    (horizon,) = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    methods = {row["method"]: row for row in horizon["methods"]}
+    assert set(methods) == adjoints
+    assert set(methods["direct"]["grad"]) == parameters | {"potential.epsilon", "potential.sigma"}
+    for name in adjoints - {"direct", "backsolve"}:
+        assert methods[name]["relative_difference"] < 1e-10
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--dynamics", "langevin", "--friction", "-1"], "friction must be positive; got -1"),
+        (
+            ["--dynamics", "bussi", "--adjoint", "backsolve"],
+            "needs a continuous solver, which bussi does not have; choose from direct, checkpoint, "
+            "reversible",
+        ),
+        (["--dynamics", "andersen", "--exact"], "Use exact=False with CheckpointAdjoint()"),
         (
             ["--dynamics", "overdamped", "--adjoint", "reversible"],
             "choose from direct, checkpoint, backsolve",
@@ -481,7 +514,7 @@ def test_command_line_on_stochastic_dynamics(command, tmp_path, options, paramet
         ),
         (
             ["--dynamics", "langevin", "--tau", "1"],
-            "--tau is for nose-hoover, not for langevin",
+            "--tau is for nose-hoover and bussi and berendsen, not for langevin",
         ),
         (["--rates", "1,2"], "--rates is for generalised, not for hamiltonian"),
         (

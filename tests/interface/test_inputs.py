@@ -30,15 +30,25 @@ from adjsim import (
     VelocityVerlet,
 )
 from adjsim._box import checked_box, perpendicular_widths
-from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, Cage, parameter, square
+from tests.problems import (
+    DYNAMICS,
+    POTENTIALS,
+    STOCHASTIC,
+    THERMOSTAT_SCHEMES,
+    THERMOSTATS,
+    Cage,
+    parameter,
+    square,
+)
 
-EVERY = {**DYNAMICS, **STOCHASTIC}
+EVERY = {**DYNAMICS, **STOCHASTIC, **THERMOSTATS}
 BOTH = {
     **dict.fromkeys(DYNAMICS, "BAB"),
     "chain-1": "NBABN",
     "chain-3": "NBABN",
     "esh": "EAE",
     "langevin": "BAOAB",
+    **{name: words[0] for name, words in THERMOSTAT_SCHEMES.items()},
 }
 
 

@@ -1,0 +1,174 @@
+"""Stochastic velocity rescaling: the kinetic energy relaxes, and fluctuates as it should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._inputs import as_whole
+from adjsim._params import register
+from adjsim._state import AnyState, PhaseState
+from adjsim._typing import Energies, Number
+from adjsim.dynamics.base import MassiveDynamics
+from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.sources import Coefficients, Random
+from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.thermostat import Rescale, Rescaling, rescaling, twice_kinetic
+
+
+class StochasticRescale(Rescale):
+    """The stochastic rescaling, R, of the kinetic energy K of each system::
+
+        dK = (K_0 - K)/tau dt + 2 sqrt(K K_0/(dof tau)) dW,      K_0 = dof kT/2
+
+    Its flow over h is exact in distribution. It takes the first dof numbers R_i of one field of
+    noise, so that the sum of squares needs no gamma variate. With T = 2K, c = exp(-h/tau) and
+    g^2 = (1 - c) kT::
+
+        u = sqrt(c T) + g R_1        S = R_2^2 + ... + R_dof^2        T' = u^2 + g^2 S
+        p' = sign(u) sqrt(T'/T) p
+
+    The sign is that of Bussi and Parrinello (2008): u is the momentum along p, in units of
+    sqrt(m), after an Ornstein-Uhlenbeck step of all dof momenta, and it may change direction. For
+    given noise T' grows with T where u > 0, so there the flow has an inverse::
+
+        u = sqrt(T' - g^2 S)         T = (u - g R_1)^2 / c         p = sqrt(T/T') p'
+
+    Where u < 0 the same image has two origins, and this inverse is the wrong one. At equilibrium
+    that has the probability I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta
+    function at 1 - c. It is less than (h/tau)^(dof/2). Momenta that are all zero stay zero.
+    """
+
+    dynamics: Bussi
+    draws = 1
+    no_equation = (
+        "it is one noise a system, whose amplitude depends on the momenta, and continuous solvers "
+        "take independent noises of fixed amplitude"
+    )
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        """Compute the drift in the sense of Ito, ``((1 - 1/dof) K_0/K - 1) p / (2 tau)``."""
+        p, dof = state.momentum, self.dynamics.degrees(state.position)
+        T = twice_kinetic(p, 1 / self.dynamics.masses(p))
+        moving = T > 0
+        supply = (dof - 1) * self.dynamics.kT.to(p) / torch.where(moving, T, 1.0)
+        excess = torch.where(moving, supply - 1, 0.0)
+        return {"momentum": excess * p / (2 * self.dynamics.tau.to(p))}
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        position = state.position
+        exponent = -h / self.dynamics.tau.to(position)
+        entry = torch.arange(math.prod(position.shape[-2:]), device=position.device)
+        others = (entry > 0) & (entry < self.dynamics.degrees(position))
+        return {
+            **super().coefficients(h, state),
+            "decay": torch.exp(exponent / 2),
+            # expm1 keeps the digits of 1 - c where h/tau is small.
+            "noise": torch.sqrt(-torch.expm1(exponent) * self.dynamics.kT.to(position)),
+            "others": others.to(position.dtype).reshape(position.shape[-2:]),
+        }
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (rescaling(_factor, _inverse, (Random(),)),)
+
+
+def _noise(c: Coefficients, xi: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the noise along the momentum, g R_1, and across it, g^2 S."""
+    g = c["noise"]
+    return g * xi[..., :1, :1], g**2 * (xi**2 * c["others"]).sum((-1, -2), keepdim=True)
+
+
+def _factor(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
+    along, across = _noise(c, xi)
+    root = torch.sqrt(T)
+    u = c["decay"] * root + along
+    size = torch.sqrt(u**2 + across)
+    return torch.where(u < 0, -size, size) / root
+
+
+def _inverse(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
+    along, across = _noise(c, xi)
+    # Rounding can take a vanishing square below zero. The error is then measured, and NaN would
+    # hide it.
+    u = torch.sqrt((T - across).clamp(min=0))
+    return (u - along) / (c["decay"] * torch.sqrt(T))
+
+
+class Bussi(Rescaling):
+    """Canonical dynamics by stochastic velocity rescaling::
+
+        dq = p/m dt
+        dp = F(q) dt + ((1 - 1/dof) K_0/K - 1) p dt / (2 tau) + sqrt(K_0/(dof tau K)) p dW
+
+    with K = sum p^2/2m, K_0 = dof kT/2 and one W a system. See Bussi, Donadio and Parrinello, J.
+    Chem. Phys. 126, 014101 (2007), and for the sign of the factor Bussi and Parrinello, Comput.
+    Phys. Commun. 179, 26 (2008).
+
+    ========= ==================================================== ================
+    symbol    meaning                                              units
+    ========= ==================================================== ================
+    kT        temperature                                          energy
+    tau       relaxation time of the kinetic energy                time
+    dof       degrees of freedom of one system, an integer         1
+    ========= ==================================================== ================
+
+    Terms: A (stream), B (kick), R (:class:`StochasticRescale`). Schemes: "BABR", or "RBABR", a
+    palindrome. It samples the canonical distribution for every tau, and disturbs the motion less
+    than :class:`~adjsim.Langevin`, since all momenta of a system keep their direction: diffusion
+    and time correlations are close to those at constant energy. It is as ergodic as the motion at
+    constant energy, so for a few harmonic oscillators use :class:`~adjsim.Langevin`. In one degree
+    of freedom it equals Langevin dynamics with friction 1/(2 tau). There is no conserved quantity
+    that is a function of the state.
+
+    :class:`~adjsim.ReversibleAdjoint` undoes a step unless its factor is negative, which at
+    equilibrium has a probability below (dt/tau)^(dof/2) a step. It measures the error and raises
+    after a negative factor; use :class:`~adjsim.CheckpointAdjoint` then. With more than one degree
+    of freedom the change of sign is a jump, whose contribution a pathwise gradient leaves out. So
+    with few degrees of freedom take a tau of many dt, or Langevin. An error in the kinetic energy
+    grows backward as exp(t/tau), so the reversible adjoint stores checkpoints.
+
+    Args:
+        potential: energy module, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        kT: temperature, energy.
+        tau: relaxation time of the kinetic energy, time.
+        dof: degrees of freedom of one system, an integer. None: atoms x dim, pinned atoms left out.
+            Pass atoms x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim.
+        TypeError: in ``simulate``, ``exact=True`` or a continuous solver.
+    """
+
+    tau: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        tau: Number = 1.0,
+        dof: int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT, None if dof is None else as_whole("dof", dof))
+        register(self, "tau", tau, positive=True)
+        self.terms = {"A": Stream(self), "B": Kick(self), "R": StochasticRescale(self)}
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        atoms, dim = state.position.shape[-2:]
+        if self.dof is not None and self.dof > atoms * dim:
+            raise ValueError(
+                f"dof is {self.dof:g}, more than atoms x dim = {atoms * dim}; Bussi takes one "
+                "Gaussian for each degree of freedom."
+            )
+
+    def damping(self, state: PhaseState) -> float:
+        return 1 / float(self.tau.detach().min())
+
+    def reduced_energy(self, state: PhaseState) -> Energies:
+        return MassiveDynamics.reduced_energy(self, state)

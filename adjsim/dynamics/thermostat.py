@@ -1,0 +1,108 @@
+"""The parts that thermostats share: thermal starts, and the scaling of all momenta of a system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._inputs import as_number
+from adjsim._params import register
+from adjsim._state import PhaseState
+from adjsim._typing import Energies, Number, PositionsLike, Seed
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start
+from adjsim.dynamics.couplings import Map
+from adjsim.dynamics.sources import Source
+
+
+class Thermostat(MassiveDynamics[PhaseState]):
+    """The base class of thermostats whose state is position and momentum."""
+
+    kT: Tensor
+
+    def __init__(self, potential: nn.Module, mass: Number, kT: Number) -> None:
+        super().__init__(potential, mass)
+        register(self, "kT", kT, positive=True)
+
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PhaseState:
+        """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
+        at, p = as_start(position, momentum)
+        state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
+        self.check(state)
+        return state
+
+
+class Rescaling(Thermostat):
+    """The base class of thermostats that scale all momenta of a system by one factor."""
+
+    def __init__(
+        self, potential: nn.Module, mass: Number, kT: Number, dof: float | int | None
+    ) -> None:
+        super().__init__(potential, mass, kT)
+        self.dof = None if dof is None else as_number("dof", dof)
+        if self.dof is not None and not self.dof > 0:
+            raise ValueError(f"dof must be positive; got {dof}.")
+
+    def degrees(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system: ``dof``, or all of its mobile atoms'."""
+        return self.mobile_dof(position) if self.dof is None else self.dof
+
+    def target(self, position: Tensor) -> Tensor:
+        """Compute twice the mean kinetic energy of one system, ``dof kT``."""
+        return self.degrees(position) * self.kT.to(position)
+
+    def reduced_energy(self, state: PhaseState) -> Energies:
+        raise TypeError(
+            f"{type(self).__name__} does not sample the canonical distribution, and its own "
+            "stationary density is not known. Use Bussi, which does, or Pathwise or "
+            "FiniteDifference."
+        )
+
+
+class Rescale(Term[PhaseState]):
+    """The base class of terms that scale all momenta of a system by one factor, R."""
+
+    def __init__(self, dynamics: Rescaling) -> None:
+        self.dynamics = dynamics
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        return {"1/m": 1 / self.dynamics.masses(state.momentum)}
+
+
+def rescaling(
+    factor: Callable[..., Tensor],
+    inverse: Callable[..., Tensor] | None,
+    reads: tuple[Source, ...] = (),
+    loses: str = "",
+) -> Map:
+    """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
+
+    Momenta that are all zero stay zero, with the identity as their derivative, since a factor
+    cannot give them a direction.
+
+    Args:
+        factor: ``factor(coefficients, T, *values) -> f``, all ``(*batch, 1, 1)``.
+        inverse: ``inverse(coefficients, T', *values) -> 1/f``, or None.
+        reads: the sources of the values.
+        loses: the information that the move destroys.
+    """
+
+    def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
+        def flow(c: dict[str, Tensor], *arguments: Tensor) -> tuple[Tensor]:
+            *values, p = arguments
+            T = twice_kinetic(p, c["1/m"])
+            # At rest the factor is infinite. Its derivative stays finite if it is not evaluated.
+            moving = T > 0
+            return (p * torch.where(moving, f(c, torch.where(moving, T, 1.0), *values), 1.0),)
+
+        return flow
+
+    return Map(("momentum",), scale(factor), inverse and scale(inverse), reads, loses)
+
+
+def twice_kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
+    """Compute ``sum p^2/m`` of each system, ``(*batch, 1, 1)``."""
+    return (momentum**2 * inverse_mass).sum((-1, -2), keepdim=True)
