@@ -37,9 +37,13 @@ from adjsim.estimators import (
 )
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
+    angular_distribution,
     bond_order,
+    compressibility,
     coordination_number,
+    diffusion_coefficient,
     first_passage_time,
+    heat_capacity,
     kinetic_temperature,
     mean_squared_displacement,
     mean_with_error,
@@ -52,6 +56,7 @@ from adjsim.observables import (
     stress,
     structure_factor,
     velocity_autocorrelation,
+    viscosity,
 )
 from adjsim.potentials import (
     WCA,
@@ -114,8 +119,12 @@ __all__ = [  # noqa: RUF022
     "kinetic_temperature",
     "pressure",
     "stress",
+    "heat_capacity",
+    "compressibility",
+    "angular_distribution",
     "bond_order",
     "coordination_number",
+    "diffusion_coefficient",
     "first_passage_time",
     "mean_squared_displacement",
     "mean_with_error",
@@ -126,6 +135,7 @@ __all__ = [  # noqa: RUF022
     "smooth_radial_distribution",
     "structure_factor",
     "velocity_autocorrelation",
+    "viscosity",
     # dynamics and their states
     "ESH",
     "ChainState",

@@ -7,8 +7,12 @@ or replicas where there are enough of them.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Float64 numbers that compiled loops process at once.
 VECTOR = 16
@@ -19,6 +23,19 @@ def is_tracing() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@contextmanager
+def outside_tracing() -> Generator[None, None, None]:
+    """Compute constants of a function while it is recorded, without recording their computation.
+
+    Their values can be read and checked. The recording holds the constants alone.
+    """
+    if not is_tracing():
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
