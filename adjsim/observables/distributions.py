@@ -103,9 +103,9 @@ def angular_distribution(
     angles: Array,
     box: Array | None = None,
     *,
-    cutoff: float,
+    cutoff: float | int,
     width: float,
-    start: float | None = None,
+    start: float | int | None = None,
 ) -> Tensor:
     """Compute a differentiable distribution of the angles between bonds of an atom::
 

@@ -49,7 +49,7 @@ def heat_capacity(
 def compressibility(
     structure: Float[Tensor, "*batch n"] | Array,
     wavenumbers: Float[Tensor, " n"] | Array,
-    density: float,
+    density: float | int,
     kT: Number,
 ) -> Energies:
     """Compute the isothermal compressibility from the structure factor at long wavelengths::

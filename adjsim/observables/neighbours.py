@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 
 
 def neighbour_pairs(
-    position: PositionsLike, box: Array | None, radius: float
+    position: PositionsLike, box: Array | None, radius: float | int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the pairs of atoms within a distance, without building all pairs.
 

@@ -16,8 +16,8 @@ def diffusion_coefficient(
     position: Float[Tensor, "time *batch atoms dim"] | Array,
     times: Float[Tensor, " time"] | Array,
     *,
-    start: float,
-    stop: float,
+    start: float | int,
+    stop: float | int,
 ) -> Energies:
     """Compute the self-diffusion coefficient from the mean squared displacement::
 
@@ -67,16 +67,16 @@ def diffusion_coefficient(
     lag = torch.arange(first, last + 1, device=q.device, dtype=torch.float64) * spacing
     weight = (lag - lag.mean()) / (lag - lag.mean()).square().sum()
     moved = mean_squared_displacement(q.double(), last + 1)[first:]
-    return (torch.tensordot(weight, moved, dims=([0], [0])) / (2 * q.shape[-1])).to(q)
+    return ((moved * weight.reshape(-1, *[1] * (moved.ndim - 1))).sum(0) / (2 * q.shape[-1])).to(q)
 
 
 def viscosity(
     stress: Float[Tensor, "time *batch dim dim"] | Array,
     times: Float[Tensor, " time"] | Array,
-    volume: float,
+    volume: float | int,
     kT: Number,
     *,
-    stop: float,
+    stop: float | int,
 ) -> Float[Tensor, "lags *batch"]:
     """Compute the shear viscosity by Green and Kubo's integral, as a function of its upper limit::
 
