@@ -12,7 +12,13 @@ from adjsim._box import checked_box, volume
 from adjsim._inputs import as_number, as_tensor
 from adjsim._layout import outside_tracing
 from adjsim._typing import Array, PositionsLike
-from adjsim.observables.neighbours import Pairs, optional_box, refuse_no_neighbours, sum_over_pairs
+from adjsim.observables.neighbours import (
+    Pairs,
+    optional_box,
+    refuse_no_neighbours,
+    sum_over_pairs,
+    values_unknown,
+)
 
 # Widths at which a Gaussian is below the rounding error of float64.
 TAIL = 9.0
@@ -91,9 +97,8 @@ def smooth_radial_distribution(
         factor = float(volume(cell)) / (atoms * (atoms - 1) / 2)
 
     def density(pairs: Pairs) -> Tensor:
-        distance = pairs.distance.unsqueeze(-1)
-        kernel = _gaussian(at.to(distance) - distance, width)
-        return factor * (kernel / (4 * math.pi * distance**2)).sum(-2)
+        distance = pairs.distance
+        return _sum_of_kernels(at, distance, factor / (4 * math.pi * distance**2), width)
 
     return sum_over_pairs(q, cell, largest + TAIL * width, density)
 
@@ -161,14 +166,8 @@ def angular_distribution(
         weights = weight[..., first] * weight[..., second]
         total = weights.sum(-1, keepdim=True)
         refuse_no_neighbours(total, "angular_distribution", cutoff)
-        angle = _angle(direction[..., first], sign.to(q) * direction[..., second]).unsqueeze(-1)
-        grid = at.to(angle)
-        kernel = (
-            _gaussian(grid - angle, width)
-            + _gaussian(grid + angle, width)
-            + _gaussian(2 * math.pi - grid - angle, width)
-        )
-        return (weights.unsqueeze(-1) * kernel).sum(-2) / total
+        angle = _angle(direction[..., first], sign.to(q) * direction[..., second])
+        return _sum_of_kernels(at, *_reflected(angle, weights, width), width) / total
 
     # There are many more triples than pairs, so the tree is used for small systems too.
     return sum_over_pairs(q, cell, cutoff, density, large=0)
@@ -187,9 +186,22 @@ def _angles(angles: Array) -> Tensor:
         return at
 
 
-def _gaussian(x: Tensor, width: float) -> Tensor:
-    x = x / width
-    return torch.exp(-0.5 * x * x) / (width * math.sqrt(2 * math.pi))
+def _sum_of_kernels(at: Tensor, centre: Tensor, weight: Tensor, width: float) -> Tensor:
+    """Sum Gaussians with centres and weights ``(*batch, terms)`` at n points: ``(*batch, n)``."""
+    x = (at.to(centre) - centre.unsqueeze(-1)) / (width * math.sqrt(2))
+    total = (weight.unsqueeze(-1) * torch.exp(-x * x)).sum(-2)
+    return total / (width * math.sqrt(2 * math.pi))
+
+
+def _reflected(angle: Tensor, weight: Tensor, width: float) -> tuple[Tensor, Tensor]:
+    """Add the reflections at 0 and pi to angles, where their kernels reach into this range."""
+    images = [-angle, 2 * math.pi - angle]
+    if angle.ndim > 1 or values_unknown():
+        return torch.cat([angle, *images], -1), torch.cat([weight] * 3, -1)
+    near = [angle < TAIL * width, angle > math.pi - TAIL * width]
+    images = [image[chosen] for image, chosen in zip(images, near, strict=True)]
+    weights = [weight[chosen] for chosen in near]
+    return torch.cat([angle, *images]), torch.cat([weight, *weights])
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ def _search(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tens
         pairs = tree.query_pairs(radius, output_type="ndarray")
     else:
         pairs = _with_images(points, cell, radius)
-    numbers = np.unique(pairs[:, 0] * len(points) + pairs[:, 1])
+    numbers = np.sort(pairs[:, 0] * len(points) + pairs[:, 1])
+    # In a tilted cell several images of a pair may be within a radius beyond half the width.
+    numbers = numbers[np.diff(numbers, prepend=-1) > 0]
     i, j = torch.from_numpy(np.stack(np.divmod(numbers, len(points)))).to(q.device)
     return i, j
 
