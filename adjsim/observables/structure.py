@@ -60,7 +60,8 @@ def coordination_number(
 
     Args:
         position: ``(*batch, atoms, dim)``.
-        distance: the distance up to which an atom is a neighbour.
+        distance: the distance up to which an atom is a neighbour, at most half the smallest
+            perpendicular width of the box.
         width: how smooth this limit is, length. The gradient is large where width is small.
         box: the periodic box, if there is one.
     """
@@ -115,10 +116,15 @@ def bond_order(
 
     Args:
         position: ``(*batch, atoms, 3)``.
-        distance: the distance up to which two atoms are bonded.
+        distance: the distance up to which two atoms are bonded, at most half the smallest
+            perpendicular width of the box.
         width: how smooth this limit is, length.
         degree: l, even.
         box: the periodic box, if there is one.
+
+    Raises:
+        ValueError: an odd degree, a distance or width that is not positive, a distance beyond half
+            the box, or a system without bonds.
     """
     q, limit, width = as_tensor("position", position), *_limit(distance, width)
     degree = as_whole("degree", degree)

@@ -175,6 +175,16 @@ def test_the_line_through_the_structure_factor():
     torch.testing.assert_close(found, torch.tensor([0.3, 1.0]), rtol=1e-13, atol=0)
 
 
+def test_small_numbers_by_hand():
+    found = adjsim.heat_capacity([1.0, 3.0], 2.0, dof=3)
+    assert float(found) == pytest.approx(2.0 / 4.0 + 1.5, rel=1e-14)
+    # A line through c t^2 at even t has the slope c (first + last); the window includes its ends,
+    # 3 and 7 tenths, which are no multiples of 0.1 in floating point.
+    straight = torch.arange(10.0).reshape(10, 1, 1) * torch.tensor([0.3, 0.4])
+    found = adjsim.diffusion_coefficient(straight, 0.1 * torch.arange(10.0), start=0.3, stop=0.7)
+    assert float(found) == pytest.approx(25 * (0.3 + 0.7) / 4, rel=1e-11)
+
+
 def series(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(6)).requires_grad_()
 
