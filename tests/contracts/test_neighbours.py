@@ -24,7 +24,7 @@ LARGE_BOXES = {
 }
 PAIR_OBSERVABLES = {
     "smooth radial distribution": lambda q, box: adjsim.smooth_radial_distribution(
-        q, torch.linspace(0.8, 3.4, 7), box, width=0.05
+        q, torch.linspace(0.8, 3.4, 3), box, width=0.05
     ),
     "coordination": lambda q, box: adjsim.coordination_number(q, 1.5, width=0.05, box=box),
     "bond order": lambda q, box: adjsim.bond_order(q, 1.5, width=0.05, box=box),
