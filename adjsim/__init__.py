@@ -41,9 +41,13 @@ from adjsim.estimators import (
 )
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
+    angular_distribution,
     bond_order,
+    compressibility,
     coordination_number,
+    diffusion_coefficient,
     first_passage_time,
+    heat_capacity,
     kinetic_temperature,
     mean_squared_displacement,
     mean_with_error,
@@ -56,6 +60,7 @@ from adjsim.observables import (
     stress,
     structure_factor,
     velocity_autocorrelation,
+    viscosity,
 )
 from adjsim.potentials import (
     WCA,
@@ -118,8 +123,12 @@ __all__ = [  # noqa: RUF022
     "kinetic_temperature",
     "pressure",
     "stress",
+    "heat_capacity",
+    "compressibility",
+    "angular_distribution",
     "bond_order",
     "coordination_number",
+    "diffusion_coefficient",
     "first_passage_time",
     "mean_squared_displacement",
     "mean_with_error",
@@ -130,6 +139,7 @@ __all__ = [  # noqa: RUF022
     "smooth_radial_distribution",
     "structure_factor",
     "velocity_autocorrelation",
+    "viscosity",
     # dynamics and their states
     "ESH",
     "Andersen",

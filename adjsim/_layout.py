@@ -7,8 +7,15 @@ or replicas where there are enough of them.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from adjsim._state import in_transform
 
 # Float64 numbers that compiled loops process at once.
 VECTOR = 16
@@ -19,6 +26,20 @@ def is_tracing() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@contextmanager
+def outside_tracing() -> Generator[None, None, None]:
+    """Compute constants of a function without recording or transforming their computation.
+
+    Their values can be read and checked. A recording holds the constants alone.
+    """
+    with ExitStack() as stack:
+        if in_transform():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if is_tracing():
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:

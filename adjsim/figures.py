@@ -1,4 +1,4 @@
-"""Figures of comparisons, with one panel for each quantity."""
+"""Figures of comparisons, with one panel for each quantity, and animations of positions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from adjsim._animation import animate
 from adjsim.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
+
+__all__ = ["animate", "plot_sweep"]
 
 MARKERS = "osD^v<>P"
 EXACT_STYLES: dict[str, dict[str, Any]] = {

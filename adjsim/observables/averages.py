@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from adjsim._inputs import as_tensor
 from adjsim._typing import Array
@@ -34,6 +35,20 @@ def autocorrelation_time(series: Array, window: float = 5.0) -> float:
     tau = 2 * torch.cumsum(rho / rho[0], 0) - 1
     stop = torch.nonzero(torch.arange(n, device=x.device) >= window * tau)
     return max(1.0, float(tau[int(stop[0]) if len(stop) else n - 1]))
+
+
+def lagged_products(series: Tensor, lags: int) -> Tensor:
+    """Compute ``<x(s) x(s + k)>`` of every entry, averaged over the origins s, for k < lags.
+
+    The series is ``(time, ...)``. The result, ``(lags, ...)``, is computed by Fourier transforms
+    in float64. Its rounding errors are those of the value at lag zero.
+    """
+    frames = len(series)
+    x = series.double()
+    spectrum = torch.fft.rfft(x, n=2 * frames, dim=0)
+    sums = torch.fft.irfft(spectrum * spectrum.conj(), n=2 * frames, dim=0)[:lags]
+    origins = torch.arange(frames, frames - lags, -1, device=x.device, dtype=x.dtype)
+    return (sums / origins.reshape(-1, *[1] * (x.ndim - 1))).to(series)
 
 
 def mean_with_error(series: Array) -> Mean:

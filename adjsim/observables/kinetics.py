@@ -8,17 +8,39 @@ from torch import Tensor
 
 from adjsim._inputs import as_tensor, as_whole
 from adjsim._typing import Array
+from adjsim.observables.averages import lagged_products
 
 Frames = Float[Tensor, "time *batch atoms dim"]
 
 
-def mean_squared_displacement(position: Frames | Array) -> Float[Tensor, "time *batch"]:
-    """Compute ``|q(t) - q(0)|^2`` averaged over atoms, length^2.
+def mean_squared_displacement(
+    position: Frames | Array, lags: int | None = None
+) -> Float[Tensor, "lags *batch"]:
+    """Compute the mean squared displacement, averaged over atoms, length^2.
 
-    The positions must not be wrapped into a box.
+    It is ``<|q(t) - q(0)|^2>``, with the first frame as the only time origin, at every frame. With
+    ``lags`` it is the mean over all time origins s, ``<|q(s + t) - q(s)|^2>``, at lags of 0 to
+    ``lags - 1`` frames, for which frames must be evenly spaced and the system at equilibrium.
+    Its slope gives the diffusion coefficient (:func:`adjsim.diffusion_coefficient`). The positions
+    must not be wrapped into a box.
+
+    Args:
+        position: ``(time, *batch, atoms, dim)``.
+        lags: the number of lags; None: displacements from the first frame.
     """
     q = as_tensor("position", position)
-    return ((q - q[0]) ** 2).sum(-1).mean(-1)
+    if lags is None:
+        return ((q - q[0]) ** 2).sum(-1).mean(-1)
+    lags, frames = _lags(lags, q), len(q)
+    # The mean position of each atom is subtracted, so that squares keep their digits.
+    x = (q - q.detach().mean(0)).double()
+    squares = x.square().sum(-1).mean(-1)
+    before = torch.cat([torch.zeros_like(squares[:1]), squares.cumsum(0)])
+    k = torch.arange(lags, device=q.device)
+    # The squares are summed over frames 0 to frames - k - 1, and over frames k to frames - 1.
+    sums = before[frames - k] + before[frames] - before[k]
+    origins = (frames - k).to(x).reshape(-1, *[1] * (squares.ndim - 1))
+    return (sums / origins - 2 * lagged_products(x, lags).sum(-1).mean(-1)).to(q)
 
 
 def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tensor, "lags *batch"]:
@@ -27,12 +49,17 @@ def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tenso
     It is ``<v(t) . v(0)> / dim``. The lags are 0 to ``lags - 1`` frames. At equilibrium it begins
     at kT/m.
     """
-    v, lags = as_tensor("velocity", velocity), as_whole("lags", lags)
-    frames = v.shape[0]
-    if not 1 <= lags <= frames:
-        raise ValueError(f"lags must be between 1 and the number of frames, {frames}; got {lags}.")
-    products = [(v[: frames - k] * v[k:]).mean((0, -1, -2)) for k in range(lags)]
-    return torch.stack(products)
+    v = as_tensor("velocity", velocity)
+    return lagged_products(v, _lags(lags, v)).mean((-1, -2))
+
+
+def _lags(lags: int, frames: Tensor) -> int:
+    number = as_whole("lags", lags)
+    if not 1 <= number <= len(frames):
+        raise ValueError(
+            f"lags must be between 1 and the number of frames, {len(frames)}; got {number}."
+        )
+    return number
 
 
 def first_passage_time(

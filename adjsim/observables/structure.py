@@ -7,9 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._box import checked_box, differences, nearest_image, volume
 from adjsim._inputs import as_number, as_tensor, as_whole
+from adjsim._layout import outside_tracing
 from adjsim._typing import Array, Energies, PositionsLike
+from adjsim.observables.neighbours import (
+    Pairs,
+    all_pairs,
+    optional_box,
+    pair_matrix,
+    refuse_no_neighbours,
+    sum_over_pairs,
+)
+
+# Widths beyond the distance at which a logistic weight is below the rounding error of float64.
+TAIL = 36.0
 
 
 def radius_of_gyration(position: PositionsLike) -> Energies:
@@ -27,80 +38,8 @@ def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
 
     The result is ``(*batch, atoms (atoms - 1) / 2)``.
     """
-    q = as_tensor("position", position)
-    d = _pair_vectors(q, box)
-    i, j = torch.triu_indices(q.shape[-2], q.shape[-2], offset=1, device=q.device)
-    return (d[..., i, j] ** 2).sum(-2).sqrt()
-
-
-def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Tensor:
-    """Compute the radial distribution function g(r) in a periodic box, averaged over the batch::
-
-        g(r) = (pairs in the shell) / (atoms (atoms - 1) / 2) * V / (shell volume)
-
-    It is a histogram and has no gradient. The box is three-dimensional, and g(r) is valid for r up
-    to half the smallest perpendicular width of the box.
-
-    Args:
-        position: ``(*batch, atoms, 3)``; frames and replicas are averaged alike.
-        edges: ``(bins + 1,)``, increasing distances.
-        box: ``(3,)`` or ``(3, 3)``.
-
-    Returns:
-        ``(bins,)``, 1 where the fluid has no structure.
-    """
-    q, bounds = (
-        as_tensor("position", position).detach(),
-        as_tensor("edges", edges).detach().double().cpu(),
-    )
-    if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
-        raise ValueError(
-            f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
-        )
-    _check_three_dimensions("radial_distribution", q)
-    cell = checked_box(box, float(bounds[-1]))
-    frames = q.reshape(-1, *q.shape[-2:])
-    counts = torch.zeros(len(bounds) - 1, dtype=torch.float64)
-    for frame in frames:
-        counts += torch.histogram(pair_distances(frame, cell).double().cpu(), bounds).hist
-    size, atoms = float(volume(cell)), q.shape[-2]
-    shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
-    return counts / len(frames) / (atoms * (atoms - 1) / 2) * size / shells
-
-
-def smooth_radial_distribution(
-    position: PositionsLike, r: Array, box: Array, *, width: float
-) -> Tensor:
-    """Compute a differentiable radial distribution function in a periodic box::
-
-        g(r) = V / (atoms (atoms - 1) / 2) * sum over i<j of K(r - r_ij) / (4 pi r_ij^2)
-
-    K is a Gaussian of standard deviation ``width``. So g is the true function convolved with K. To
-    leading order the convolution adds ``width^2/2 g''(r)`` to the true function: a tenth of the
-    width of the first peak is a good choice. :func:`radial_distribution` is the exact histogram.
-
-    Args:
-        position: ``(*batch, atoms, 3)``.
-        r: ``(n,)`` distances, up to half the smallest perpendicular width of the box.
-        box: ``(3,)`` or ``(3, 3)``.
-        width: standard deviation of the kernel, length.
-
-    Returns:
-        ``(*batch, n)``, one function for each system. Memory is that of n numbers for each pair.
-    """
-    q, at = as_tensor("position", position), as_tensor("r", r)
-    width = as_number("width", width)
-    if at.ndim != 1 or len(at) == 0:
-        raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
-    if not width > 0:
-        raise ValueError(f"width must be positive; got {width}.")
-    _check_three_dimensions("smooth_radial_distribution", q)
-    cell = checked_box(box, float(at.detach().max()))
-    distance = pair_distances(q, cell)
-    x = (at.to(distance) - distance.unsqueeze(-1)) / width
-    kernel = torch.exp(-0.5 * x * x) / (width * math.sqrt(2 * math.pi))
-    shell = 4 * math.pi * distance.unsqueeze(-1) ** 2
-    return float(volume(cell)) * (kernel / shell).mean(-2)
+    cell = optional_box(box)
+    return all_pairs(as_tensor("position", position), cell).distance
 
 
 def nearest_neighbour_distance(position: PositionsLike, box: Array | None = None) -> Energies:
@@ -121,15 +60,19 @@ def coordination_number(
 
     Args:
         position: ``(*batch, atoms, dim)``.
-        distance: the distance up to which an atom is a neighbour.
+        distance: the distance up to which an atom is a neighbour, at most half the smallest
+            perpendicular width of the box.
         width: how smooth this limit is, length. The gradient is large where width is small.
         box: the periodic box, if there is one.
     """
-    limit, width = as_number("distance", distance), as_number("width", width)
-    if not width > 0:
-        raise ValueError(f"width must be positive; got {width}.")
-    r = _distance_matrix(position, box, own=math.inf)
-    return torch.sigmoid((limit - r) / width).sum(-1).mean(-1)
+    q, limit, width = as_tensor("position", position), *_limit(distance, width)
+    cell = optional_box(box, limit)
+
+    def neighbours(pairs: Pairs) -> Tensor:
+        weight = torch.sigmoid((limit - pairs.distance) / width)
+        return 2 / pairs.atoms * weight.sum(-1)
+
+    return sum_over_pairs(q, cell, limit + TAIL * width, neighbours)
 
 
 def structure_factor(position: PositionsLike, wavevectors: Array) -> Tensor:
@@ -143,7 +86,9 @@ def structure_factor(position: PositionsLike, wavevectors: Array) -> Tensor:
     Returns:
         ``(*batch, n)``, real and differentiable.
     """
-    q, k = as_tensor("position", position), as_tensor("wavevectors", wavevectors)
+    q = as_tensor("position", position)
+    with outside_tracing():
+        k = as_tensor("wavevectors", wavevectors)
     if k.ndim != 2 or k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"wavevectors must be (n, {q.shape[-1]}) for this position; got shape {tuple(k.shape)}."
@@ -171,24 +116,36 @@ def bond_order(
 
     Args:
         position: ``(*batch, atoms, 3)``.
-        distance: the distance up to which two atoms are bonded.
+        distance: the distance up to which two atoms are bonded, at most half the smallest
+            perpendicular width of the box.
         width: how smooth this limit is, length.
         degree: l, even.
         box: the periodic box, if there is one.
+
+    Raises:
+        ValueError: an odd degree, a distance or width that is not positive, a distance beyond half
+            the box, or a system without bonds.
     """
-    q, width = as_tensor("position", position), as_number("width", width)
-    limit, degree = as_number("distance", distance), as_whole("degree", degree)
+    q, limit, width = as_tensor("position", position), *_limit(distance, width)
+    degree = as_whole("degree", degree)
     if degree < 0 or degree % 2:
         raise ValueError(f"degree must be even, since a bond has no direction; got {degree}.")
-    if not width > 0:
-        raise ValueError(f"width must be positive; got {width}.")
-    _check_three_dimensions("bond_order", q)
-    d = _pair_vectors(q, box)
-    i, j = torch.triu_indices(q.shape[-2], q.shape[-2], offset=1, device=q.device)
-    d = d[..., i, j]
-    r = (d * d).sum(-2).sqrt()
-    weight = torch.sigmoid((limit - r) / width)
-    x, y, z = (d / r.unsqueeze(-2)).unbind(-2)
+    if q.shape[-1] != 3:
+        raise ValueError(f"bond_order is for three dimensions; position has {q.shape[-1]}.")
+    cell = optional_box(box, limit)
+
+    def order(pairs: Pairs) -> Tensor:
+        r = pairs.distance
+        weight = torch.sigmoid((limit - r) / width)
+        refuse_no_neighbours(weight.sum(-1), "bond_order", limit)
+        return _bond_order(pairs.vector / r.unsqueeze(-2), weight, degree)
+
+    return sum_over_pairs(q, cell, limit + TAIL * width, order)
+
+
+def _bond_order(direction: Tensor, weight: Tensor, degree: int) -> Tensor:
+    """Compute Q_l of bonds with directions ``(*batch, 3, bonds)`` and weights."""
+    x, y, z = direction.unbind(-2)
     total = torch.zeros_like(weight[..., 0])
     real, imaginary, diagonal = torch.ones_like(x), torch.zeros_like(x), 1.0
     for m in range(degree + 1):
@@ -214,18 +171,14 @@ def _legendre(z: Tensor, degree: int, m: int, diagonal: float) -> Tensor:
     return now
 
 
-def _check_three_dimensions(what: str, q: Tensor) -> None:
-    if q.shape[-1] != 3:
-        raise ValueError(f"{what} is for three dimensions; position has {q.shape[-1]}.")
-
-
-def _pair_vectors(q: Tensor, box: Array | None) -> Tensor:
-    """Compute differences of all pairs, to the nearest image, ``(*batch, dim, atoms, atoms)``."""
-    d = differences(q)
-    if box is None:
-        return d
-    (nearest,) = nearest_image([d], checked_box(box, None).to(q))
-    return nearest
+def _limit(distance: float, width: float) -> tuple[float, float]:
+    """Convert and check the distance and width of a logistic weight."""
+    limit, width = as_number("distance", distance), as_number("width", width)
+    if not limit > 0:
+        raise ValueError(f"distance must be positive; got {limit}.")
+    if not width > 0:
+        raise ValueError(f"width must be positive; got {width}.")
+    return limit, width
 
 
 def _distance_matrix(position: PositionsLike, box: Array | None, own: float) -> Tensor:
@@ -233,7 +186,8 @@ def _distance_matrix(position: PositionsLike, box: Array | None, own: float) -> 
     q = as_tensor("position", position)
     if q.shape[-2] < 2:
         raise ValueError("distances need at least two atoms; position has one.")
-    s = (_pair_vectors(q, box) ** 2).sum(-3)
+    cell = optional_box(box)
+    s = (pair_matrix(q, cell) ** 2).sum(-3)
     same = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
     # The root of zero has no derivative, so the diagonal is replaced before it.
     return torch.where(same, own, torch.where(same, 1.0, s).sqrt())

@@ -42,6 +42,9 @@ OBSERVABLES = {
         q, 2 * math.pi * torch.eye(3) / torch.as_tensor(SIDES)
     ),
     "bond order": lambda q, box: adjsim.bond_order(q, 1.6, width=0.1, box=box),
+    "angles": lambda q, box: adjsim.angular_distribution(
+        q, torch.linspace(0.0, math.pi, 7), box, cutoff=1.9, width=0.2, start=1.4
+    ),
     "pressure": lambda q, box: adjsim.pressure(*moving(q, box)),
     "stress": lambda q, box: adjsim.stress(*moving(q, box)),
 }
@@ -84,10 +87,59 @@ def test_the_smooth_distribution_is_a_convolution():
     torch.testing.assert_close(shells, exact, rtol=0.02, atol=0)
 
 
+def test_an_ideal_gas_has_no_structure():
+    """The relative error of a bin is one over the root of its number of pairs, 40,000 or more."""
+    q = 4.0 * torch.rand(6, 500, 3, generator=torch.Generator().manual_seed(2))
+    edges = torch.linspace(0.8, 2.0, 5)
+    g = adjsim.radial_distribution(q, edges, [4.0] * 3)
+    torch.testing.assert_close(g, torch.ones(4), rtol=0.02, atol=0)
+    r = torch.linspace(0.8, 1.6, 9)
+    smooth = adjsim.smooth_radial_distribution(q, r, [4.0] * 3, width=0.04).mean(0)
+    torch.testing.assert_close(smooth, torch.ones(9), rtol=0.05, atol=0)
+    angles = torch.linspace(0.5, math.pi - 0.5, 9)
+    p = adjsim.angular_distribution(q, angles, [4.0] * 3, cutoff=0.9, width=0.1)
+    # The kernel multiplies a sine by exp(-width^2/2). Five errors of a mean of six frames.
+    error = p.std(0) / 6**0.5
+    assert bool((error < 0.02).all())
+    assert bool(((p.mean(0) - math.exp(-0.005) * angles.sin() / 2).abs() < 5 * error).all())
+
+
+@pytest.mark.parametrize(
+    ("dim", "basis", "cells", "distance", "bonds"),
+    [
+        (3, FCC, 2, 0.85, {60: 24, 90: 12, 120: 24, 180: 6}),
+        (3, [[0.0, 0.0, 0.0]], 3, 1.2, {90: 12, 180: 3}),
+        (2, [[0.0, 0.0]], 3, 1.2, {90: 4, 180: 2}),
+    ],
+    ids=["fcc", "sc", "square"],
+)
+def test_angles_of_crystals(dim, basis, cells, distance, bonds):
+    """The share of each angle is its number among the pairs of neighbours of an atom."""
+    corners = torch.cartesian_prod(*[torch.arange(float(cells))] * dim)
+    q = (corners.unsqueeze(1) + torch.tensor(basis)).reshape(-1, dim)
+    angles = torch.linspace(0.0, math.pi, 1201)
+    p = adjsim.angular_distribution(q, angles, [float(cells)] * dim, cutoff=distance, width=0.015)
+    # The kernel is even about 0 and pi, so the trapezoidal rule is exact up to rounding errors.
+    assert float(torch.trapezoid(p, angles)) == pytest.approx(1.0, abs=1e-12)
+    for degrees, number in bonds.items():
+        near = (angles - math.radians(degrees)).abs() < 0.1
+        share = float(torch.trapezoid(p[near], angles[near]))
+        # The kernel has 2e-11 beyond 0.1.
+        assert share == pytest.approx(number / sum(bonds.values()), abs=1e-10)
+    leaf = q.clone().requires_grad_()
+    coarse = adjsim.angular_distribution(
+        leaf, torch.tensor([math.pi, 3.0, 1.5]), [float(cells)] * dim, cutoff=distance, width=0.1
+    )
+    # No first-order change of the mean angle in a crystal: every atom is a centre of inversion.
+    (grad,) = torch.autograd.grad(coarse.sum(), leaf)
+    torch.testing.assert_close(grad, torch.zeros_like(q), rtol=0, atol=1e-12)
+
+
 def test_bond_order_of_crystals():
-    """Steinhardt's numbers for twelve neighbours in fcc and fourteen in bcc."""
+    """Steinhardt's numbers: 12 neighbours in fcc, 14 in bcc, 6 in the simple cubic crystal."""
     for basis, cells, distance, known in (
         (FCC, 3, 0.85, 0.574524),
+        ([[0.0, 0.0, 0.0]], 3, 1.2, math.sqrt(1 / 8)),
         (BCC, 4, 1.2, 0.510688),
     ):
         q = crystal(basis, cells)
@@ -172,6 +224,12 @@ def test_what_pressure_needs():
         adjsim.pressure(adjsim.Hamiltonian(boxed + other), state)
 
 
+def angles_of(q, angles=(1.0, 2.0), box=SIDES, cutoff=1.6, width=0.1, start=None):
+    return adjsim.angular_distribution(
+        q, list(angles), box, cutoff=cutoff, width=width, start=start
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -191,6 +249,19 @@ def test_what_pressure_needs():
             "three dimensions",
         ),
         (lambda q: adjsim.nearest_neighbour_distance(q[:1]), "at least two atoms"),
+        (lambda q: adjsim.coordination_number(q, 2.5, width=0.1, box=SIDES), "half the smallest"),
+        (lambda q: adjsim.coordination_number(q, 0.0, width=0.1), "distance must be positive"),
+        (lambda q: adjsim.bond_order(q, 2.5, width=0.1, box=SIDES), "half the smallest"),
+        (lambda q: adjsim.bond_order(q, 0.1, width=0.01), "no neighbours within 0.1"),
+        (lambda q: adjsim.radial_distribution(q, [1.0, 2.5], SIDES), "half the smallest"),
+        (lambda q: angles_of(q, cutoff=0.1), "no neighbours within 0.1"),
+        (lambda q: angles_of(q, cutoff=2.5), "half the smallest"),
+        (lambda q: angles_of(q, width=0.0), "width must be positive and at most pi/8"),
+        (lambda q: angles_of(q, width=0.5), "width must be positive and at most pi/8"),
+        (lambda q: angles_of(q, start=1.7), "start must be between 0 and the cutoff 1.6"),
+        (lambda q: angles_of(q, angles=[90.0]), "radians between 0 and pi; got 90 to 90"),
+        (lambda q: angles_of(q, angles=[]), "angles must be"),
+        (lambda q: angles_of(q[:, :1], box=None), "two dimensions or more"),
     ],
 )
 def test_bad_input_is_named(call, says):

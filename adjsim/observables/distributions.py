@@ -1,0 +1,250 @@
+"""Distributions of distances and angles."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjsim._box import checked_box, volume
+from adjsim._inputs import as_number, as_tensor
+from adjsim._layout import outside_tracing
+from adjsim._typing import Array, PositionsLike
+from adjsim.observables.neighbours import (
+    Pairs,
+    optional_box,
+    refuse_no_neighbours,
+    sum_over_pairs,
+    values_unknown,
+)
+
+# Widths at which a Gaussian is below the rounding error of float64.
+TAIL = 9.0
+
+
+def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Tensor:
+    """Compute the radial distribution function g(r) in a periodic box, averaged over the batch::
+
+        g(r) = (pairs in the shell) / (atoms (atoms - 1) / 2) * V / (shell volume)
+
+    It is a histogram and has no gradient. The box is three-dimensional, and g(r) is valid for r up
+    to half the smallest perpendicular width of the box.
+
+    Args:
+        position: ``(*batch, atoms, 3)``; frames and replicas are averaged alike.
+        edges: ``(bins + 1,)``, increasing distances.
+        box: ``(3,)`` or ``(3, 3)``.
+
+    Returns:
+        ``(bins,)``, 1 where the fluid has no structure.
+    """
+    q, bounds = (
+        as_tensor("position", position).detach(),
+        as_tensor("edges", edges).detach().double().cpu(),
+    )
+    if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
+        raise ValueError(
+            f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
+        )
+    _check_three_dimensions("radial_distribution", q)
+    cell = checked_box(box, float(bounds[-1]))
+    frames = q.reshape(-1, *q.shape[-2:])
+
+    def histogram(pairs: Pairs) -> Tensor:
+        return torch.histogram(pairs.distance.double().cpu(), bounds).hist
+
+    counts = torch.stack(
+        [sum_over_pairs(frame, cell, float(bounds[-1]), histogram) for frame in frames]
+    ).sum(0)
+    size, atoms = float(volume(cell)), q.shape[-2]
+    shells = 4 / 3 * math.pi * (bounds[1:] ** 3 - bounds[:-1] ** 3)
+    return counts / len(frames) / (atoms * (atoms - 1) / 2) * size / shells
+
+
+def smooth_radial_distribution(
+    position: PositionsLike, r: Array, box: Array, *, width: float
+) -> Tensor:
+    """Compute a differentiable radial distribution function in a periodic box::
+
+        g(r) = V / (atoms (atoms - 1) / 2) * sum over i<j of K(r - r_ij) / (4 pi r_ij^2)
+
+    K is a Gaussian of standard deviation ``width``. So g is the true function convolved with K. To
+    leading order the convolution adds ``width^2/2 g''(r)`` to the true function: a tenth of the
+    width of the first peak is a good choice. :func:`radial_distribution` is the exact histogram.
+
+    Args:
+        position: ``(*batch, atoms, 3)``.
+        r: ``(n,)`` distances, up to half the smallest perpendicular width of the box.
+        box: ``(3,)`` or ``(3, 3)``.
+        width: standard deviation of the kernel, length.
+
+    Returns:
+        ``(*batch, n)``, one function for each system. Memory is that of n numbers for each pair.
+    """
+    q, width = as_tensor("position", position), as_number("width", width)
+    with outside_tracing():
+        at = as_tensor("r", r)
+    if at.ndim != 1 or len(at) == 0:
+        raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
+    if not width > 0:
+        raise ValueError(f"width must be positive; got {width}.")
+    _check_three_dimensions("smooth_radial_distribution", q)
+    with outside_tracing():
+        largest = float(at.detach().max())
+        cell, atoms = checked_box(box, largest), q.shape[-2]
+        factor = float(volume(cell)) / (atoms * (atoms - 1) / 2)
+
+    def density(pairs: Pairs) -> Tensor:
+        distance = pairs.distance
+        return _sum_of_kernels(at, distance, factor / (4 * math.pi * distance**2), width)
+
+    return sum_over_pairs(q, cell, largest + TAIL * width, density)
+
+
+def angular_distribution(
+    position: PositionsLike,
+    angles: Array,
+    box: Array | None = None,
+    *,
+    cutoff: float | int,
+    width: float,
+    start: float | int | None = None,
+) -> Tensor:
+    """Compute a differentiable distribution of the angles between bonds of an atom::
+
+        p(a) = sum over triples of w_ij w_ik K(a - a_jik) / sum over triples of w_ij w_ik
+
+    A triple is an atom i and two neighbours j<k, and a_jik is the angle at i. K is a Gaussian of
+    standard deviation ``width``, reflected at 0 and pi. So p integrates to one over 0 to pi. To
+    leading order the kernel adds ``width^2/2 p''(a)`` to the distribution. Directions without
+    order have ``p = sin(a)/2`` in three dimensions and ``1/pi`` in two.
+
+    The weight w(r) of a neighbour is one up to ``start`` and falls to zero at ``cutoff``::
+
+        w = 1 - 10 x^3 + 15 x^4 - 6 x^5,  x = (r - start) / (cutoff - start)
+
+    A sharp cutoff is the limit ``start -> cutoff``. There the gradient of the number of neighbours
+    is lost, so the gradient is wrong. Put ``start`` and ``cutoff`` on both sides of the first
+    minimum of g(r), where few neighbours have a weight between zero and one.
+
+    Args:
+        position: ``(*batch, atoms, dim)``, in two dimensions or more.
+        angles: ``(n,)``, radians, between 0 and pi.
+        box: the periodic box, if there is one.
+        cutoff: the distance at which the weight of a neighbour is zero, at most half the smallest
+            perpendicular width of the box.
+        width: standard deviation of the kernel, radians, at most pi/8.
+        start: the distance at which the weight begins to fall; None: 0.9 ``cutoff``.
+
+    Returns:
+        ``(*batch, n)``, per radian. Memory is that of n numbers for each triple: of the triples
+        within the cutoff, but of all ``atoms (atoms - 1) (atoms - 2) / 2`` in a compiled or
+        transformed function.
+
+    Raises:
+        ValueError: angles outside 0 to pi, a width or a start out of range, a cutoff above half the
+            width of the box, or a system where no atom has two neighbours.
+    """
+    q, at = as_tensor("position", position), _angles(angles)
+    cutoff, width = as_number("cutoff", cutoff), as_number("width", width)
+    start = 0.9 * cutoff if start is None else as_number("start", start)
+    if not 0 < width <= math.pi / 8:
+        raise ValueError(f"width must be positive and at most pi/8 radians; got {width}.")
+    if not 0 <= start < cutoff:
+        raise ValueError(f"start must be between 0 and the cutoff {cutoff:g}; got {start:g}.")
+    if q.shape[-1] < 2:
+        raise ValueError("angular_distribution is for two dimensions or more; position has one.")
+    cell = optional_box(box, cutoff)
+
+    def density(pairs: Pairs) -> Tensor:
+        r = pairs.distance
+        x = ((r - start) / (cutoff - start)).clamp(0, 1)
+        direction, weight = pairs.vector / r.unsqueeze(-2), 1 - x**3 * (10 - 15 * x + 6 * x * x)
+        first, second, sign = _bonds_at_one_atom(pairs)
+        weights = weight[..., first] * weight[..., second]
+        total = weights.sum(-1, keepdim=True)
+        refuse_no_neighbours(total, "angular_distribution", cutoff)
+        angle = _angle(direction[..., first], sign.to(q) * direction[..., second])
+        return _sum_of_kernels(at, *_reflected(angle, weights, width), width) / total
+
+    # There are many more triples than pairs, so the tree is used for small systems too.
+    return sum_over_pairs(q, cell, cutoff, density, large=0)
+
+
+def _angles(angles: Array) -> Tensor:
+    with outside_tracing():
+        at = as_tensor("angles", angles)
+        if at.ndim != 1 or len(at) == 0:
+            raise ValueError(f"angles must be (n,) radians; got shape {tuple(at.shape)}.")
+        if not bool(((at >= 0) & (at <= math.pi)).all()):
+            raise ValueError(
+                "angles must be radians between 0 and pi; got "
+                f"{float(at.min()):g} to {float(at.max()):g}."
+            )
+        return at
+
+
+def _sum_of_kernels(at: Tensor, centre: Tensor, weight: Tensor, width: float) -> Tensor:
+    """Sum Gaussians with centres and weights ``(*batch, terms)`` at n points: ``(*batch, n)``."""
+    x = (at.to(centre) - centre.unsqueeze(-1)) / (width * math.sqrt(2))
+    total = (weight.unsqueeze(-1) * torch.exp(-x * x)).sum(-2)
+    return total / (width * math.sqrt(2 * math.pi))
+
+
+def _reflected(angle: Tensor, weight: Tensor, width: float) -> tuple[Tensor, Tensor]:
+    """Add the reflections at 0 and pi to angles, where their kernels reach into this range."""
+    images = [-angle, 2 * math.pi - angle]
+    if angle.ndim > 1 or values_unknown():
+        return torch.cat([angle, *images], -1), torch.cat([weight] * 3, -1)
+    near = [angle < TAIL * width, angle > math.pi - TAIL * width]
+    images = [image[chosen] for image, chosen in zip(images, near, strict=True)]
+    weights = [weight[chosen] for chosen in near]
+    return torch.cat([angle, *images]), torch.cat([weight, *weights])
+
+
+def _angle(a: Tensor, b: Tensor) -> Tensor:
+    """Compute the angles between unit vectors ``(..., dim, n)``, accurate at 0 and pi too.
+
+    See Kahan, "How futile are mindless assessments of roundoff" (2006), section 12.
+    """
+    apart, along = ((a - b) ** 2).sum(-2), ((a + b) ** 2).sum(-2)
+    # The root of zero has no derivative. The distribution is even about these angles, so its
+    # derivative there is zero.
+    tiny = torch.finfo(a.dtype).tiny
+    return 2 * torch.atan2(apart.clamp(min=tiny).sqrt(), along.clamp(min=tiny).sqrt())
+
+
+def _bonds_at_one_atom(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """List all two pairs that share an atom, and the sign of the product of their directions.
+
+    Vectors point from j to i. The sign is -1 where the shared atom is first in one pair and second
+    in the other.
+    """
+    i, j = pairs.indices()
+    count = len(i)
+    atom = np.concatenate([i, j])
+    order = np.argsort(atom, kind="stable")
+    size = np.bincount(atom, minlength=pairs.atoms)
+    end = np.cumsum(size)[atom[order]]
+    # Each pair is combined with the later ones of its atom.
+    place = np.arange(2 * count)
+    later = end - place - 1
+    first = np.repeat(place, later)
+    before = np.cumsum(later) - later
+    second = first + 1 + np.arange(len(first)) - np.repeat(before, later)
+    first, second = order[first], order[second]
+    sign = np.where((first < count) == (second < count), 1.0, -1.0)
+    device = pairs.vector.device
+    with outside_tracing():
+        return (
+            torch.from_numpy(first % count if count else first).to(device),
+            torch.from_numpy(second % count if count else second).to(device),
+            torch.from_numpy(sign).to(device),
+        )
+
+
+def _check_three_dimensions(what: str, q: Tensor) -> None:
+    if q.shape[-1] != 3:
+        raise ValueError(f"{what} is for three dimensions; position has {q.shape[-1]}.")

@@ -1,0 +1,115 @@
+"""Response functions from equilibrium fluctuations."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from adjsim._inputs import as_number, as_tensor
+from adjsim._typing import Array, Energies, Number
+
+
+def heat_capacity(
+    energy: Float[Tensor, "time *batch"] | Array, kT: Number, *, dof: float | int
+) -> Energies:
+    """Compute the heat capacity at constant volume from fluctuations of the energy::
+
+        C_V = var(U) / kT^2 + dof / 2
+
+    It is in units of the Boltzmann constant. The series must be sampled at constant temperature
+    (Langevin, Nose-Hoover chains). At constant energy the fluctuations are different (Lebowitz,
+    Percus and Verlet, Phys. Rev. 153, 250 (1967)), and Berendsen's thermostat samples neither.
+
+    The variance is divided by ``frames - 1``. For frames that are correlated over a time of tau
+    frames, this is too small by a factor of about ``1 - tau / frames``. The relative error of a
+    Gaussian variance is ``sqrt(2 tau / frames)``. Compute it by :func:`adjsim.mean_with_error`
+    of ``(U - mean)^2``.
+
+    Args:
+        energy: ``(time, *batch)``, the potential energy U; or the total energy, with ``dof=0``.
+        kT: the temperature, energy; it may carry a gradient.
+        dof: the degrees of freedom with a kinetic energy that is not in ``energy``: atoms x dim,
+            and less dim if the total momentum is zero.
+
+    Returns:
+        ``(*batch,)``, dimensionless.
+
+    Raises:
+        ValueError: fewer than two frames, kT that is not positive, negative dof.
+    """
+    u, count = as_tensor("energy", energy), as_number("dof", dof)
+    temperature = _positive_temperature(kT, u)
+    if u.ndim < 1 or len(u) < 2:
+        raise ValueError(f"energy must have at least two frames; got shape {tuple(u.shape)}.")
+    if not count >= 0:
+        raise ValueError(f"dof must be zero or positive; got {count:g}.")
+    return u.var(0, correction=1) / temperature**2 + count / 2
+
+
+def compressibility(
+    structure: Float[Tensor, "*batch n"] | Array,
+    wavenumbers: Float[Tensor, " n"] | Array,
+    density: float | int,
+    kT: Number,
+) -> Energies:
+    """Compute the isothermal compressibility from the structure factor at long wavelengths::
+
+        chi = S(0) / (density kT),  S(k) = S(0) + a k^2
+
+    S(0) is the intercept of the least-squares line of S against k^2. Long density waves are
+    fluctuations of the number of particles in a part of the box, so this works at constant volume,
+    where the volume itself does not fluctuate (Hansen and McDonald, Theory of Simple Liquids,
+    section 4.1).
+
+    - Give the mean of :func:`adjsim.structure_factor` over the run, at wavevectors well below the
+      first peak of S. The k^4 term of S is a bias: compare two ranges of k.
+    - The box must be several times longer than the correlation length of the density.
+    - One S(k) of one configuration has a relative error of 100 %. Take the error from independent
+      replicas or blocks, by :func:`adjsim.mean_with_error`.
+
+    The fluctuations of the pressure at constant volume are another way. They need the hypervirial,
+    which is infinite for a truncated pair potential with a jump of the force at the cutoff, so they
+    are not offered.
+
+    Args:
+        structure: ``(*batch, n)``, S averaged over time, at n wavevectors.
+        wavenumbers: ``(n,)``, the lengths k of the wavevectors, 1/length, positive. At least two
+            are different.
+        density: atoms/volume.
+        kT: the temperature, energy; it may carry a gradient.
+
+    Returns:
+        ``(*batch,)``, volume/energy.
+
+    Raises:
+        ValueError: wavenumbers that are not positive, all equal, or not those of the structure
+            factor; a density or kT that is not positive.
+    """
+    s, k = as_tensor("structure", structure), as_tensor("wavenumbers", wavenumbers)
+    number = as_number("density", density)
+    temperature = _positive_temperature(kT, s)
+    if k.ndim != 1 or s.ndim < 1 or len(k) != s.shape[-1]:
+        raise ValueError(
+            f"structure must be (*batch, n) and wavenumbers (n,); got shapes {tuple(s.shape)} and "
+            f"{tuple(k.shape)}."
+        )
+    if not bool((k > 0).all()):
+        raise ValueError(
+            "wavenumbers must be positive: S(0) = atoms in every configuration and says nothing. "
+            f"Got a smallest of {float(k.min()):g}."
+        )
+    if not bool((k.max() - k.min()) > 1e-6 * k.max()):
+        raise ValueError(f"wavenumbers must differ, for a line against k^2; all are {k[0]:g}.")
+    if not number > 0:
+        raise ValueError(f"density must be positive; got {number:g}.")
+    squares = k.to(s) ** 2
+    centred = squares - squares.mean()
+    slope = (s * centred).sum(-1) / (centred * centred).sum()
+    return (s.mean(-1) - slope * squares.mean()) / (number * temperature)
+
+
+def _positive_temperature(kT: Number, like: Tensor) -> Tensor:
+    temperature = as_tensor("kT", kT).to(like)
+    if not bool((temperature > 0).all()):
+        raise ValueError(f"kT must be positive; got {temperature.tolist()}.")
+    return temperature

@@ -1,0 +1,163 @@
+"""Transport coefficients from time series at equilibrium."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adjsim._inputs import as_number, as_tensor
+from adjsim._typing import Array, Energies, Number
+from adjsim.observables.averages import lagged_products
+from adjsim.observables.kinetics import mean_squared_displacement
+
+
+def diffusion_coefficient(
+    position: Float[Tensor, "time *batch atoms dim"] | Array,
+    times: Float[Tensor, " time"] | Array,
+    *,
+    start: float | int,
+    stop: float | int,
+) -> Energies:
+    """Compute the self-diffusion coefficient from the mean squared displacement::
+
+        D = slope of <|q(s + t) - q(s)|^2> / (2 dim),  start <= t <= stop
+
+    The mean is over atoms and over all time origins s. The slope is that of the least-squares line
+    through the lags t in the window.
+
+    - ``start`` must be longer than the time in which velocities forget their direction. For
+      Langevin dynamics with friction g, the slope at ``t >= 1/g`` is 1 - exp(-g t) of its limit.
+    - The mean at lag t has ``atoms * (length of the run) / t`` independent samples, so a window
+      beyond a tenth of the run adds noise.
+    - In a periodic box of side L, D is smaller than in an infinite system by
+      ``2.837 kT / (6 pi viscosity L)`` (Yeh and Hummer, J. Phys. Chem. B 108, 15873 (2004)).
+
+    The lags of a run are correlated, so residuals of the line say nothing about the error. Take it
+    from independent replicas, by :func:`adjsim.mean_with_error`.
+
+    Args:
+        position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
+        times: ``(time,)``, evenly spaced.
+        start: first lag of the window, time.
+        stop: last lag of the window, time, at most the length of the run.
+
+    Returns:
+        ``(*batch,)``, length^2/time.
+
+    Raises:
+        ValueError: times that are not evenly spaced, a window that is empty, has one lag, or ends
+            after the run.
+    """
+    q = as_tensor("position", position)
+    t, spacing = _even_times(times, len(q))
+    start, stop = as_number("start", start), as_number("stop", stop)
+    length = float(t[-1] - t[0])
+    if not 0 <= start < stop <= length * (1 + 1e-9):
+        raise ValueError(
+            f"start and stop must be lags with 0 <= start < stop <= {length:g}, the length of the "
+            f"run; got {start:g} and {stop:g}."
+        )
+    first, last = _frames(start, spacing, up=True), _frames(stop, spacing, up=False)
+    if last <= first:
+        raise ValueError(
+            f"the window from {start:g} to {stop:g} needs at least two lags, and the frames are "
+            f"{spacing:g} apart: use a longer window or save more often."
+        )
+    lag = torch.arange(first, last + 1, device=q.device, dtype=torch.float64) * spacing
+    weight = (lag - lag.mean()) / (lag - lag.mean()).square().sum()
+    moved = mean_squared_displacement(q.double(), last + 1)[first:]
+    return ((moved * weight.reshape(-1, *[1] * (moved.ndim - 1))).sum(0) / (2 * q.shape[-1])).to(q)
+
+
+def viscosity(
+    stress: Float[Tensor, "time *batch dim dim"] | Array,
+    times: Float[Tensor, " time"] | Array,
+    volume: float | int,
+    kT: Number,
+    *,
+    stop: float | int,
+) -> Float[Tensor, "lags *batch"]:
+    """Compute the shear viscosity by Green and Kubo's integral, as a function of its upper limit::
+
+        eta(t) = V / ((dim - 1) (dim + 2) kT) * int_0^t sum over a, b of <P_ab(0) P_ab(s)> ds
+
+    P is the traceless symmetric part of the stress. In an isotropic fluid the sum over all a and b
+    is ``(dim - 1) (dim + 2)`` times the autocorrelation of one off-diagonal component, so every
+    independent component contributes (Daivis and Evans, J. Chem. Phys. 100, 541 (1994)). The mean
+    is over all time origins, the integral is the trapezoidal rule.
+
+    - Read the viscosity where eta(t) reaches a plateau. Beyond it noise grows with ``sqrt(t)``: for
+      Gaussian stress, the relative error of one component is ``2 sqrt(t / length of the run)``
+      (Jones and Mandadapu, J. Chem. Phys. 136, 154102 (2012)). Averaging over components divides
+      it by the root of their number, ``(dim - 1) (dim + 2) / 2``.
+    - A limit before the plateau, and frames farther apart than the fastest decay of the stress, are
+      biases that this error does not contain.
+    - Take the error from independent replicas, by :func:`adjsim.mean_with_error`.
+    - The dynamics must conserve momentum. Friction (Langevin) damps the flow that is measured.
+
+    Args:
+        stress: ``(time, *batch, dim, dim)``, energy/volume, such as :func:`adjsim.stress` of a
+            trajectory. The sign does not matter.
+        times: ``(time,)``, evenly spaced.
+        volume: the volume of the box.
+        kT: the temperature, energy; it may carry a gradient.
+        stop: the upper limit of the integral, time, at most the length of the run.
+
+    Returns:
+        ``(lags, *batch)``, energy time / volume, for limits 0, spacing, 2 spacing, ... up to
+        ``stop``.
+
+    Raises:
+        ValueError: a stress that is not of two or three dimensions, times that are not evenly
+            spaced, a volume or kT that is not positive, a limit shorter than the spacing or longer
+            than the run.
+    """
+    p = as_tensor("stress", stress)
+    size, temperature = as_number("volume", volume), as_tensor("kT", kT).to(p)
+    if p.ndim < 3 or p.shape[-1] != p.shape[-2] or p.shape[-1] not in (2, 3):
+        raise ValueError(
+            f"stress must be (time, *batch, dim, dim) with dim 2 or 3; got shape {tuple(p.shape)}."
+        )
+    if not size > 0:
+        raise ValueError(f"volume must be positive; got {size}.")
+    if not bool((temperature > 0).all()):
+        raise ValueError(f"kT must be positive; got {temperature.tolist()}.")
+    t, spacing = _even_times(times, len(p))
+    stop, length = as_number("stop", stop), float(t[-1] - t[0])
+    if not spacing * (1 - 1e-9) <= stop <= length * (1 + 1e-9):
+        raise ValueError(
+            f"stop must be between {spacing:g}, the spacing of the frames, and {length:g}, the "
+            f"length of the run; got {stop:g}."
+        )
+    dim = p.shape[-1]
+    trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    shear = (p + p.transpose(-1, -2)) / 2 - trace * torch.eye(dim, dtype=p.dtype).to(p) / dim
+    products = lagged_products(shear, _frames(stop, spacing, up=False) + 1).sum((-1, -2))
+    steps = torch.cumulative_trapezoid(products, dx=spacing, dim=0)
+    integral = torch.cat([torch.zeros_like(products[:1]), steps])
+    return size / ((dim - 1) * (dim + 2) * temperature) * integral
+
+
+def _even_times(times: Array, frames: int) -> tuple[Tensor, float]:
+    """Check that times belong to the frames and are evenly spaced, and return their spacing."""
+    t = as_tensor("times", times).detach().double().cpu()
+    if t.ndim != 1 or len(t) != frames or frames < 2:
+        raise ValueError(
+            f"times must be ({frames},), one for each of at least two frames; got shape "
+            f"{tuple(t.shape)}."
+        )
+    spacing = float(t[-1] - t[0]) / (frames - 1)
+    even = t[0] + spacing * torch.arange(frames, dtype=torch.float64)
+    if not spacing > 0 or not bool(((t - even).abs() <= 1e-3 * spacing).all()):
+        raise ValueError(
+            "times must increase in even steps, since the mean is over time origins; got steps of "
+            f"{float(t.diff().min()):g} to {float(t.diff().max()):g}. Save at evenly spaced times."
+        )
+    return t, spacing
+
+
+def _frames(lag: float, spacing: float, up: bool) -> int:
+    """Convert a lag to a number of frames, rounded up or down, but for rounding errors."""
+    number = torch.tensor(lag / spacing, dtype=torch.float64)
+    return int((number - 1e-6).ceil() if up else (number + 1e-6).floor())
