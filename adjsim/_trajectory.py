@@ -100,8 +100,10 @@ class Trajectory(Generic[State]):
             ``reconstruction_error`` is None before backward and for adjoints that do not
             reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
             ``order`` (of a splitting), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
-            stochastic dynamics), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits
-            per step and degree of freedom that its buffers took, and that friction removes).
+            stochastic dynamics), ``pairs`` (how each pair potential evaluates them: "neighbour
+            list", "all pairs", or by operations of torch, with the reason), ``buffer_bits`` and
+            ``buffer_bound`` (of an exact run: the bits per step and degree of freedom that its
+            buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the

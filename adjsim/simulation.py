@@ -17,6 +17,7 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
+from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
 
@@ -133,6 +134,9 @@ def run(
         )
         if noise is not None:
             problem.stats["seed"] = noise.seed
+        paths = pair_paths(dynamics.potential, state.position.detach())
+        if paths:
+            problem.stats["pairs"] = paths
         if compile:
             _check_compiled(problem, adjoint)
         adjoint.check(problem)

@@ -10,6 +10,9 @@
 #include <mutex>
 #include <new>
 #include <vector>
+#if defined(__AVX512F__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -123,6 +126,38 @@ Grid divide(const Call& c, const Slot& s, const std::vector<double>& q) {
   return g;
 }
 
+// Write the ids of the points within a squared distance; arrays have room for eight more numbers.
+inline int64_t within(double x, double y, double z, const double* X, const double* Y, const double* Z, int64_t m,
+                      const int* ids, double limit, double* squared, int* out) {
+  int64_t end = 0;
+#if defined(__AVX512F__) && defined(__AVX512VL__)
+  const __m512d xs = _mm512_set1_pd(x), ys = _mm512_set1_pd(y), zs = _mm512_set1_pd(z), most = _mm512_set1_pd(limit);
+  for (int64_t j = 0; j < m; j += 8) {
+    const __m512d dx = xs - _mm512_loadu_pd(X + j), dy = ys - _mm512_loadu_pd(Y + j), dz = zs - _mm512_loadu_pd(Z + j);
+    __mmask8 near = _mm512_cmp_pd_mask(dx * dx + dy * dy + dz * dz, most, _CMP_LT_OQ);
+    if (m - j < 8) near &= (1 << (m - j)) - 1;
+    _mm256_storeu_si256((__m256i*)(out + end), _mm256_maskz_compress_epi32(near, _mm256_loadu_si256((const __m256i*)(ids + j))));
+    end += __builtin_popcount(near);
+  }
+#else
+  for (int64_t j = 0; j < m; ++j) {
+    const double dx = x - X[j], dy = y - Y[j], dz = z - Z[j];
+    squared[j] = dx * dx + dy * dy + dz * dz;
+  }
+  for (int64_t j = 0; j < m; ++j) {
+    out[end] = ids[j];
+    end += squared[j] < limit;
+  }
+#endif
+  return end;
+}
+
+// Memory of a thread for builds, kept from one to the next unless it is large.
+struct Scratch {
+  std::vector<int> pairs, all;
+};
+thread_local Scratch scratch;
+
 void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   const int64_t n = c.atoms, dim = c.dim;
   std::vector<double> q(3 * n), wrapped(3 * n);
@@ -157,7 +192,9 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   for (int64_t k = 0; k < total; ++k) head[k + 1] += head[k];
   b.atom.resize(n), b.place.resize(n);
   std::vector<double> x[3];
-  for (auto& column : x) column.resize(n);
+  for (auto& column : x) column.resize(n + 8);
+  std::vector<int> places(n + 8);
+  for (int64_t p = 0; p < n; ++p) places[p] = (int)p;
   {
     std::vector<int64_t> next(head.begin(), head.end() - 1);
     for (int64_t i = 0; i < n; ++i) {
@@ -170,12 +207,14 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   // images of another, and is counted once.
   bool half = true;
   for (int64_t a = 0; a < dim; ++a) half &= !g.periodic || g.cells[a] >= 2 * g.reach[a] + 1;
+  const bool few = !half && (int64_t)s.box.size() == dim;
   const double limit = s.reach * s.reach * (1 + 1e-12);
-  std::vector<int> pairs, met(half ? 0 : n, -1);
+  std::vector<int>&pairs = scratch.pairs, &all = scratch.all;
+  std::vector<int> met(half ? 0 : n, -1);
+  int64_t found = 0;
   std::vector<int64_t> begin(n + 1), count(n, 0);
-  std::vector<double> near[3], squared;
+  std::vector<double> near[3], image[3], squared;
   std::vector<int> who;
-  pairs.reserve(40 * n);
   int64_t at[3];
   for (at[0] = 0; at[0] < g.cells[0]; ++at[0])
     for (at[1] = 0; at[1] < g.cells[1]; ++at[1])
@@ -190,7 +229,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
           for (o[1] = -g.reach[1]; o[1] <= g.reach[1]; ++o[1])
             for (o[2] = -g.reach[2]; o[2] <= g.reach[2]; ++o[2]) {
               const bool ahead = o[0] > 0 || (o[0] == 0 && (o[1] > 0 || (o[1] == 0 && o[2] > 0)));
-              if (half && !ahead) continue;
+              if (few || (half && !ahead)) continue;
               int64_t k = 0;
               double shift[3] = {};
               bool outside = false;
@@ -210,45 +249,52 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
             }
         const int64_t others = (int64_t)who.size(), inside = half ? high - low : 0;
         squared.resize(std::max(others, inside));
+        for (auto& column : near) column.resize(others + 8);
+        who.resize(others + 8);
         for (int64_t i = low; i < high; ++i) {
-          begin[i] = (int64_t)pairs.size();
+          begin[i] = found;
           const double xi = x[0][i], yi = x[1][i], zi = x[2][i];
-          const auto keep = [&](const double* X, const double* Y, const double* Z, int64_t m, const int* ids, int64_t from) {
-            double* d2 = squared.data();
-            for (int64_t j = 0; j < m; ++j) {
-              const double dx = xi - X[j], dy = yi - Y[j], dz = zi - Z[j];
-              d2[j] = dx * dx + dy * dy + dz * dz;
-            }
-            int64_t end = (int64_t)pairs.size();
-            pairs.resize(end + m);
-            int* out = pairs.data();
-            for (int64_t j = 0; j < m; ++j) {
-              out[end] = ids ? ids[j] : (int)(from + j);
-              end += d2[j] < limit;
-            }
-            pairs.resize(end);
+          const auto keep = [&](const double* X, const double* Y, const double* Z, int64_t m, const int* ids) {
+            if ((int64_t)pairs.size() < found + m + 8) pairs.resize(2 * found + m + 8);
+            found += within(xi, yi, zi, X, Y, Z, m, ids, limit, squared.data(), pairs.data() + found);
           };
           if (half)
-            keep(x[0].data() + i + 1, x[1].data() + i + 1, x[2].data() + i + 1, high - i - 1, nullptr, i + 1);
-          keep(near[0].data(), near[1].data(), near[2].data(), others, who.data(), 0);
-          if (!half) {
+            keep(x[0].data() + i + 1, x[1].data() + i + 1, x[2].data() + i + 1, high - i - 1, places.data() + i + 1);
+          keep(near[0].data(), near[1].data(), near[2].data(), others, who.data());
+          if (few) {
+            // The nearest images of the atoms that follow.
+            for (auto& column : image) column.resize(n + 8);
+            const int64_t m = n - i - 1;
+            for (int64_t a = 0; a < dim; ++a) {
+              const double length = g.rows[a][a], inverse = 1 / length, mine = x[a][i];
+              const double* from = x[a].data() + i + 1;
+              double* to = image[a].data();
+              for (int64_t j = 0; j < m; ++j) {
+                const double d = from[j] - mine;
+                to[j] = mine + (d - length * std::nearbyint(d * inverse));
+              }
+            }
+            squared.resize(n);
+            keep(image[0].data(), image[1].data(), image[2].data(), m, places.data() + i + 1);
+          }
+          if (!half && !few) {
             int64_t end = begin[i];
-            for (int64_t k = begin[i]; k < (int64_t)pairs.size(); ++k) {
+            for (int64_t k = begin[i]; k < found; ++k) {
               const int j = pairs[k];
               if (j > i && met[j] != (int)i) met[j] = (int)i, pairs[end++] = j;
             }
-            pairs.resize(end);
+            found = end;
           }
-          count[i] += (int64_t)pairs.size() - begin[i];
-          for (int64_t k = begin[i]; k < (int64_t)pairs.size(); ++k) ++count[pairs[k]];
+          count[i] += found - begin[i];
+          for (int64_t k = begin[i]; k < found; ++k) ++count[pairs[k]];
         }
       }
-  begin[n] = (int64_t)pairs.size();
+  begin[n] = found;
   // All neighbours of each atom, in any order.
   std::vector<int64_t> row(n + 1, 0), next(n);
   for (int64_t i = 0; i < n; ++i) row[i + 1] = row[i] + count[i];
   std::copy(row.begin(), row.end() - 1, next.begin());
-  std::vector<int> all(row[n]);
+  if ((int64_t)all.size() < row[n]) all.resize(row[n]);
   for (int64_t i = 0; i < n; ++i)
     for (int64_t k = begin[i]; k < begin[i + 1]; ++k) {
       const int j = pairs[k];
@@ -281,6 +327,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
     const int64_t p = std::min(i, n - 1);
     for (int64_t k = i < n ? next[i] : b.start[i / W] + i % W; k < end; k += W) index[k] = (int)p;
   }
+  if (pairs.size() + all.size() > BYTES / 16) scratch = Scratch();
   b.at.resize(n * dim);
   for (int64_t p = 0; p < n; ++p)
     for (int64_t a = 0; a < dim; ++a) b.at[p * dim + a] = (REAL)q[3 * b.atom[p] + a];

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._box import checked_box, volume
 from adjsim._grid import Grid
@@ -18,7 +18,7 @@ from adjsim._inputs import as_number, describe_type, outside_inference_mode
 from adjsim._params import register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials import all_pairs
-from adjsim.potentials.base import Potential, Pullback, derivative
+from adjsim.potentials.base import Potential, Pullback, SumPotential, derivative
 from adjsim.potentials.pair_operator import PairOperator
 from adjsim.potentials.truncation import Shifted, Truncation
 
@@ -204,6 +204,18 @@ class PairPotential(Potential):
         vars(twin).update({**vars(self), "_parameters": {}, "_buffers": tensors})
         twin._operands = values
         return twin
+
+
+def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
+    """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class."""
+    parts = potential.parts if isinstance(potential, SumPotential) else [potential]
+    return {
+        type(part).__name__ if len(parts) == 1 else f"{type(part).__name__} {k}": part.path(
+            position
+        )
+        for k, part in enumerate(parts)
+        if isinstance(part, PairPotential)
+    }
 
 
 def check_symmetric(name: str, value: Tensor) -> None:
