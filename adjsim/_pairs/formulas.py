@@ -17,7 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from adjsim._cpp.operations import BITWISE, LOGICAL
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import UnprintableError, Value
+from adjsim._pairs.kernel import ATOM, NUMBER, TABLE
 
+# The number of the second atom of a pair, where that of the first is of the kind ATOM.
+OTHER = "OTHER"
 Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 # Operations that return their operand.
 _COPIES = {"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"}
@@ -27,6 +30,34 @@ _FILLED: dict[str, float | None] = {
     "full_like": None, "full": None, "scalar_tensor": None,
 }  # fmt: skip
 _BOOLEAN = {"where", *LOGICAL, *BITWISE}
+
+
+# The lengths of the axes of pairs for which the same formulas are expected.
+_SIZES = (6, 11)
+
+
+def check_elementwise(
+    formulas: Sequence[Formula], kinds: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    """Refuse formulas that depend on the shape of the squared distances or of operands.
+
+    A kernel evaluates one pair at a time. So the formulas have to be the same for one row of pairs
+    and for matrices of pairs of different sizes, where numbers are scalars.
+
+    Raises:
+        UnprintableError: a formula that is not elementwise.
+    """
+
+    def shapes(size: int) -> list[tuple[int, ...]]:
+        shape = {NUMBER: (), TABLE: (size, size), ATOM: (size, 1), OTHER: (size,)}
+        return [(size, size), *(shape[kind] for kind in kinds.values())]
+
+    found = {
+        printed(_traced(formulas, None, list(kinds), (), {}, made, dtype), dtype)
+        for made in ([(8,)] * (1 + len(kinds)), *map(shapes, _SIZES))
+    }
+    if len(found) > 1:
+        raise UnprintableError("its formulas depend on the shape of their operands")
 
 
 def trace(
@@ -51,6 +82,19 @@ def trace(
     Raises:
         UnprintableError: a formula that is not elementwise, or depends on values.
     """
+    shapes = [(8,)] * (1 + len(names))
+    return _traced(formulas, differentiated, names, wanted, swap, shapes, dtype)
+
+
+def _traced(
+    formulas: Sequence[Formula],
+    differentiated: Formula | None,
+    names: Sequence[str],
+    wanted: Sequence[str],
+    swap: Mapping[str, str],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def derivative(s: Tensor, values: dict[str, Tensor], name: str) -> Tensor:
@@ -73,11 +117,14 @@ def trace(
                     other = {key: values[swap.get(key, key)] for key in values}
                     grad = grad + derivative(s, other, swap[name])
                 found.append(grad)
-        return [x.expand(s.shape) for x in found]
+        for x in found:
+            if x.ndim > s.ndim or torch.broadcast_shapes(x.shape, s.shape) != s.shape:
+                raise UnprintableError("its formulas are not elementwise")
+        return found
 
     # A kernel may be made while a step is traced, which must not see this trace.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        examples = [torch.full((8,), 1.1, dtype=dtype) for _ in range(1 + len(names))]
+        examples = [torch.full(shape, 1.1, dtype=dtype, device="cpu") for shape in shapes]
         try:
             graph = make_fx(outputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
         except UnprintableError:
@@ -166,11 +213,7 @@ def _constant(graph: GraphModule, node: Node) -> str:
 def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
     name, base = str(node.target).removeprefix("aten."), _base(node)
     meta = node.meta.get("val")
-    if (
-        not isinstance(meta, Tensor)
-        or meta.dtype not in (dtype, torch.bool)
-        or meta.numel() not in (1, 8)
-    ):
+    if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
         raise UnprintableError(f"its formulas use {name}")
     tensors = [x for x in node.args if isinstance(x, Node)]
     masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
@@ -187,8 +230,13 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
         return f"splat({float(value)!r})"
     if masks and base == "_to_copy":
         return f"{texts[masks[0]]} ? splat(1) : splat(0)"
-    if masks and (base not in _BOOLEAN or (base == "where" and tensors[0] is not masks[0])):
+    ordered = base in ("lt", "le", "gt", "ge")  # True is -1 in a vector of conditions.
+    if masks and (
+        ordered or base not in _BOOLEAN or (base == "where" and tensors[0] is not masks[0])
+    ):
         raise UnprintableError(f"its formulas use {name} of conditions")
+    if base == "pow" and node.args[1] == 0:
+        return "splat(1)"
     if base == "sign":
         x = texts[tensors[0]]
         return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
@@ -207,6 +255,7 @@ def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str
         return value
 
     kept: list[Value] = []
-    arguments = [operand(x) for x in node.args]
+    factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
+    arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
     operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
     return expression(*(names[id(x)] for x in operands))

@@ -22,6 +22,8 @@ from adjsim._cpp.values import TYPES
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
+# What a kernel returns for a species without a row in tables, as a printed loop does.
+OUT_OF_RANGE = 3
 _ORDER = (FORCE, PRODUCT, ENERGY, SLOPES)
 
 HEADER = """#include <math.h>
@@ -264,7 +266,8 @@ class Kernel:
         """
         layout, mode = self.layout, self.layout.mode
         batch, (atoms, dim) = position.shape[:-2], position.shape[-2:]
-        flat = position.detach().reshape(-1, atoms, dim)
+        flat = position.detach().resolve_neg().reshape(-1, atoms, dim)
+        dtype, results = layout.dtype, list[Tensor]()
         call = _Call(systems=len(flat), atoms=atoms, dim=dim, image=layout.image)
         call.threads = thread_count(len(flat) * atoms * (atoms if layout.skin is None else 64))
         held: list[Any] = [flat]
@@ -272,33 +275,32 @@ class Kernel:
         def pointer(x: Tensor | None, dtype: torch.dtype) -> int | None:
             if x is None:
                 return None
-            held.append(x.detach().to(dtype).contiguous())
+            held.append(x.detach().resolve_neg().to(dtype).contiguous())
             return held[-1].data_ptr()
 
         def pointers(tensors: Sequence[Tensor]) -> int:
             held.append((ctypes.c_void_p * max(1, len(tensors)))(*(x.data_ptr() for x in tensors)))
             return ctypes.addressof(held[-1])
 
-        dtype, results = layout.dtype, list[Tensor]()
         call.position = _view(flat)
         if vector is not None:
-            held.append(vector.detach().reshape(flat.shape))
+            held.append(vector.detach().resolve_neg().to(dtype).reshape(flat.shape))
             call.vector = _view(held[-1])
         if mode in (FORCE, PRODUCT):
-            results.append(torch.empty(flat.shape, dtype=dtype))
+            results.append(torch.empty(flat.shape, dtype=dtype, device="cpu"))
             call.force = _view(results[-1])
         if mode == PRODUCT:
-            results.append(torch.empty(flat.shape, dtype=dtype))
+            results.append(torch.empty(flat.shape, dtype=dtype, device="cpu"))
             call.product = _view(results[-1])
         results = [x.reshape(position.shape) for x in results]
         if mode == ENERGY:
-            results.append(torch.empty(batch, dtype=dtype))
+            results.append(torch.empty(batch, dtype=dtype, device="cpu"))
             call.energy = results[-1].data_ptr()
         call.box = pointer(box, dtype)
         call.spacing = pointer(spacing, dtype)
         call.spacing_step = int(spacing is not None and spacing.numel() > 1)
         call.weight = pointer(weight, dtype)
-        values = [x.detach().to(dtype).contiguous() for x in operands]
+        values = [x.detach().resolve_neg().to(dtype).contiguous() for x in operands]
         held.append(values)
         call.operands = pointers(values)
         call.species = pointer(species, torch.int64)
@@ -307,7 +309,10 @@ class Kernel:
         call.gradients = pointers(gradients)
         call.cutoff, call.skin = layout.cutoff or 0.0, layout.skin or 0.0
         call.acquire, call.release = self.list_addresses
-        if self._library.pairs(ctypes.byref(call)):
+        status = self._library.pairs(ctypes.byref(call))
+        if status == OUT_OF_RANGE:
+            raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
+        if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
         return [*results, *gradients]
 

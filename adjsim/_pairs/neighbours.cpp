@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <list>
 #include <mutex>
 #include <new>
@@ -78,7 +79,7 @@ struct Grid {
 };
 
 // Cells that are at least as wide as the reach, if the system is wide enough.
-Grid divide(const Call& c, const Slot& s, const std::vector<double>& q) {
+Grid divide(const Call& c, const Slot& s, const std::vector<double>& q, double reach) {
   Grid g;
   const int64_t dim = c.dim, n = c.atoms;
   double widths[3] = {1, 1, 1};
@@ -117,11 +118,11 @@ Grid divide(const Call& c, const Slot& s, const std::vector<double>& q) {
     }
   }
   for (int64_t a = 0; a < dim; ++a) {
-    g.cells[a] = std::max<int64_t>(1, std::min(most, (int64_t)(widths[a] / s.reach)));
+    g.cells[a] = std::max<int64_t>(1, std::min(most, (int64_t)(widths[a] / reach)));
     // Neighbours are this many cells away at most. Without a cell to repeat, one cell has none.
     g.reach[a] = g.cells[a] == 1 && !g.periodic
                      ? 0
-                     : (int64_t)std::ceil(s.reach / (widths[a] / g.cells[a]) * (1 - 1e-12));
+                     : (int64_t)std::ceil(reach / (widths[a] / g.cells[a]) * (1 - 1e-12));
   }
   return g;
 }
@@ -166,7 +167,11 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
       const View& v = c.position;
       q[3 * i + a] = v.data[system * v.system + i * v.atom + a * v.axis];
     }
-  const Grid g = divide(c, s, q);
+  // Differences of positions far from the box are rounded, in the type of the positions.
+  double largest = 0;
+  for (double x : q) largest = std::max(largest, std::fabs(x));
+  const double reach = s.reach + 16 * largest * std::numeric_limits<REAL>::epsilon();
+  const Grid g = divide(c, s, q, reach);
   const int64_t total = g.cells[0] * g.cells[1] * g.cells[2];
   // Places are sorted by cell, so that neighbours are close to each other in memory.
   std::vector<int64_t> cell(n), head(total + 1, 0);
@@ -208,7 +213,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   bool half = true;
   for (int64_t a = 0; a < dim; ++a) half &= !g.periodic || g.cells[a] >= 2 * g.reach[a] + 1;
   const bool few = !half && (int64_t)s.box.size() == dim;
-  const double limit = s.reach * s.reach * (1 + 1e-12);
+  const double limit = reach * reach * (1 + 1e-12);
   std::vector<int>&pairs = scratch.pairs, &all = scratch.all;
   std::vector<int> met(half ? 0 : n, -1);
   int64_t found = 0;
@@ -343,6 +348,7 @@ bool finite(const Call& c, int64_t system) {
 
 size_t bytes(const Slot& s) {
   size_t total = 0;
+  if (s.busy) return 0;
   for (const Built& b : s.built)
     total += b.index.capacity() * sizeof(int) + (b.at.capacity() + b.rows.capacity()) * sizeof(REAL);
   return total;

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adjsim._layout import is_tracing
-from adjsim._pairs.kernel import ATOM, ENERGY, FORCE, KERNELS, NUMBER, PRODUCT, Kernel
+from adjsim._pairs.kernel import ENERGY, FORCE, KERNELS, PRODUCT, Kernel
 
 
 @torch.library.custom_op("adjsim::pairs", mutates_args=())
@@ -74,8 +74,3 @@ def evaluate(
     return torch.ops.adjsim.pairs(
         *given, [x.detach() for x in operands], box, species, spacing, kernel.name
     )
-
-
-def kind_of(value: Tensor, per_atom: bool) -> str:
-    """Return the kind of an operand in a kernel."""
-    return NUMBER if value.numel() == 1 else ATOM if per_atom else "TABLE"

@@ -34,6 +34,10 @@ class PairCall(Call):
         self.position, self.vector = self._field(position), self._field(vector)
         rest = [weight, box, species, spacing, *operands]
         self.weight, self.box, self.species, self.spacing, *self.operands = map(self._dense, rest)
+        dtypes = {x.dtype for x in (position, vector, *rest[:2], *rest[3:]) if x is not None}
+        integers = species is None or species.dtype == torch.int64
+        if dtypes != {self.kernel.layout.dtype} or not integers:
+            raise UnprintableError("pairs of mixed types")
         used = [self.position, self.vector, self.weight, self.box, self.species, self.spacing]
         self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
         self.outputs = tuple(self._output(x) for x in outputs)
@@ -77,7 +81,8 @@ class PairCall(Call):
             f"REAL* gradients[] = {{{_list(outputs)}}};",
             "Call call = {};",
             *(f"call.{name} = {value};" for name, value in members.items()),
-            f"if (((int (*)(const Call*)){functions[0]})(&call)) *refused = 1;",
+            f"const int status = ((int (*)(const Call*)){functions[0]})(&call);",
+            "if (status) *refused = status;",
             "}",
         ]
 

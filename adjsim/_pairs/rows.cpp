@@ -268,9 +268,11 @@ static void fill(const View& view, const Call& c, int64_t system, REAL value) {
       view.data[system * view.system + i * view.atom + a * view.axis] = value;
 }
 
-// Returns 0, or 1 without memory.
+// Returns 0, 1 without memory, or 3 for a species without a row.
 extern "C" int pairs(const Call* given) {
   const Call& c = *given;
+  for (int64_t i = 0; i < c.atoms && TABLES && c.species; ++i)
+    if (c.species[i] < 0 || c.species[i] >= c.kinds) return 3;
   const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
   const Cell cell(c);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
@@ -325,12 +327,13 @@ extern "C" int pairs(const Call* given) {
       mine.atoms[k] = value;
     }
   }
-  // Tables have one row an atom for all systems, so a thread takes all systems of a block.
-  const int64_t together = ROWS ? c.systems : 1;
+  // The rows of a table have one sum an atom for all systems, which threads must not share, and
+  // which takes the systems in order.
+  const int64_t rounds = ROWS ? c.systems : 1, width = ROWS ? blocks : tasks;
+  for (int64_t round = 0; round < rounds; ++round)
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
-  for (int64_t task = 0; task < tasks / together; ++task)
-    for (int64_t t = task * together; t < (task + 1) * together; ++t) {
-      const int64_t b = t % c.systems, block = t / c.systems;
+    for (int64_t task = 0; task < width; ++task) {
+      const int64_t b = ROWS ? round : task % c.systems, block = ROWS ? task : task / c.systems;
       if (lost.data[b]) continue;
       const V cutoff = splat((REAL)(c.cutoff * c.cutoff));
       const V grid = splat(GRID ? c.spacing[b * c.spacing_step] * (REAL)0x1.8p52 : 0);

@@ -93,6 +93,8 @@ class LennardJonesMixture(LennardJones):
             )
 
     def pair_table(self, name: str) -> Tensor:
+        if name not in ("epsilon", "sigma"):
+            return super().pair_table(name)
         epsilon, sigma = self.epsilon, self.sigma
         mixed = self.mixing(epsilon.unsqueeze(-1), sigma.unsqueeze(-1), epsilon, sigma)
         return mixed[("epsilon", "sigma").index(name)]

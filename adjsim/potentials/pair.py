@@ -197,12 +197,23 @@ class PairPotential(Potential):
         return value.unsqueeze(-1), value
 
     def with_operands(self, values: Mapping[str, Tensor]) -> PairPotential:
-        """Return a copy whose formulas read these values in place of its parameters."""
-        twin = object.__new__(type(self))
-        registered = {**self._parameters, **self._buffers}
-        tensors = {name: values.get(name, x) for name, x in registered.items()}
-        vars(twin).update({**vars(self), "_parameters": {}, "_buffers": tensors})
+        """Return a copy whose formulas read these values in place of its parameters.
+
+        A formula may read a parameter that is one number by its attribute. Tables and numbers of
+        atoms are read by :meth:`pair_parameter` and :meth:`atom_parameter` alone.
+        """
+        twin = self.frozen()
+        for name, x in twin._buffers.items():
+            if x is not None and x.numel() == 1 and name in values:
+                twin._buffers[name] = values[name]
         twin._operands = values
+        return twin
+
+    def frozen(self) -> PairPotential:
+        """Return a copy that keeps its present parameters, box and settings."""
+        twin = object.__new__(type(self))
+        tensors = {**self._parameters, **self._buffers}
+        vars(twin).update({**vars(self), "_parameters": {}, "_buffers": tensors})
         return twin
 
 

@@ -8,20 +8,21 @@ order of their numbers, so the result has the same bits with a list and without,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._cpp.values import TYPES, UnprintableError
 from adjsim._grid import Grid
 from adjsim._layout import is_tracing
 from adjsim._module import ModuleCache
-from adjsim._pairs.formulas import printed, trace
+from adjsim._pairs.formulas import OTHER, check_elementwise, printed, trace
 from adjsim._pairs.kernel import (
     ATOM,
     ENERGY,
@@ -36,12 +37,13 @@ from adjsim._pairs.kernel import (
     Kernel,
     Layout,
 )
-from adjsim._pairs.operator import evaluate
+from adjsim._pairs.operator import evaluate as evaluate_kernel
 from adjsim._params import refuse_unknown
 from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 from adjsim.potentials import all_pairs
 from adjsim.potentials.base import DeferredVJP, Pullback
+from adjsim.potentials.pair_autograd import PairEnergy, PairForce
 
 if TYPE_CHECKING:
     from adjsim.potentials.pair import PairPotential
@@ -61,14 +63,15 @@ class PairOperator:
     """The operator of a potential for positions of one shape and type.
 
     Attributes:
-        pair: the potential.
+        owner: the potential.
+        pair: a copy of it that keeps its box and settings, whatever becomes of the potential.
         names: the names of its operands: the tensors that its formulas may read.
         operands: their values, to which gradients are taken.
-        kinds: their kinds.
         layout: the kernel that computes the force.
         key: the key of the potential's formulas.
     """
 
+    owner: PairPotential
     pair: PairPotential
     names: tuple[str, ...]
     operands: tuple[Tensor, ...]
@@ -76,40 +79,40 @@ class PairOperator:
     key: Any
 
     @classmethod
-    def of(cls, pair: PairPotential, position: Tensor) -> PairOperator | str:
+    def of(cls, owner: PairPotential, position: Tensor) -> PairOperator | str:
         """Return the operator, or the reason why there is none."""
-        reason = _unsupported(pair, position)
+        reason = _unsupported(owner, position)
         if reason is not None:
             return reason
         try:
-            key = cache_key(pair)
+            key = cache_key(owner)
         except UninspectableError as error:
             return str(error)
-        atoms, dim = position.shape[-2:]
-        names, operands, kinds = [], [], []
-        for name, value in (*pair._parameters.items(), *pair._buffers.items()):
-            if value is None or name in ("box", "species"):
+        pair, (atoms, dim) = owner.frozen(), position.shape[-2:]
+        names: list[str] = []
+        operands: list[Tensor] = []
+        kinds: list[str] = []
+        for name, value in pair._buffers.items():
+            if value is None or name in ("box", "species") or not value.is_floating_point():
                 continue
             # With a graph also in a sweep, which takes the gradients of operands to parameters.
             with torch.enable_grad():
                 value = pair.pair_table(name)
                 operands.append(value.to(position))
-            kind = NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE
-            if kind == ATOM and len(value) != atoms:
-                return f"{name} has {len(value)} entries for {atoms} atoms"
-            if value.ndim > 2 or (kind == TABLE and pair.species is None and len(value) != atoms):
-                return f"{name} has shape {tuple(value.shape)} for {atoms} atoms"
             names.append(name)
-            kinds.append(kind)
-        if pair.species is not None and len(pair.species) != atoms:
-            return f"species is for {len(pair.species)} atoms and position has {atoms}"
+            kinds.append(NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE)
+        reason = _misshapen(
+            pair.species, atoms, dict(zip(names, zip(kinds, operands, strict=True), strict=True))
+        )
+        if reason is not None:
+            return reason
         box = pair.box
         image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
         skin = _skin(pair, position)
         layout = Layout(
             FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), ()
         )
-        operator = cls(pair, tuple(names), tuple(operands), layout, key)
+        operator = cls(owner, pair, tuple(names), tuple(operands), layout, key)
         found = operator._kernel(FORCE)
         return found if isinstance(found, str) else operator
 
@@ -120,26 +123,33 @@ class PairOperator:
 
     def energy(self, position: Positions) -> Energies:
         """Compute the energy, differentiable."""
-        if self.printed:
-            return all_pairs.energy(self.pair, position)
-        if torch.is_grad_enabled() and self._differentiable(position):
-            return _Energy.apply(self, position, *self.operands)
-        return self._evaluate(ENERGY, position)[0]
+        differentiable = torch.is_grad_enabled() and self._differentiable(position)
+        modes = (ENERGY, SLOPES) if differentiable else (ENERGY,)
+        if self.printed or not self._has(*modes):
+            return all_pairs.energy(self.by_torch(self.operands), position)
+        if differentiable:
+            return PairEnergy.apply(
+                self, position, self.pair.box, self.pair.species, *self.operands
+            )
+        return self.evaluate(ENERGY, position)[0]
 
     def force(self, position: Positions, grid: Grid | None) -> Positions:
         """Compute the force, differentiable."""
-        if self.printed:
-            return all_pairs.force(self.pair, position, grid)
-        if torch.is_grad_enabled() and self._differentiable(position):
-            return _Force.apply(self, grid, position, *self.operands)
-        return self._evaluate(FORCE, position, grid=grid)[0]
+        differentiable = torch.is_grad_enabled() and self._differentiable(position)
+        modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
+        if self.printed or not self._has(*modes, grid=grid is not None):
+            return all_pairs.force(self.by_torch(self.operands), position, grid)
+        if differentiable:
+            box, species = self.pair.box, self.pair.species
+            return PairForce.apply(self, grid, position, box, species, *self.operands)
+        return self.evaluate(FORCE, position, grid=grid)[0]
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
     ) -> tuple[Tensor, Pullback]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
-        if self.printed:
-            value, product = all_pairs.force_vjp(self.pair, position, grid)
+        if self.printed or not self._has(FORCE, PRODUCT, grid=grid is not None):
+            value, product = all_pairs.force_vjp(self.by_torch(self.operands), position, grid)
 
             def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
                 along, found = product(v)
@@ -147,10 +157,10 @@ class PairOperator:
                 return along, self._propagate(self._gradients_by_rows(found), parameters)
 
             return value, pullback_by_rows
-        value = self._evaluate(FORCE, position, grid=grid)[0]
+        value = self.evaluate(FORCE, position, grid=grid)[0]
 
         def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-            _, along, *found = self._evaluate(PRODUCT, position, vector=v, grid=grid)
+            _, along, *found = self.evaluate(PRODUCT, position, vector=v, grid=grid)
             return along, self._propagate(found, parameters)
 
         return value, pullback
@@ -159,6 +169,13 @@ class PairOperator:
     def wanted(self) -> tuple[int, ...]:
         """The operands that require grad."""
         return tuple(k for k, x in enumerate(self.operands) if x.requires_grad)
+
+    def _has(self, *modes: str, grid: bool = False) -> bool:
+        """Return whether there are kernels for these modes."""
+        return all(
+            isinstance(self._kernel(mode, grid and mode in (FORCE, PRODUCT)), Kernel)
+            for mode in modes
+        )
 
     def _differentiable(self, position: Tensor) -> bool:
         return position.requires_grad or bool(self.wanted)
@@ -207,9 +224,8 @@ class PairOperator:
             if same:
                 add(same[0], grad)
             else:
-                refuse_unknown(
-                    operand, self.pair, parameters, f"the force of {type(self.pair).__name__}"
-                )
+                what = f"the force of {type(self.owner).__name__}"
+                refuse_unknown(operand, self.owner, parameters, what)
                 rest.append((operand, grad))
         if rest and parameters:
             outputs, cotangents = zip(*rest, strict=True)
@@ -221,7 +237,7 @@ class PairOperator:
                     add(k, grad)
         return grads
 
-    def _evaluate(
+    def evaluate(
         self,
         mode: str,
         position: Tensor,
@@ -230,12 +246,13 @@ class PairOperator:
         grid: Grid | None = None,
         weight: Tensor | None = None,
     ) -> list[Tensor]:
+        """Evaluate the kernel of a mode, see :class:`~adjsim._pairs.kernel.Kernel`."""
         kernel = self._kernel(mode, grid is not None)
         if isinstance(kernel, str):
-            raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel}.")
+            raise RuntimeError(f"{type(self.owner).__name__} has no pair operator: {kernel}.")
         box = None if self.pair.box is None else self.pair.box.to(position)
         spacing = None if grid is None else grid.spacing
-        return evaluate(
+        return evaluate_kernel(
             kernel,
             position,
             self.operands,
@@ -250,31 +267,50 @@ class PairOperator:
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
         layout = replace(self.layout, mode=mode, grid=grid, gradients=gradients)
         key = (self.key, self.names, layout)
-        known = _cache.get(self.pair, key)
+        known = _cache.get(self.owner, key)
         if known is None:
+            if cache_key(self.owner) != self.key:
+                raise RuntimeError(
+                    f"a value that {type(self.owner).__name__} reads has changed since the force "
+                    "was evaluated, and its gradient had not been compiled yet. Call backward "
+                    "before the change."
+                )
             try:
-                slope = self._functions(replace(layout, mode=FORCE, gradients=()))
-                functions = slope if mode == FORCE else self._functions(layout)
-                known = Kernel(layout, functions, slope)
+                known = self._compiled(layout)
             except UnprintableError as error:
                 known = str(error)
-            _cache.put(self.pair, key, known)
+            _cache.put(self.owner, key, known)
         return known
+
+    def _compiled(self, layout: Layout) -> Kernel:
+        checked = ("elementwise", self.key, self.names, layout.kinds, layout.dtype)
+        if _cache.get(self.owner, checked) is None:
+            names: dict[str, str] = {}
+            for name, kind in zip(self.names, layout.kinds, strict=True):
+                names[name] = kind
+                if kind == ATOM:
+                    names[f"{name} of the other"] = OTHER
+            methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
+            check_elementwise([self._formula(x) for x in methods], names, layout.dtype)
+            _cache.put(self.owner, checked, "elementwise")
+        slope = self._functions(replace(layout, mode=FORCE, gradients=()))
+        functions = slope if layout.mode == FORCE else self._functions(layout)
+        return Kernel(layout, functions, slope)
+
+    def _formula(self, method: str) -> Any:
+        return lambda s, values: getattr(self.pair.with_operands(values), method)(s)
 
     def _functions(self, layout: Layout) -> str:
         """Print the formulas that a kernel needs."""
-        pair, names, swap = self.pair, list[str](), dict[str, str]()
+        names, swap = list[str](), dict[str, str]()
         for name, kind in zip(self.names, layout.kinds, strict=True):
             names.append(name)
             if kind == ATOM:
                 names.append(f"{name} of the other")
                 swap |= {name: names[-1], names[-1]: name}
 
-        def formula(method: str) -> Any:
-            return lambda s, values: getattr(pair.with_operands(values), method)(s)
-
-        slope, energy = formula("truncated_slope"), formula("truncated_energy")
-        curvature = formula("truncated_curvature")
+        slope, energy = self._formula("truncated_slope"), self._formula("truncated_energy")
+        curvature = self._formula("truncated_curvature")
         formulas = {
             FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
         }[layout.mode]  # fmt: skip
@@ -297,83 +333,6 @@ class PairOperator:
         return self.pair.with_operands(values)
 
 
-class _Force(torch.autograd.Function):
-    """The force, whose derivative is the product of the operator.
-
-    A derivative that is to be differentiated itself is computed by torch operations.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, operator: PairOperator, grid: Grid | None, position: Tensor, *operands: Tensor
-    ) -> Tensor:
-        ctx.operator, ctx.grid = operator, grid
-        ctx.save_for_backward(position, *operands)
-        return operator._evaluate(FORCE, position, grid=grid)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (v,), (position, *operands) = cotangents, ctx.saved_tensors
-        operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or in_transform():
-            return (
-                None,
-                None,
-                *_product(
-                    lambda q, *values: all_pairs.force(operator.by_torch(values), q, None),
-                    (position, *operands),
-                    v,
-                ),
-            )
-        _, along, *found = operator._evaluate(PRODUCT, position, vector=v)
-        grads: list[Tensor | None] = [None] * len(operands)
-        for k, grad in zip(operator.wanted, found, strict=True):
-            grads[k] = grad
-        return None, None, along, *grads
-
-
-class _Energy(torch.autograd.Function):
-    """The energy, whose derivative with respect to positions is minus the force."""
-
-    @staticmethod
-    def forward(ctx: Any, operator: PairOperator, position: Tensor, *operands: Tensor) -> Tensor:
-        ctx.operator = operator
-        ctx.save_for_backward(position, *operands)
-        return operator._evaluate(ENERGY, position)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), (position, *operands) = cotangents, ctx.saved_tensors
-        operator: PairOperator = ctx.operator
-        if torch.is_grad_enabled() or in_transform():
-            return None, *_product(
-                lambda q, *values: all_pairs.energy(operator.by_torch(values), q),
-                (position, *operands),
-                weight,
-            )
-        grads: list[Tensor | None] = [None] * (1 + len(operands))
-        if ctx.needs_input_grad[1]:
-            force = operator._evaluate(FORCE, position)[0]
-            grads[0] = -force * weight[..., None, None]
-        if operator.wanted:
-            found = operator._evaluate(SLOPES, position, weight=weight)
-            for k, grad in zip(operator.wanted, found, strict=True):
-                grads[1 + k] = grad
-        return None, *grads
-
-
-def _product(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangent: Tensor
-) -> tuple[Tensor, ...]:
-    """Compute a vector-Jacobian product that can be differentiated.
-
-    Inputs may depend on each other (a position on the parameters of earlier steps), which
-    ``torch.autograd.grad`` would follow.
-    """
-    pullback = torch.func.vjp(function, *inputs)[1]
-    return pullback(cotangent)
-
-
 def _unsupported(pair: PairPotential, position: Tensor) -> str | None:
     """Return why a potential has no operator for positions of this shape and type."""
     if position.device.type != "cpu":
@@ -382,6 +341,19 @@ def _unsupported(pair: PairPotential, position: Tensor) -> str | None:
         return f"positions are {position.dtype}"
     if in_transform() or torch.compiler.is_compiling():
         return "a transform of torch.func or torch.compile is active"
+    if position.numel() == 0:
+        return "there are no atoms"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    if pair.box is not None and pair.box.requires_grad:
+        return "the box requires grad"
+    inner = (part for part in pair.modules() if part is not pair)
+    if any(
+        x is not None
+        for part in inner
+        for x in (*part._parameters.values(), *part._buffers.values())
+    ):
+        return "it has modules with tensors"
     if position.shape[-1] > 3:
         return "positions have more than three dimensions"
     if type(position) not in (Tensor, torch.nn.Parameter) and not is_tracing():
@@ -390,6 +362,22 @@ def _unsupported(pair: PairPotential, position: Tensor) -> str | None:
         return "box and position have different dimensions"
     if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
         return "a tilted box without a cutoff needs a search for the nearest image"
+    return None
+
+
+def _misshapen(
+    species: Tensor | None, atoms: int, operands: dict[str, tuple[str, Tensor]]
+) -> str | None:
+    """Return what is wrong with the shapes of operands."""
+    if species is not None and species.shape != (atoms,):
+        return f"species has shape {tuple(species.shape)} for {atoms} atoms"
+    rows = {len(x) for kind, x in operands.values() if kind == TABLE}
+    if species is None:
+        rows.add(atoms)
+    for name, (kind, x) in operands.items():
+        square = kind != TABLE or (x.ndim == 2 and x.shape[0] == x.shape[1] and len(rows) == 1)
+        if not square or (kind == ATOM and len(x) != atoms):
+            return f"{name} has shape {tuple(x.shape)} for {atoms} atoms"
     return None
 
 

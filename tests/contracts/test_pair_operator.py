@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 
 import adjsim
 from adjsim._cpp.library import CompilerError
 from adjsim._pairs import kernel as kernels
+from adjsim._pairs.merging import merge_pairs
+from adjsim.adjoints import loops
 from adjsim.potentials import (
     ForceShifted,
     LennardJonesMixture,
@@ -105,8 +109,19 @@ def assert_equal_to_torch(pair, position, tolerance=CLOSE):
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * float(y.detach().abs().max()))
 
 
-@pytest.mark.parametrize("limit", [LISTED, DENSE], ids=["list", "all pairs"])
-@pytest.mark.parametrize("kind", ["cube", "just large enough", "slab", "tilted"])
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        ("cube", LISTED),
+        ("tilted", LISTED),
+        *(
+            pytest.param(kind, limit, marks=pytest.mark.slow)
+            for kind in ("cube", "just large enough", "slab", "tilted")
+            for limit in (LISTED, DENSE)
+            if limit == DENSE or kind not in ("cube", "tilted")
+        ),
+    ],
+)
 def test_the_operator_equals_torch(listed, kind, limit):
     listed(limit)
     pair = adjsim.LennardJones(
@@ -174,9 +189,19 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    "limit", [LISTED, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["list", "all pairs"]
+    ("name", "limit"),
+    [
+        ("switched", LISTED),
+        ("table of species", LISTED),
+        ("charges", LISTED),
+        *(
+            pytest.param(name, limit, marks=pytest.mark.slow)
+            for name in KINDS
+            for limit in (LISTED, DENSE)
+            if limit == DENSE or name not in ("switched", "table of species", "charges")
+        ),
+    ],
 )
 def test_formulas_and_their_parameters(listed, name, limit):
     listed(limit)
@@ -186,6 +211,7 @@ def test_formulas_and_their_parameters(listed, name, limit):
     assert_equal_to_torch(pair, batch)
 
 
+@pytest.mark.slow
 def test_float32(listed):
     pair = adjsim.LennardJones(parameter(1.1), 0.9, cutoff=2.4, box=box_of("cube"))
     q = gas(cell("cube"), 60, seed=4, spread=0.0)
@@ -200,16 +226,21 @@ def test_float32(listed):
     )
 
 
-@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("dim", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fewer_dimensions(listed, dim):
     box = torch.tensor([40.0, 11.0][:dim], dtype=torch.float64)
-    q = torch.rand(60, dim, generator=torch.Generator().manual_seed(0)).double() * box * 3
-    pair = adjsim.SoftSphere(parameter(1.0), parameter(0.2), 4.0, cutoff=2.4, box=box)
+    # Places at least 0.3 apart, so that no pair dominates the others.
+    places = torch.cartesian_prod(*[torch.arange(float(x), step=0.66) for x in box]).reshape(
+        -1, dim
+    )
+    shifts = torch.rand(places.shape, generator=torch.Generator().manual_seed(0)).double()
+    q = places[:60] + 0.36 * shifts[:60] + 3 * box * (torch.arange(len(places[:60])) % 2)[:, None]
+    pair = adjsim.SoftSphere(parameter(1.0), parameter(0.7), 4.0, cutoff=2.4, box=box)
     assert_equal_to_torch(pair, q)
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     seed=st.integers(0, 10**6),
@@ -277,26 +308,34 @@ def test_two_systems_of_one_size_alternate(listed):
     assert kernels.builds() == before
 
 
-@pytest.mark.parametrize("limit", [LISTED, DENSE], ids=["list", "all pairs"])
-def test_threads_do_not_change_bits(listed, limit):
-    listed(limit)
-    pair = adjsim.LennardJones(parameter(1.1), parameter(0.9), cutoff=2.4, box=box_of("cube"))
-    position = gas(cell("cube"), 70, seed=6, replicas=40)
-    v = torch.randn(position.shape, dtype=torch.float64)
+@pytest.mark.parametrize("name", ["number", "table of species", "charges"])
+def test_threads_and_lists_do_not_change_bits(listed, name):
+    """Nor those of gradients, also where all systems of a batch share the rows of a table."""
+    make = {"number": lambda box: adjsim.LennardJones(parameter(1.1), 0.9, cutoff=2.4, box=box)}
+    pair = (make | KINDS)[name](box_of("cube"))
+    # In the second half of the systems atoms have other places in the list.
+    position = gas(cell("cube"), 60, seed=6, replicas=40)
+    position[20:] += 3.0
+    v = torch.randn(position.shape, generator=torch.Generator().manual_seed(0)).double()
     found, threads = [], torch.get_num_threads()
     try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            assert kernels.thread_count(10**6) == count
-            force = pair.force(position)
-            found.append([force, *torch.autograd.grad(force, list(pair.parameters()), v)])
+        for limit in (LISTED, DENSE):
+            for count in (1, 2, 2, 2):
+                listed(limit)
+                torch.set_num_threads(count)
+                assert kernels.thread_count(10**6) == count
+                force = pair.force(position)
+                found.append([force, *torch.autograd.grad(force, list(pair.parameters()), v)])
     finally:
         torch.set_num_threads(threads)
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x, y)
+    for results in found[1:]:
+        for x, y in zip(results, found[0], strict=True):
+            assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+@pytest.mark.parametrize(
+    "exact", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "exact"]
+)
 def test_every_adjoint_with_a_list(listed, exact):
     """Runs with at least ten builds, with a list and without: the same path and gradients."""
     box = box_of("cube")
@@ -339,7 +378,21 @@ def test_every_adjoint_with_a_list(listed, exact):
             torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8)
 
 
-def test_a_compiled_step_takes_force_and_product_in_one_pass(listed):
+def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch):
+    forces, products = [], []
+
+    def counted(graph):
+        merge_pairs(graph)
+        modes = [
+            kernels.KERNELS[node.args[7]].layout.mode
+            for node in graph.graph.nodes
+            if node.target is torch.ops.adjsim.pairs.default
+        ]
+        if kernels.PRODUCT in modes:
+            forces.append(modes.count(kernels.FORCE))
+            products.append(modes.count(kernels.PRODUCT))
+
+    monkeypatch.setattr(loops, "merge_pairs", counted)
     pair = adjsim.LennardJones(parameter(0.5), parameter(0.8), cutoff=2.4, box=box_of("cube"))
     dynamics = adjsim.Hamiltonian(pair)
     position = gas(cell("cube"), 64, seed=10, spread=0.0)
@@ -350,6 +403,9 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed):
     )  # fmt: skip
     run.final.position.square().sum().backward()
     assert run.stats["compiled_forward"] == run.stats["compiled_backward"] == "C++"
+    # The forces at the two ends of a step, and their products.
+    assert max(products) == 1
+    assert not any(forces)
     assert run.stats["pairs"] == {"LennardJones": "neighbour list"}
 
 
@@ -429,6 +485,206 @@ def test_a_changed_number_makes_another_kernel():
     for exponent in (4.0, 6.0):
         pair.exponent = exponent
         assert float(pair(q)) == pytest.approx(1.3**-exponent, rel=1e-14)
+
+
+class Rule(PairPotential):
+    """A potential whose formula is a function of itself and of the squared distance."""
+
+    def __init__(self, rule, **options):
+        super().__init__(**options)
+        self.rule, self.a, self.b = rule, parameter(1.3), parameter(0.7)
+
+    def pair_energy(self, s):
+        return self.rule(self, s)
+
+
+RULES = {
+    "a bond": lambda p, s: 0.5 * p.a * (s.sqrt() - p.b) ** 2,
+    "length of the row": lambda p, s: p.a * s / (s.shape[-1] if s.ndim else 12),
+    "number of axes": lambda p, s: s * (p.a if s.ndim > 1 else p.b),
+    "size of a number": lambda p, s: s * (p.a if p.a.numel() == 1 else 2 * p.a),
+    "axes of a number": lambda p, s: s * (p.a if p.a.ndim == 0 else 2 * p.a),
+    "ordered conditions": lambda p, s: torch.where((s > 1) < (s < 4), p.a * s, 2 * s),
+    "conditions": lambda p, s: torch.where((s > 1) & ~(s > 4) | (s == 0), p.a * s, 2 * s),
+    "subtraction with a factor": lambda p, s: torch.rsub(p.a * s, 3.0, alpha=2),
+    "clamped": lambda p, s: (p.a * s).clamp(0.5, 3.0) * s,
+    "clamped by a parameter": lambda p, s: torch.minimum(s, p.a) * s,
+    "signs": lambda p, s: torch.sign(s - p.a) * (s - p.a) ** 3 + (s - 2).abs() ** 3,
+    "powers": lambda p, s: p.a * s**0 + s**-2 + s**1.7 + s**3 + (1 + s) ** p.b,
+    "functions": lambda p, s: torch.erfc(p.a * s) + torch.tanh(s) * torch.log1p(p.b * s),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if k % 3 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for k, name in enumerate(RULES)
+    ],
+)
+def test_rules(name):
+    """Any formula gives the numbers of torch, by the operator or without it."""
+    pair = Rule(RULES[name], cutoff=2.9, box=box_of("cube"))
+    q = gas(cell("cube"), 12, seed=12, spread=0.0)
+    v = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def results(energy, force):
+        x = q.clone().requires_grad_()
+        value, f = energy(x), force(x)
+        inputs = [x, pair.a, pair.b]
+        first = torch.autograd.grad(value, inputs, allow_unused=True)
+        return [value, f, *first, *torch.autograd.grad(f, inputs, v, allow_unused=True)]
+
+    found = results(pair, pair.force)
+    expected = results(
+        lambda x: all_pairs.energy(pair, x), lambda x: all_pairs.force(pair, x, None)
+    )
+    for x, y in zip(found, expected, strict=True):
+        if y is None:
+            assert x is None or not bool(x.any())
+        else:
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+# Everything that a force depends on is that of the forward evaluation.
+
+
+def triple():
+    return torch.tensor([[0.0, 0, 0], [1.3, 0.2, 0], [3.6, 0.1, 0.3]], dtype=torch.float64)
+
+
+def test_a_box_that_requires_grad_is_differentiated():
+    pair = adjsim.LennardJones(cutoff=2.4, box=[5.0] * 3)
+    shares = torch.tensor([[0.05, 0, 0], [0.95, 0, 0]], dtype=torch.float64)
+
+    def energy(x):
+        box = torch.stack([x, x.detach(), x.detach()])
+        return torch.func.functional_call(pair, {"box": box}, (shares * box,))
+
+    x = torch.tensor(10.0, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(energy(x), x)
+    step = (energy(x + 1e-4) - energy(x - 1e-4)) / 2e-4
+    assert float(slope) == pytest.approx(float(step.detach()), rel=1e-6)
+
+
+def test_the_backward_has_the_box_of_the_forward():
+    box = torch.full((3,), 5.0, dtype=torch.float64)
+    pair = adjsim.LennardJones(cutoff=2.4, box=box)
+    q = triple().requires_grad_()
+    (expected,) = torch.autograd.grad(pair.force(q).square().sum(), q)
+    force = pair.force(q)
+    pair.box = 2 * box
+    assert torch.equal(torch.autograd.grad(force.square().sum(), q)[0], expected)
+    called = torch.func.functional_call(pair, {"box": box}, (q,))
+    torch.testing.assert_close(
+        torch.autograd.grad(called, q)[0],
+        -adjsim.LennardJones(cutoff=2.4, box=box).force(q),
+        rtol=1e-13,
+        atol=1e-13,
+    )
+    energy = pair(q)
+    pair.box.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(energy, q)
+
+
+def test_a_gradient_compiled_after_a_change_is_refused():
+    pair = adjsim.SoftSphere(1.0, 1.0, 4.0)
+    q, v = triple().requires_grad_(), torch.ones(3, 3, dtype=torch.float64)
+    force = pair.force(q)
+    pair.exponent = 6.0
+    with contextlib.suppress(RuntimeError):  # Compiled already, it is the gradient of the force.
+        (found,) = torch.autograd.grad(force, q, v)
+        pair.exponent = 4.0
+        assert torch.equal(found, torch.autograd.grad(pair.force(q), q, v)[0])
+    pair.exponent = 4.0
+    (after,) = torch.autograd.grad(pair.force(q), q, v)
+    other = adjsim.SoftSphere(1.0, 1.0, 4.0)
+    assert torch.equal(after, torch.autograd.grad(other.force(q), q, v)[0])
+
+
+class Nested(PairPotential):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("c", torch.tensor(2.0, dtype=torch.float64))
+
+    def pair_energy(self, s):
+        return float(self.inner.c) * s
+
+
+def test_numbers_of_a_module_inside_are_read_each_time():
+    pair, q = Nested(), triple()
+    before = float(pair(q))
+    pair.inner.c.fill_(5.0)
+    assert float(pair(q)) == pytest.approx(2.5 * before)
+
+
+def test_species_out_of_range_are_refused():
+    for wrong in (40, -1):
+        pair = LennardJonesMixture([0, 1, 1], [1.0, 0.5], [1.0, 0.9])
+        pair.species[1] = wrong
+        with pytest.raises(IndexError):
+            pair.force(triple())
+
+
+class TwoTables(PairPotential):
+    def __init__(self):
+        super().__init__()
+        self.species = torch.tensor([0, 1, 0])
+        self.a = nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
+        self.b = nn.Parameter(torch.arange(9.0, dtype=torch.float64).reshape(3, 3))
+
+    def pair_energy(self, s):
+        return s * self.pair_parameter("a", s) + s * s * self.pair_parameter("b", s)
+
+
+def test_tables_of_two_sizes():
+    pair, q = TwoTables(), triple()
+    assert torch.equal(pair(q), all_pairs.energy(pair, q))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0, 5, 3), (0, 600, 3)])
+def test_nothing_to_evaluate(shape):
+    pair = adjsim.LennardJones(
+        nn.Parameter(torch.ones(5, 5, dtype=torch.float64)) if shape[-2] == 5 else parameter(1.0),
+        cutoff=2.0,
+        box=[20.0] * 3,
+    )
+    for _ in range(2):
+        q = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        force = pair.force(q)
+        assert force.shape == shape
+        force.sum().backward()
+
+
+def test_other_ways_of_differentiation():
+    pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple()
+    direction = torch.ones(3, 3, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])[:, None]
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(pair.force(forward_ad.make_dual(q, direction))).tangent
+    x = q.clone().requires_grad_()
+    force = pair.force(x)
+    # The Jacobian of a force that has a potential is symmetric.
+    (product,) = torch.autograd.grad(force, x, direction, retain_graph=True)
+    torch.testing.assert_close(tangent, product, rtol=1e-12, atol=1e-12)
+    (rows,) = torch.autograd.grad(
+        force, x, torch.stack([direction, 2 * direction]), is_grads_batched=True
+    )
+    torch.testing.assert_close(rows, torch.stack([product, 2 * product]), rtol=1e-12, atol=1e-12)
+
+
+def test_views_types_and_devices():
+    pair, q = adjsim.LennardJones(parameter(1.1), cutoff=3.0), triple()
+    mirrored = torch.complex(q, -q).conj().imag
+    assert mirrored.is_neg()
+    assert torch.equal(pair.force(mirrored), pair.force(q))
+    v = torch.ones(3, 3)
+    found, expected = (pair.force_vjp(q, [])[1](x)[0] for x in (v, v.double()))
+    assert torch.equal(found, expected)
+    with torch.device("meta"):
+        found = pair.force(q)
+    assert torch.equal(found, pair.force(q))
 
 
 def test_without_a_compiler_torch_is_taken(monkeypatch):
