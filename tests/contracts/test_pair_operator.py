@@ -230,7 +230,7 @@ def test_float32(listed):
 def test_fewer_dimensions(listed, dim):
     box = torch.tensor([40.0, 11.0][:dim], dtype=torch.float64)
     # Places at least 0.3 apart, so that no pair dominates the others.
-    places = torch.cartesian_prod(*[torch.arange(float(x), step=0.66) for x in box]).reshape(
+    places = torch.cartesian_prod(*[torch.arange(0.0, float(x), 0.66) for x in box]).reshape(
         -1, dim
     )
     shifts = torch.rand(places.shape, generator=torch.Generator().manual_seed(0)).double()
