@@ -54,7 +54,8 @@ class Collide(Term[PhaseState]):
             raise ValueError(
                 "Andersen: 'rate' requires grad, and paths have no derivative with respect to it, "
                 "since collisions are jumps. Use ScoreFunction (equilibrium means do not depend on "
-                "the rate) or FiniteDifference, or give the rate as a number."
+                "the rate) or FiniteDifference(h=0.1), whose step has to be large enough to change "
+                "collisions, or give the rate as a number."
             )
         # In float64, since a quantile in float32 cannot tell small probabilities apart.
         probability = -torch.expm1(-h * per_atom(rate.detach(), rate.detach().double()))
@@ -88,7 +89,8 @@ class Andersen(Thermostat):
     :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. It also ends the effect of
     that momentum on the path, so collisions damp the growth of pathwise gradients in time. There
     are pathwise gradients with respect to kT, masses, potential and start, and none with respect to
-    the rate.
+    the rate. For it use :class:`~adjsim.FiniteDifference` with a large step, such as h=0.1: a small
+    step changes no collision, and then gives zero with an error of zero.
 
     Args:
         potential: energy module, or a force field.

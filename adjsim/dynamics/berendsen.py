@@ -14,7 +14,13 @@ from adjsim._typing import Number
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.terms import Kick, Stream
-from adjsim.dynamics.thermostat import Rescale, Rescaling, rescaling, twice_kinetic
+from adjsim.dynamics.thermostat import (
+    Rescale,
+    Rescaling,
+    refuse_several,
+    rescaling,
+    twice_kinetic,
+)
 
 
 class WeakCoupling(Rescale):
@@ -119,6 +125,7 @@ class Berendsen(Rescaling):
     ) -> None:
         super().__init__(potential, mass, kT, dof)
         register(self, "tau", tau, positive=True)
+        refuse_several("tau", self.tau)
         self.terms = {"A": Stream(self), "B": Kick(self), "R": WeakCoupling(self)}
 
     def damping(self, state: PhaseState) -> float:

@@ -24,6 +24,7 @@ class Thermostat(MassiveDynamics[PhaseState]):
     def __init__(self, potential: nn.Module, mass: Number, kT: Number) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
+        refuse_several("kT", self.kT)
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
@@ -33,6 +34,12 @@ class Thermostat(MassiveDynamics[PhaseState]):
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)
         return state
+
+
+def refuse_several(name: str, value: Tensor) -> None:
+    """Refuse more than one number for a property of a whole system."""
+    if value.numel() != 1:
+        raise ValueError(f"{name} must be one number; got shape {tuple(value.shape)}.")
 
 
 class Rescaling(Thermostat):

@@ -58,6 +58,11 @@ def mean_with_error(series: Array) -> Mean:
     the spread of their means; with one, from the autocorrelation time.
     """
     x = as_tensor("series", series).detach().double()
+    if x.ndim > 2:
+        raise ValueError(
+            f"series must be (time,) or (time, replicas); got shape {tuple(x.shape)}. Independent "
+            "replicas with several axes are flattened to one by series.flatten(1)."
+        )
     if x.ndim == 2 and x.shape[1] > 1:
         means = x.mean(0)
         stderr = float(means.std(correction=1)) / means.numel() ** 0.5

@@ -16,6 +16,7 @@ from adjsim.observables.neighbours import (
     Pairs,
     optional_box,
     refuse_no_neighbours,
+    refuse_not_finite,
     sum_over_pairs,
     values_unknown,
 )
@@ -41,7 +42,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         ``(bins,)``, 1 where the fluid has no structure.
     """
     q, bounds = (
-        as_tensor("position", position).detach(),
+        refuse_not_finite(as_tensor("position", position).detach()),
         as_tensor("edges", edges).detach().double().cpu(),
     )
     if bounds.ndim != 1 or len(bounds) < 2 or not bool((bounds[1:] > bounds[:-1]).all()):
@@ -76,7 +77,9 @@ def smooth_radial_distribution(
 
     Args:
         position: ``(*batch, atoms, 3)``.
-        r: ``(n,)`` distances, up to half the smallest perpendicular width of the box.
+        r: ``(n,)`` distances, up to half the smallest perpendicular width of the box. Beyond this
+            width there are no nearest images, so within three kernel widths of it the estimate is
+            too low (by 2 width/L at the end of a cube's range).
         box: ``(3,)`` or ``(3, 3)``.
         width: standard deviation of the kernel, length.
 

@@ -153,6 +153,13 @@ def _shifts(q: Tensor, i: Tensor, j: Tensor, cell: Tensor | None) -> Tensor:
     return (torch.round((d - near.squeeze(-1).T) @ torch.linalg.inv(rows)) @ rows).to(q)
 
 
+def refuse_not_finite(q: Tensor) -> Tensor:
+    """Return positions, and refuse NaN and infinity, which a histogram would leave out."""
+    if not values_unknown() and not bool(torch.isfinite(q).all()):
+        raise ValueError("position has NaN or infinite entries.")
+    return q
+
+
 def optional_box(box: Array | None, reach: float | None = None) -> Tensor | None:
     """Check a box that may be None, also while torch records the observable."""
     with outside_tracing():

@@ -54,8 +54,10 @@ if TYPE_CHECKING:
 SKIN = 0.14
 LISTED, LISTED_WITHOUT_BOX = 3.0, 512
 
-# Kernels by potential and key, or the reason why there is none.
-_cache: ModuleCache[Kernel | str] = ModuleCache(32)
+# Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
+Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | str]
+# Those of a potential's formulas and the layout of its force.
+_cache: ModuleCache[Kernels] = ModuleCache(32)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,9 @@ class PairOperator:
         pair: a copy of it that keeps its box and settings, whatever becomes of the potential.
         names: the names of its operands: the tensors that its formulas may read.
         operands: their values, to which gradients are taken.
-        layout: the kernel that computes the force.
+        layout: that of the kernel of the force.
         key: the key of the potential's formulas.
+        kernels: the kernels that have been made.
     """
 
     owner: PairPotential
@@ -77,6 +80,7 @@ class PairOperator:
     operands: tuple[Tensor, ...]
     layout: Layout
     key: Any
+    kernels: Kernels
 
     @classmethod
     def of(cls, owner: PairPotential, position: Tensor) -> PairOperator | str:
@@ -112,7 +116,12 @@ class PairOperator:
         layout = Layout(
             FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), ()
         )
-        operator = cls(owner, pair, tuple(names), tuple(operands), layout, key)
+        place = (key, tuple(names), layout)
+        kernels = _cache.get(owner, place)
+        if kernels is None:
+            kernels = Kernels()
+            _cache.put(owner, place, kernels)
+        operator = cls(owner, pair, tuple(names), tuple(operands), layout, key, kernels)
         found = operator._kernel(FORCE)
         return found if isinstance(found, str) else operator
 
@@ -265,9 +274,7 @@ class PairOperator:
 
     def _kernel(self, mode: str, grid: bool = False) -> Kernel | str:
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        layout = replace(self.layout, mode=mode, grid=grid, gradients=gradients)
-        key = (self.key, self.names, layout)
-        known = _cache.get(self.owner, key)
+        known = self.kernels.get((mode, grid, gradients))
         if known is None:
             if cache_key(self.owner) != self.key:
                 raise RuntimeError(
@@ -276,23 +283,23 @@ class PairOperator:
                     "before the change."
                 )
             try:
-                known = self._compiled(layout)
+                known = self._compiled(
+                    replace(self.layout, mode=mode, grid=grid, gradients=gradients)
+                )
             except UnprintableError as error:
                 known = str(error)
-            _cache.put(self.owner, key, known)
+            self.kernels[mode, grid, gradients] = known
         return known
 
     def _compiled(self, layout: Layout) -> Kernel:
-        checked = ("elementwise", self.key, self.names, layout.kinds, layout.dtype)
-        if _cache.get(self.owner, checked) is None:
-            names: dict[str, str] = {}
+        if not self.kernels:
+            kinds: dict[str, str] = {}
             for name, kind in zip(self.names, layout.kinds, strict=True):
-                names[name] = kind
+                kinds[name] = kind
                 if kind == ATOM:
-                    names[f"{name} of the other"] = OTHER
+                    kinds[f"{name} of the other"] = OTHER
             methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
-            check_elementwise([self._formula(x) for x in methods], names, layout.dtype)
-            _cache.put(self.owner, checked, "elementwise")
+            check_elementwise([self._formula(x) for x in methods], kinds, layout.dtype)
         slope = self._functions(replace(layout, mode=FORCE, gradients=()))
         functions = slope if layout.mode == FORCE else self._functions(layout)
         return Kernel(layout, functions, slope)
