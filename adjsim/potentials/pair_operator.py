@@ -8,9 +8,11 @@ order of their numbers, so the result has the same bits with a list and without,
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,6 @@ from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._cpp.values import TYPES, UnprintableError
 from adjsim._grid import Grid
 from adjsim._layout import is_tracing
-from adjsim._module import ModuleCache
 from adjsim._pairs.formulas import OTHER, check_elementwise, printed, trace
 from adjsim._pairs.kernel import (
     ATOM,
@@ -56,8 +57,11 @@ LISTED, LISTED_WITHOUT_BOX = 3.0, 512
 
 # Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
 Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | str]
-# Those of a potential's formulas and the layout of its force.
-_cache: ModuleCache[Kernels] = ModuleCache(32)
+# Those of formulas and the layout of a force, shared by potentials of one class.
+_cache: OrderedDict[Any, Kernels] = OrderedDict()
+_lock = Lock()
+# Entries of the cache, and attributes of a potential that its formulas do not read.
+CAPACITY, UNREAD = 256, {"_volume", "skin"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class PairOperator:
         if reason is not None:
             return reason
         try:
-            key = cache_key(owner)
+            key = _formula_key(owner)
         except UninspectableError as error:
             return str(error)
         pair, (atoms, dim) = owner.frozen(), position.shape[-2:]
@@ -117,10 +121,11 @@ class PairOperator:
             FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), ()
         )
         place = (key, tuple(names), layout)
-        kernels = _cache.get(owner, place)
-        if kernels is None:
-            kernels = Kernels()
-            _cache.put(owner, place, kernels)
+        with _lock:
+            kernels = _cache.setdefault(place, Kernels())
+            _cache.move_to_end(place)
+            if len(_cache) > CAPACITY:
+                _cache.popitem(last=False)
         operator = cls(owner, pair, tuple(names), tuple(operands), layout, key, kernels)
         found = operator._kernel(FORCE)
         return found if isinstance(found, str) else operator
@@ -276,7 +281,7 @@ class PairOperator:
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
         known = self.kernels.get((mode, grid, gradients))
         if known is None:
-            if cache_key(self.owner) != self.key:
+            if _formula_key(self.owner) != self.key:
                 raise RuntimeError(
                     f"a value that {type(self.owner).__name__} reads has changed since the force "
                     "was evaluated, and its gradient had not been compiled yet. Call backward "
@@ -338,6 +343,15 @@ class PairOperator:
                 value = value.unsqueeze(-1)
             values[name] = value
         return self.pair.with_operands(values)
+
+
+def _formula_key(pair: PairPotential) -> Any:
+    """Build the key of a potential's formulas, the same for potentials that differ in numbers."""
+    dtype, modules, _ = cache_key(pair)
+    if len(modules) > 1:
+        return dtype, modules
+    _, kind, _, *attributes = modules[0]
+    return dtype, kind, *(entry for entry in attributes if entry[0] not in UNREAD)
 
 
 def _unsupported(pair: PairPotential, position: Tensor) -> str | None:
