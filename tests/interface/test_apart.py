@@ -183,7 +183,7 @@ def test_numbers_are_those_of_this_process(make, horizon, replicas):
 @pytest.mark.slow
 def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
     """Whatever ran before it: other methods, shorter horizons, or nothing. A resident set is good
-    to a megabyte, and backpropagation through 800 steps takes forty."""
+    to a megabyte, and backpropagation through 800 steps takes seven."""
     monkeypatch.chdir(tmp_path)
     peaks = []
     for order, horizons in (
@@ -194,7 +194,7 @@ def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
         assert done.exit_code == 0, done.output
         *_, run = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
         peaks.append({row["method"]: row["peak_memory"] for row in run["methods"]})
-    assert peaks[0]["direct"] > 20e6
+    assert peaks[0]["direct"] > 4e6
     for name, peak in peaks[0].items():
         assert abs(peak - peaks[1][name]) < 1.5e6
 
