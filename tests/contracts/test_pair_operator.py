@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -692,6 +693,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
         raise CompilerError("no C++ compiler was found")
 
     monkeypatch.setattr(kernels, "compiled", refuse)
+    monkeypatch.setattr(pair_operator, "_cache", OrderedDict())
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)
