@@ -95,6 +95,7 @@ def _traced(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
 ) -> GraphModule:
+    # Importing the tracer takes a second, and a run by operations of torch does not need it.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def derivative(s: Tensor, values: dict[str, Tensor], name: str) -> Tensor:

@@ -7,6 +7,7 @@ kernel is called directly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,17 +34,8 @@ def pairs(
 
 
 @pairs.register_fake
-def _(
-    position: Tensor,
-    vector: Tensor | None,
-    weight: Tensor | None,
-    operands: Sequence[Tensor],
-    box: Tensor | None,
-    species: Tensor | None,
-    spacing: Tensor | None,
-    kernel: str,
-) -> list[Tensor]:
-    layout = KERNELS[kernel].layout
+def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
+    layout = KERNELS[rest[-1]].layout
     results: list[Tensor] = []
     if layout.mode in (FORCE, PRODUCT):
         results.append(torch.empty_like(position))

@@ -7,7 +7,6 @@ order of their numbers, so the result has the same bits with a list and without,
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from adjsim._cache_key import UninspectableError, cache_key
-from adjsim._cpp.values import TYPES, UnprintableError
+from adjsim._cpp.values import UnprintableError
 from adjsim._grid import Grid
 from adjsim._layout import is_tracing
 from adjsim._pairs.formulas import OTHER, check_elementwise, printed, trace
@@ -40,28 +38,21 @@ from adjsim._pairs.kernel import (
 )
 from adjsim._pairs.operator import evaluate as evaluate_kernel
 from adjsim._params import refuse_unknown
-from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 from adjsim.potentials import all_pairs
 from adjsim.potentials.base import DeferredVJP, Pullback
 from adjsim.potentials.pair_autograd import PairEnergy, PairForce
+from adjsim.potentials.pair_conditions import misshapen, skin_of, unsupported
 
 if TYPE_CHECKING:
     from adjsim.potentials.pair import PairPotential
-
-# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
-# a list is made: in units of the neighbours in a list, or without a box. Measured, see
-# benchmarks/liquid.py.
-SKIN = 0.14
-LISTED, LISTED_WITHOUT_BOX = 3.0, 512
 
 # Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
 Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | str]
 # Those of formulas and the layout of a force, shared by potentials of one class.
 _cache: OrderedDict[Any, Kernels] = OrderedDict()
 _lock = Lock()
-# Entries of the cache, and attributes of a potential that its formulas do not read.
-CAPACITY, UNREAD = 256, {"_volume", "skin"}
+CAPACITY = 256
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class PairOperator:
     @classmethod
     def of(cls, owner: PairPotential, position: Tensor) -> PairOperator | str:
         """Return the operator, or the reason why there is none."""
-        reason = _unsupported(owner, position)
+        reason = unsupported(owner, position)
         if reason is not None:
             return reason
         try:
@@ -109,18 +100,22 @@ class PairOperator:
                 operands.append(value.to(position))
             names.append(name)
             kinds.append(NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE)
-        reason = _misshapen(
+        reason = misshapen(
             pair.species, atoms, dict(zip(names, zip(kinds, operands, strict=True), strict=True))
         )
         if reason is not None:
             return reason
         box = pair.box
         image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
-        skin = _skin(pair, position)
+        skin = skin_of(pair, position)
         layout = Layout(
             FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), ()
         )
-        place = (key, tuple(names), layout)
+        # A formula may read the shapes of tensors, such as the number of atoms.
+        shapes = tuple(
+            (name, x.shape, x.dtype) for name, x in pair._buffers.items() if x is not None
+        )
+        place = (key, shapes, layout)
         with _lock:
             kernels = _cache.setdefault(place, Kernels())
             _cache.move_to_end(place)
@@ -346,70 +341,10 @@ class PairOperator:
 
 
 def _formula_key(pair: PairPotential) -> Any:
-    """Build the key of a potential's formulas, the same for potentials that differ in numbers."""
+    """Build the key of a potential's formulas, which potentials of one class share."""
     dtype, modules, _ = cache_key(pair)
     if len(modules) > 1:
         return dtype, modules
     _, kind, _, *attributes = modules[0]
-    return dtype, kind, *(entry for entry in attributes if entry[0] not in UNREAD)
-
-
-def _unsupported(pair: PairPotential, position: Tensor) -> str | None:
-    """Return why a potential has no operator for positions of this shape and type."""
-    if position.device.type != "cpu":
-        return f"positions are on {position.device.type}"
-    if position.dtype not in TYPES or not position.dtype.is_floating_point:
-        return f"positions are {position.dtype}"
-    if in_transform() or torch.compiler.is_compiling():
-        return "a transform of torch.func or torch.compile is active"
-    if position.numel() == 0:
-        return "there are no atoms"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation is active"
-    if pair.box is not None and pair.box.requires_grad:
-        return "the box requires grad"
-    inner = (part for part in pair.modules() if part is not pair)
-    if any(
-        x is not None
-        for part in inner
-        for x in (*part._parameters.values(), *part._buffers.values())
-    ):
-        return "it has modules with tensors"
-    if position.shape[-1] > 3:
-        return "positions have more than three dimensions"
-    if type(position) not in (Tensor, torch.nn.Parameter) and not is_tracing():
-        return f"positions are {type(position).__name__}"
-    if pair.box is not None and len(pair.box) != position.shape[-1]:
-        return "box and position have different dimensions"
-    if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
-        return "a tilted box without a cutoff needs a search for the nearest image"
-    return None
-
-
-def _misshapen(
-    species: Tensor | None, atoms: int, operands: dict[str, tuple[str, Tensor]]
-) -> str | None:
-    """Return what is wrong with the shapes of operands."""
-    if species is not None and species.shape != (atoms,):
-        return f"species has shape {tuple(species.shape)} for {atoms} atoms"
-    rows = {len(x) for kind, x in operands.values() if kind == TABLE}
-    if species is None:
-        rows.add(atoms)
-    for name, (kind, x) in operands.items():
-        square = kind != TABLE or (x.ndim == 2 and x.shape[0] == x.shape[1] and len(rows) == 1)
-        if not square or (kind == ATOM and len(x) != atoms):
-            return f"{name} has shape {tuple(x.shape)} for {atoms} atoms"
-    return None
-
-
-def _skin(pair: PairPotential, position: Tensor) -> float | None:
-    """Return the skin of the neighbour list; None: evaluate all pairs."""
-    if pair.cutoff is None:
-        return None
-    skin = SKIN * pair.cutoff if pair.skin is None else pair.skin
-    atoms, dim = position.shape[-2:]
-    if pair._volume is None:
-        return skin if atoms >= LISTED_WITHOUT_BOX else None
-    reach = pair.cutoff + skin
-    ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
-    return skin if atoms > LISTED * (1 + atoms * ball / pair._volume) else None
+    # Formulas do not read the volume, which differs from box to box.
+    return dtype, kind, *(entry for entry in attributes if entry[0] != "_volume")

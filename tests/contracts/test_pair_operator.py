@@ -24,6 +24,7 @@ from adjsim.potentials import (
     PairPotential,
     Switched,
     all_pairs,
+    pair_conditions,
     pair_operator,
 )
 from tests.problems import parameter
@@ -38,8 +39,8 @@ def listed(monkeypatch):
     """Choose between a neighbour list and all pairs, whatever the size of the system."""
 
     def choose(limit):
-        monkeypatch.setattr(pair_operator, "LISTED", limit)
-        monkeypatch.setattr(pair_operator, "LISTED_WITHOUT_BOX", limit)
+        monkeypatch.setattr(pair_conditions, "LISTED", limit)
+        monkeypatch.setattr(pair_conditions, "LISTED_WITHOUT_BOX", limit)
 
     choose(LISTED)
     return choose
@@ -643,6 +644,25 @@ class TwoTables(PairPotential):
 def test_tables_of_two_sizes():
     pair, q = TwoTables(), triple()
     assert torch.equal(pair(q), all_pairs.energy(pair, q))
+
+
+class Averaged(PairPotential):
+    """Reads the number of atoms from the shape of a tensor."""
+
+    def __init__(self, atoms):
+        super().__init__()
+        self.charge = nn.Parameter(torch.ones(atoms, dtype=torch.float64))
+
+    def pair_energy(self, s):
+        return s / len(self.charge)
+
+
+def test_potentials_of_one_class_share_kernels_of_one_shape():
+    q = triple()
+    for atoms in (3, 2, 3):
+        pair = Averaged(atoms)
+        expected = all_pairs.energy(pair, q[:atoms])
+        torch.testing.assert_close(pair(q[:atoms]), expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 5, 3), (0, 600, 3)])

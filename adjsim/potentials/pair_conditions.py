@@ -1,0 +1,85 @@
+"""When a pair potential has an operator, and when the operator has a neighbour list."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from adjsim._cpp.values import TYPES
+from adjsim._layout import is_tracing
+from adjsim._pairs.kernel import ATOM, TABLE
+from adjsim._state import in_transform
+
+if TYPE_CHECKING:
+    from adjsim.potentials.pair import PairPotential
+
+# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
+# a list is made: in units of the neighbours in a list, or without a box. Measured, see
+# benchmarks/liquid.py.
+SKIN = 0.14
+LISTED, LISTED_WITHOUT_BOX = 3.0, 512
+
+
+def unsupported(pair: PairPotential, position: Tensor) -> str | None:
+    """Return why a potential has no operator for positions of this shape and type."""
+    if position.device.type != "cpu":
+        return f"positions are on {position.device.type}"
+    if position.dtype not in TYPES or not position.dtype.is_floating_point:
+        return f"positions are {position.dtype}"
+    if in_transform() or torch.compiler.is_compiling():
+        return "a transform of torch.func or torch.compile is active"
+    if position.numel() == 0:
+        return "there are no atoms"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    if pair.box is not None and pair.box.requires_grad:
+        return "the box requires grad"
+    inner = (part for part in pair.modules() if part is not pair)
+    if any(
+        x is not None
+        for part in inner
+        for x in (*part._parameters.values(), *part._buffers.values())
+    ):
+        return "it has modules with tensors"
+    if position.shape[-1] > 3:
+        return "positions have more than three dimensions"
+    if type(position) not in (Tensor, torch.nn.Parameter) and not is_tracing():
+        return f"positions are {type(position).__name__}"
+    if pair.box is not None and len(pair.box) != position.shape[-1]:
+        return "box and position have different dimensions"
+    if pair.box is not None and pair.box.ndim == 2 and pair.cutoff is None:
+        return "a tilted box without a cutoff needs a search for the nearest image"
+    return None
+
+
+def misshapen(
+    species: Tensor | None, atoms: int, operands: dict[str, tuple[str, Tensor]]
+) -> str | None:
+    """Return what is wrong with the shapes of operands."""
+    if species is not None and species.shape != (atoms,):
+        return f"species has shape {tuple(species.shape)} for {atoms} atoms"
+    rows = {len(x) for kind, x in operands.values() if kind == TABLE}
+    if species is None:
+        rows.add(atoms)
+    for name, (kind, x) in operands.items():
+        square = kind != TABLE or (x.ndim == 2 and x.shape[0] == x.shape[1] and len(rows) == 1)
+        if not square or (kind == ATOM and len(x) != atoms):
+            return f"{name} has shape {tuple(x.shape)} for {atoms} atoms"
+    return None
+
+
+def skin_of(pair: PairPotential, position: Tensor) -> float | None:
+    """Return the skin of the neighbour list; None: evaluate all pairs."""
+    if pair.cutoff is None:
+        return None
+    skin = SKIN * pair.cutoff if pair.skin is None else pair.skin
+    atoms, dim = position.shape[-2:]
+    if pair._volume is None:
+        return skin if atoms >= LISTED_WITHOUT_BOX else None
+    reach = pair.cutoff + skin
+    ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
+    return skin if atoms > LISTED * (1 + atoms * ball / pair._volume) else None
