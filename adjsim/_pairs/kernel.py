@@ -344,9 +344,8 @@ def _address(function: Any) -> int:
 @functools.cache
 def lists(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the library of neighbour lists."""
-    source = "\n".join(
-        [HEADER, f"#define REAL {TYPES[dtype]}", text("call.h"), text("neighbours.cpp")]
-    )
+    parts = (text(name) for name in ("call.h", "cells.cpp", "neighbours.cpp"))
+    source = "\n".join([HEADER, f"#define REAL {TYPES[dtype]}", *parts])
     library = compiled(source, threads=True)
     library.neighbours_builds.restype = ctypes.c_int64
     return library

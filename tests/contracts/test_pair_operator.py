@@ -274,6 +274,17 @@ def test_any_box_cutoff_and_skin(listed, seed, tilt, sides, share, skin, tilted)
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("far", [1e5, 1e9, 1e30])
+@pytest.mark.parametrize("unit", [1.0, 1e-10])
+def test_a_cluster_and_an_atom_far_away(listed, far, unit):
+    """Cells as wide as the system hold the cluster, and single precision would lose its pairs."""
+    q = gas(cell("cube"), 70, seed=8)
+    q[7, 0], q[40, 0] = far, -far
+    pair = adjsim.LennardJones(parameter(1.1), parameter(0.9 * unit), cutoff=2.4 * unit)
+    assert pair.path(q * unit) == "neighbour list"
+    assert_equal_to_torch(pair, q * unit)
+
+
 def test_bits_do_not_depend_on_the_list(listed):
     """Whatever is in the list beyond the cutoff, and whichever list was there before."""
     pairs = [
