@@ -1,7 +1,8 @@
 """Pair potentials, written as a function of the squared distance.
 
 On the CPU the pair operator evaluates them (:mod:`adjsim.potentials.pair_operator`). Torch
-operations over all pairs (:mod:`adjsim.potentials.all_pairs`) evaluate what the operator does not.
+operations evaluate what the operator does not, over the pairs of a neighbour list
+(:mod:`adjsim.potentials.listed_pairs`) or over all pairs (:mod:`adjsim.potentials.all_pairs`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from adjsim._grid import Grid
 from adjsim._inputs import as_number, describe_type, outside_inference_mode
 from adjsim._params import register
 from adjsim._typing import Array, Energies, Number, Positions
-from adjsim.potentials import all_pairs
+from adjsim.potentials import all_pairs, listed_pairs
 from adjsim.potentials.base import Potential, Pullback, SumPotential, derivative
 from adjsim.potentials.pair_operator import PairOperator
 from adjsim.potentials.truncation import Shifted, Truncation
@@ -114,23 +115,29 @@ class PairPotential(Potential):
 
     def forward(self, position: Positions) -> Energies:
         operator = PairOperator.of(self, position)
-        if isinstance(operator, str):
-            return all_pairs.energy(self, position)
-        return operator.energy(position)
+        if not isinstance(operator, str):
+            return operator.energy(position)
+        if listed_pairs.applies(self, position, "truncated_energy"):
+            return listed_pairs.energy(self, position)
+        return all_pairs.energy(self, position)
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
         operator = PairOperator.of(self, position)
-        if isinstance(operator, str):
-            return all_pairs.force(self, position, grid)
-        return operator.force(position, grid)
+        if not isinstance(operator, str):
+            return operator.force(position, grid)
+        if listed_pairs.applies(self, position, "truncated_slope"):
+            return listed_pairs.force(self, position, grid)
+        return all_pairs.force(self, position, grid)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
         operator = PairOperator.of(self, position)
-        if isinstance(operator, str):
-            return all_pairs.force_vjp(self, position, grid)
-        return operator.force_vjp(position, parameters, grid)
+        if not isinstance(operator, str):
+            return operator.force_vjp(position, parameters, grid)
+        if listed_pairs.applies(self, position, "truncated_slope", "truncated_curvature"):
+            return listed_pairs.force_vjp(self, position, parameters, grid)
+        return all_pairs.force_vjp(self, position, grid)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -138,13 +145,16 @@ class PairPotential(Potential):
         F_ij is the force on i from j. In a periodic box this is minus the derivative of the energy
         with respect to the strain of the box.
         """
+        if listed_pairs.applies(self, position, "truncated_slope"):
+            return listed_pairs.virial(self, position)
         return all_pairs.virial(self, position)
 
     def path(self, position: Positions) -> str:
         """Say how pairs are evaluated for such positions, and why not by the operator."""
         operator = PairOperator.of(self, position)
         if isinstance(operator, str):
-            return f"all pairs, by torch: {operator}"
+            listed = listed_pairs.applies(self, position, "truncated_slope")
+            return f"{'neighbour list' if listed else 'all pairs'}, by torch: {operator}"
         return "all pairs" if operator.layout.skin is None else "neighbour list"
 
     def register_pair_parameter(self, name: str, value: Number, *, positive: bool = False) -> None:

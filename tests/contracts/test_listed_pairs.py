@@ -1,0 +1,196 @@
+"""Sums over the pairs of a list by torch operations, against all pairs."""
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim.potentials import PairPotential, all_pairs, listed_pairs, pair_conditions, pair_operator
+from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
+from tests.problems import parameter
+
+# Sums in another order, relative to the largest result. Terms of pairs at 0.75 are a hundred times as
+# large as the results in which they cancel.
+CLOSE = 1e-11
+
+
+@pytest.fixture(autouse=True)
+def without_operator(monkeypatch):
+    monkeypatch.setattr(pair_conditions, "LISTED", 0.0)
+    monkeypatch.setattr(pair_conditions, "LISTED_WITHOUT_BOX", 0)
+    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: "as a test wants")
+    listed_pairs._lists.clear()
+
+
+class Network(PairPotential):
+    """A learnt pair energy, which is no formula of C++."""
+
+    def __init__(self, box, cutoff=2.4):
+        super().__init__(box=box, cutoff=cutoff)
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def pair_energy(self, s):
+        return self.net(s.unsqueeze(-1)).squeeze(-1)
+
+
+def lennard_jones(kind, **settings):
+    return adjsim.LennardJones(
+        parameter(1.1), parameter(0.9), cutoff=2.4, box=box_of(kind), skin=0.3, **settings
+    )
+
+
+def assert_equal_to_all_pairs(pair, position):
+    """Energy, force, virial, gradients, and the product of the adjoint."""
+    assert pair.path(position).startswith("neighbour list, by torch")
+    parameters = list(pair.parameters())
+    v = torch.randn(position.shape, generator=torch.Generator().manual_seed(1)).to(position)
+
+    def results(energy, force, virial, vjp):
+        q = position.detach().requires_grad_()
+        outputs = [energy(q), force(q), virial(q)]
+        value, pullback = vjp(q.detach())
+        along, rest = pullback(v)
+        rest = rest if isinstance(rest, list) else rest.gradient(parameters)
+        grads = [
+            torch.autograd.grad(x, [q, *parameters], torch.cos(x.detach()), allow_unused=True)
+            for x in outputs
+        ]
+        second = torch.autograd.grad(
+            (torch.autograd.grad(force(q), q, v, create_graph=True)[0] ** 2).sum(), q
+        )
+        return [*outputs, *(g for row in grads for g in row), value, along, *rest, *second]
+
+    listed = results(pair, pair.force, pair.virial, lambda q: pair.force_vjp(q, parameters))
+    every = results(
+        lambda q: all_pairs.energy(pair, q),
+        lambda q: all_pairs.force(pair, q, None),
+        lambda q: all_pairs.virial(pair, q),
+        lambda q: all_pairs.force_vjp(pair, q, None),
+    )
+    for x, y in zip(listed, every, strict=True):
+        assert (x is None) == (y is None)
+        if y is not None:
+            scale = max(1.0, float(y.detach().abs().max()))
+            torch.testing.assert_close(x, y, rtol=0, atol=CLOSE * scale)
+
+
+@pytest.mark.parametrize("kind", ["cube", "tilted", "slab", "just large enough"])
+def test_boxes(kind):
+    assert_equal_to_all_pairs(lennard_jones(kind), gas(cell(kind), 60, seed=2))
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_formulas_and_their_parameters(name):
+    pair = KINDS[name](box_of("cube"))
+    assert_equal_to_all_pairs(pair, gas(cell("cube"), 60, seed=4, replicas=2))
+
+
+def test_without_a_box():
+    pair = adjsim.LennardJones(parameter(1.1), parameter(0.9), cutoff=2.4)
+    assert_equal_to_all_pairs(pair, gas(cell("cube"), 60, seed=4))
+
+
+def test_a_network():
+    torch.manual_seed(3)
+    assert_equal_to_all_pairs(Network(box_of("cube")), gas(cell("cube"), 60, seed=2))
+
+
+class Centred(PairPotential):
+    """Depends on all distances."""
+
+    def pair_energy(self, s):
+        return (s - s.mean()) ** 2
+
+
+class Tabled(PairPotential):
+    """Reads a table of pairs of atoms by itself."""
+
+    table = torch.linspace(0.5, 1.5, 3600, dtype=torch.float64).reshape(60, 60)
+
+    def pair_energy(self, s):
+        return (self.table + self.table.T) * s
+
+
+@pytest.mark.parametrize("kind", [Centred, Tabled])
+def test_formulas_that_cannot_take_a_list(kind):
+    pair, q = kind(cutoff=2.4, box=box_of("cube")), gas(cell("cube"), 60, seed=2)
+    assert pair.path(q).startswith("all pairs, by torch")
+    assert torch.equal(pair.force(q), all_pairs.force(pair, q, None))
+
+
+def test_results_are_a_function_of_the_position():
+    pair = lennard_jones("cube")
+    start = gas(cell("cube"), 60, seed=2)
+    step = torch.randn(start.shape, generator=torch.Generator().manual_seed(0)).double()
+    builds = set()
+    with torch.no_grad():
+        for k in range(60):
+            q = start + 0.005 * k * step
+            along = pair(q), pair.force(q), pair.force_vjp(q, [])[1](step)[0]
+            builds.add(listed_pairs._lists[0].position[0, 0].item())
+            kept = list(listed_pairs._lists)
+            listed_pairs._lists.clear()
+            fresh = pair(q), pair.force(q), pair.force_vjp(q, [])[1](step)[0]
+            for x, y in zip(along, fresh, strict=True):
+                assert torch.equal(x, y)
+            listed_pairs._lists.clear()
+            listed_pairs._lists.extend(kept)
+    assert 5 < len(builds) < 50
+
+
+def test_an_exact_run_is_retraced():
+    pair = lennard_jones("cube")
+    dynamics = adjsim.Hamiltonian(pair)
+    q = gas(cell("cube"), 40, seed=2, spread=0.0)
+    p = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def gradient():
+        start = q.clone().requires_grad_()
+        run = adjsim.simulate(
+            dynamics, dynamics.init(start, p), [0.0, 0.4],
+            solver=adjsim.Splitting("BAB", 0.002, exact=True), adjoint=adjsim.ReversibleAdjoint(),
+        )  # fmt: skip
+        grads = torch.autograd.grad(run.final.position.square().sum(), [start, *pair.parameters()])
+        assert run.stats["reconstruction_error"] == 0
+        return run.final.position.detach(), grads
+
+    end, listed = gradient()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair_conditions, "LISTED", 1e9)
+        other, every = gradient()
+    # Sums of lattice multiples are exact in any order.
+    assert torch.equal(end, other)
+    for x, y in zip(listed, every, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_systems_that_are_not_finite():
+    pair = lennard_jones("cube")
+    q = gas(cell("cube"), 60, seed=2, replicas=3)
+    expected = pair.force(q)
+    q[1, 3, 0] = torch.nan
+    found = pair.force(q)
+    assert bool(torch.isnan(found[1]).all())
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    assert torch.equal(torch.isnan(pair(q)), torch.tensor([False, True, False]))
+
+
+def test_virial_of_a_potential_with_an_operator(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(pair_conditions, "LISTED", 0.0)
+    pair = lennard_jones("tilted")
+    q = gas(cell("tilted"), 60, seed=2)
+    assert pair.path(q) == "neighbour list"
+    torch.testing.assert_close(
+        pair.virial(q), all_pairs.virial(pair, q), rtol=CLOSE, atol=CLOSE * 100
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_on_a_gpu(name):
+    pair, q = KINDS[name](box_of("cube")), gas(cell("cube"), 60, seed=4, replicas=2)
+    expected = all_pairs.force(pair, q, None)
+    found = pair.cuda().force(q.cuda())
+    assert found.is_cuda
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)
