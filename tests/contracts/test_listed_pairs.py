@@ -9,8 +9,8 @@ from adjsim.potentials import PairPotential, all_pairs, listed_pairs, pair_condi
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
-# Sums in another order, relative to the largest result. Terms of pairs at 0.75 are a hundred times as
-# large as the results in which they cancel.
+# Sums in another order, relative to the largest result. Terms of pairs at 0.75 are a hundred times
+# as large as the results in which they cancel.
 CLOSE = 1e-11
 
 
