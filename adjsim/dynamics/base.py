@@ -338,6 +338,19 @@ def check_per_atom(name: str, value: Tensor) -> None:
         )
 
 
+def check_dof(dof: float | None, state: AnyState) -> None:
+    """Refuse more degrees of freedom than a system has coordinates.
+
+    Frozen coordinates and conserved momenta make them fewer.
+    """
+    coordinates = math.prod(state.position.shape[-2:])
+    if dof is not None and dof > coordinates:
+        raise ValueError(
+            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
+            f"{coordinates}, or None."
+        )
+
+
 def check_entries(name: str, value: Tensor, state: AnyState) -> None:
     atoms = state.position.shape[-2]
     if value.numel() not in (1, atoms):

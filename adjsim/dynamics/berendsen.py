@@ -111,6 +111,9 @@ class Berendsen(Rescaling):
         tau: relaxation time of the kinetic energy, time.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
             x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
     """
 
     tau: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_whole
 from adjsim._params import register
-from adjsim._state import AnyState, PhaseState
+from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number
 from adjsim.dynamics.base import MassiveDynamics
 from adjsim.dynamics.couplings import Move
@@ -170,7 +170,7 @@ class Bussi(Rescaling):
             Pass atoms x dim - dim when the total momentum is zero and stays so.
 
     Raises:
-        ValueError: a dof above atoms x dim.
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
         TypeError: in ``simulate``, ``exact=True`` or a continuous solver.
     """
 
@@ -188,15 +188,6 @@ class Bussi(Rescaling):
         register(self, "tau", tau, positive=True)
         refuse_several("tau", self.tau)
         self.terms = {"A": Stream(self), "B": Kick(self), "R": StochasticRescale(self)}
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        atoms, dim = state.position.shape[-2:]
-        if self.dof is not None and self.dof > atoms * dim:
-            raise ValueError(
-                f"dof is {self.dof:g}, more than atoms x dim = {atoms * dim}; Bussi takes one "
-                "Gaussian for each degree of freedom."
-            )
 
     def damping(self, state: PhaseState) -> float:
         return 1 / float(self.tau.detach().min())

@@ -14,7 +14,7 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
 from adjsim._state import AnyMomentumState, AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
@@ -264,6 +264,9 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
         length: links of the chain.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
             x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
     """
 
     state_type = ChainState
@@ -321,6 +324,7 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
+        check_dof(self.dof, state)
         expected = (*state.position.shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:

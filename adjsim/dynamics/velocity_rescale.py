@@ -71,6 +71,7 @@ class VelocityRescale(Rescaling):
             x dim - dim when the total momentum is zero and stays so.
 
     Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
         TypeError: in ``simulate``, :class:`~adjsim.ReversibleAdjoint`, ``exact=True`` or a
             continuous solver.
     """

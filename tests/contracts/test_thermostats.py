@@ -549,10 +549,28 @@ def test_numbers_that_are_refused():
         (lambda: adjsim.Andersen(FREE, rate=0.0), "rate must be positive"),
         (lambda: adjsim.Andersen(FREE, rate=torch.ones(2, 2)), "rate has shape"),
         (lambda: adjsim.Andersen(FREE, rate=[1.0, 2.0]).init(*square()), "rate has 2 entries"),
-        (lambda: adjsim.Bussi(FREE, dof=9).init(*square()), "more than atoms x dim = 8"),
+        (lambda: adjsim.Bussi(FREE, dof=-2), "dof must be positive; got -2"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme"),
+    [
+        *((make, "BABR") for make in RESCALING.values()),
+        (lambda potential, dof: adjsim.NoseHooverChain(potential, dof=dof), "NBABN"),
+    ],
+)
+def test_no_system_has_more_degrees_of_freedom_than_coordinates(make, scheme):
+    """Fewer are taken, and with a fitting start the run refuses them too."""
+    assert make(FREE, dof=1).init(*square()).position.shape == (4, 2)
+    says = r"dof is 9, more than atoms x dim = 8 of one system: give at most 8, or None\.$"
+    with pytest.raises(ValueError, match=says):
+        make(FREE, dof=9).init(*square((3,)))
+    start = make(FREE, dof=8).init(*square((3,)))
+    with pytest.raises(ValueError, match=says):
+        run(make(FREE, dof=9), start, [0.0, 0.1], scheme)
 
 
 @pytest.mark.parametrize("name", ["velocity-rescale", "berendsen"])
