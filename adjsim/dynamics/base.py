@@ -266,8 +266,9 @@ class MassiveDynamics(Dynamics[MomentumState]):
         They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size.
         The seed may also be that of the run, which has a separate stream.
         """
-        at, _ = as_start(position)
-        return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
+        at, temperature = as_start(position)[0], as_tensor("kT", kT)
+        refuse_several("kT", temperature)
+        return self.thermal_scale(at, temperature) * standard_normal(at, generator)
 
     def characteristic_scales(self, state: MomentumState, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
@@ -335,6 +336,15 @@ def check_per_atom(name: str, value: Tensor) -> None:
     if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
+        )
+
+
+def refuse_several(name: str, value: Tensor) -> None:
+    """Refuse more than one number for a property of a whole system."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be one number, for all atoms and replicas; got shape "
+            f"{tuple(value.shape)}. Make a simulation for each {name}."
         )
 
 

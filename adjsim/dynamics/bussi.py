@@ -13,14 +13,13 @@ from adjsim._inputs import as_whole
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number
-from adjsim.dynamics.base import MassiveDynamics
+from adjsim.dynamics.base import MassiveDynamics, refuse_several
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import (
     Rescale,
     Rescaling,
-    refuse_several,
     rescaling,
     twice_kinetic,
 )
@@ -164,7 +163,7 @@ class Bussi(Rescaling):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         tau: relaxation time of the kinetic energy, time.
         dof: degrees of freedom of one system, an integer. None: atoms x dim, pinned atoms left out.
             Pass atoms x dim - dim when the total momentum is zero and stays so.

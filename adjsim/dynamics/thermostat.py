@@ -11,7 +11,7 @@ from adjsim._inputs import as_number
 from adjsim._params import register
 from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.sources import Source
 
@@ -34,12 +34,6 @@ class Thermostat(MassiveDynamics[PhaseState]):
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)
         return state
-
-
-def refuse_several(name: str, value: Tensor) -> None:
-    """Refuse more than one number for a property of a whole system."""
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number; got shape {tuple(value.shape)}.")
 
 
 class Rescaling(Thermostat):

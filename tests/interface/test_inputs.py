@@ -718,6 +718,29 @@ REFUSED = [
         for name in names
         for value in (0, -2)
     ),
+    *(
+        (
+            lambda make=make, name=name: make(adjsim.Harmonic(), **{name: [0.5, 1.0]}),
+            ValueError,
+            rf"{name} must be one number, for all atoms and replicas; got shape \(2,\)\. Make",
+        )
+        for make, names in (
+            (adjsim.Langevin, ["kT"]),
+            (adjsim.OverdampedLangevin, ["kT"]),
+            (adjsim.GeneralizedLangevin, ["kT"]),
+            (adjsim.NoseHooverChain, ["kT", "tau"]),
+            (adjsim.VelocityRescale, ["kT"]),
+            (adjsim.Berendsen, ["kT", "tau"]),
+            (adjsim.Bussi, ["kT", "tau"]),
+            (adjsim.Andersen, ["kT"]),
+        )
+        for name in names
+    ),
+    (
+        lambda: adjsim.Hamiltonian(adjsim.Harmonic()).thermal_momentum(Q, [0.5, 1.0]),
+        ValueError,
+        "kT must be one number",
+    ),
     (lambda: adjsim.LennardJones(cutoff="3"), TypeError, "cutoff must be a number; got str '3'"),
     (lambda: adjsim.LennardJones(cutoff=parameter(3.0)), ValueError, "cutoff requires grad"),
     (lambda: adjsim.LennardJones(box="cubic"), TypeError, "box must be real numbers"),
