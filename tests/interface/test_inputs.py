@@ -793,7 +793,7 @@ REFUSED = [
     ),
     (lambda: Final(None), TypeError, "Final takes a function of the state.*got NoneType"),
     (lambda: Final(3.0), TypeError, "Final takes a function"),
-    (lambda: adjsim.velocity_autocorrelation(Q, 1.5), ValueError, "lags must be an integer"),
+    (lambda: adjsim.velocity_autocorrelation(Q[None], 1.5), ValueError, "lags must be an integer"),
     (
         lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]),
         ValueError,
