@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, refuse_uncalled
-from adjsim._module import ModuleCache
 from adjsim._noise import Noise, NoiseStream, seed_from
 from adjsim._params import register, trainable
 from adjsim._state import (
@@ -30,10 +29,8 @@ from adjsim._state import (
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
-from adjsim.potentials.base import ForceField, refuse_written, version_of
-
-# Shapes of positions for which a potential was found to return the right shape.
-_checked_shapes: ModuleCache[bool] = ModuleCache(64)
+from adjsim.dynamics.start_energy import check_potential
+from adjsim.potentials.base import ForceField
 
 
 class Term(Generic[State]):
@@ -182,25 +179,7 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
-        expected = state.position.shape[:-2]
-        if _checked_shapes.get(self.potential, state.position.shape):
-            return
-        # A copy, to find a potential that writes into its argument.
-        position = state.position.detach().clone()
-        version = version_of(position)
-        with torch.no_grad():
-            if isinstance(self.potential, ForceField):
-                got = tuple(self.potential(0.0, position).shape)
-                what, expected = "force", position.shape
-            else:
-                got, what = tuple(self.potential(position).shape), "energy"
-        refuse_written(self.potential, position, version)
-        if got != tuple(expected):
-            raise ValueError(
-                f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it "
-                f"must be {tuple(expected)}."
-            )
-        _checked_shapes.put(self.potential, state.position.shape, True)
+        check_potential(self.potential, state.position)
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

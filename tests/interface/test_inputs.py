@@ -799,6 +799,16 @@ REFUSED = [
         ValueError,
         "edges must be at least two increasing",
     ),
+    (
+        lambda: adjsim.radial_distribution(torch.zeros(2, 3), [0.5, 1.0], None),
+        ValueError,
+        "radial_distribution needs a periodic box.*got None",
+    ),
+    (
+        lambda: adjsim.smooth_radial_distribution(torch.zeros(2, 3), [1.0], None, width=0.1),
+        ValueError,
+        "smooth_radial_distribution needs a periodic box.*got None",
+    ),
 ]
 
 
@@ -808,6 +818,53 @@ def test_it_is_refused_in_our_own_words(call, kind, says):
     with pytest.raises(kind, match=says) as found:
         call()
     assert type(found.value) is kind
+
+
+class Repulsion(nn.Module):
+    """One over the distance, by torch."""
+
+    def forward(self, position):
+        i, j = torch.triu_indices(position.shape[-2], position.shape[-2], 1)
+        return (1 / (position[..., i, :] - position[..., j, :]).norm(dim=-1)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("potential", "move"),
+    [
+        (lambda: adjsim.LennardJones(), [0.0, 0.0]),
+        (lambda: adjsim.LennardJones(cutoff=1.7, box=[4.0, 5.0]) + adjsim.Harmonic(), [4.0, -5.0]),
+        (lambda: adjsim.LennardJones(cutoff=1.7, box=[[4.0, 0.0], [1.0, 5.0]]), [3.0, -5.0]),
+        (Repulsion, [0.0, 0.0]),
+    ],
+    ids=["open", "box", "tilted box", "module"],
+)
+def test_two_atoms_at_one_place_are_named_before_the_run(potential, move):
+    """In a start, and in a state that the run is given without one."""
+    dynamics = adjsim.Langevin(potential())
+    position = torch.stack([Q, Q])
+    position[1, 3] = position[1, 1] + torch.tensor(move)
+    says = (
+        r"^the energy at the start of system 1 is inf\. The closest atoms, 1 and 3, are 0 apart: "
+        rf"move them, or check the parameters of {type(dynamics.potential).__name__}\.$"
+    )
+    dynamics.init(position[:1].expand(2, -1, -1), position)
+    with pytest.raises(ValueError, match=says):
+        dynamics.init(position, position)
+    with pytest.raises(ValueError, match=says):
+        simulate(dynamics=dynamics, state=adjsim.PhaseState(position, position))
+    with pytest.raises(ValueError, match=r"^the energy at the start is inf\. The closest"):
+        dynamics.init(position[1], position[1])
+
+
+def test_a_force_that_is_not_finite_is_named_before_the_run():
+    class Drive(adjsim.potentials.ForceField):
+        def forward(self, t, position):
+            return 1 / position
+
+    dynamics = adjsim.Langevin(Drive())
+    says = r"^the force at the start of system 1 is inf: check the parameters of Drive\.$"
+    with pytest.raises(ValueError, match=says):
+        dynamics.init(torch.tensor([[[1.0]], [[0.0]]]), generator=0)
 
 
 def test_a_trajectory_without_a_graph_says_so():
