@@ -33,10 +33,10 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
             f"it must be {tuple(expected)}."
         )
     if not in_transform() and not bool(torch.isfinite(value).all()):
-        raise ValueError(_not_finite(potential, copy, value, what))
+        raise ValueError(describe_not_finite(potential, copy, value, what))
 
 
-def _not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
+def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
     """Name the first number that is not finite, its system, and the closest atoms there."""
     index = tuple((~torch.isfinite(value)).nonzero()[0].tolist())
     system = index[: position.ndim - 2]

@@ -856,6 +856,28 @@ def test_two_atoms_at_one_place_are_named_before_the_run(potential, move):
         dynamics.init(position[1], position[1])
 
 
+@pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), ReversibleAdjoint()])
+def test_two_atoms_at_one_place_with_a_finite_energy_are_named(adjoint):
+    """The root has no derivative at zero, so the first force is NaN."""
+
+    class Springs(nn.Module):
+        def forward(self, position):
+            i, j = torch.triu_indices(position.shape[-2], position.shape[-2], 1)
+            d = position[..., i, :] - position[..., j, :]
+            return ((d.square().sum(-1).sqrt() - 1) ** 2).sum(-1)
+
+    dynamics = adjsim.Langevin(Springs())
+    position = Q.clone()
+    position[3] = position[1]
+    start = dynamics.init(position, P)
+    says = (
+        r"in step 1 \(t = 0\.01\): the force at the start is nan\. The closest atoms, 1 and 3, are "
+        r"0 apart: move them, or check the parameters of Springs\.$"
+    )
+    with pytest.raises(FloatingPointError, match=says):
+        simulate(dynamics=dynamics, state=start, adjoint=adjoint, generator=0)
+
+
 def test_a_force_that_is_not_finite_is_named_before_the_run():
     class Drive(adjsim.potentials.ForceField):
         def forward(self, t, position):
