@@ -42,7 +42,7 @@ def animate(
         box: ``(dim,)`` lengths or ``(dim, dim)`` rows. The box is drawn, and atoms are wrapped into
             it. None: positions are drawn as they are.
         frames: the largest number of frames. Of a longer trajectory, evenly spaced frames are
-            drawn, the first and the last among them.
+            drawn, the first and the last among them; with ``frames=1`` the first alone.
         fps: frames per second.
 
     Raises:

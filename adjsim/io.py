@@ -45,7 +45,7 @@ def from_ase(atoms: ase.Atoms) -> Structure:
 
     Raises:
         ValueError: no atoms, numbers that are not finite, a cell that is periodic along some axes
-            only.
+            only, or without a volume.
     """
     if len(atoms) == 0:
         raise ValueError("the ase.Atoms has no atoms.")
@@ -73,6 +73,11 @@ def box_of(atoms: ase.Atoms) -> Tensor | None:
             "the cell is periodic along some axes only; make it periodic along all three, or none."
         )
     cell = torch.from_numpy(np.array(atoms.cell))
+    if not float(torch.linalg.det(cell).abs()) > 0:
+        raise ValueError(
+            f"the atoms are periodic and their cell {cell.tolist()} has no volume: set the cell, "
+            "or pbc=False."
+        )
     off_diagonal = cell - torch.diag(torch.diagonal(cell))
     return torch.diagonal(cell).clone() if float(off_diagonal.abs().max()) < 1e-12 else cell
 

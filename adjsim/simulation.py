@@ -77,8 +77,9 @@ def simulate(
         progress: show a progress bar, on a terminal.
 
     Raises:
-        ValueError: times off the grid, wrong shapes, NaN or infinite input, a scheme that misses a
-            term, a tensor that requires grad and is not registered.
+        ValueError: times off the grid, wrong shapes, NaN or infinite input, a start without a
+            finite energy (such as two atoms at one place), a scheme that misses a term, a tensor
+            that requires grad and is not registered.
         TypeError: a solver and an adjoint that do not go together; a class or a function in place
             of an object; a record that cannot be called.
         FloatingPointError: the run reached NaN or infinity; the message names the step.

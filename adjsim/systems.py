@@ -120,8 +120,12 @@ def _read(path: Path) -> ase.Atoms:
         raise ValueError(f"'{path}' holds no atoms; give a structure with at least two.")
     if len(atoms) < 2:
         raise ValueError(f"'{path}' holds one atom; a pair potential needs at least two.")
-    if not np.isfinite(atoms.get_positions()).all():
-        raise ValueError(f"'{path}' has positions that are not finite numbers.")
+    bad = np.flatnonzero(~np.isfinite(atoms.get_positions()).all(1))
+    if len(bad):
+        raise ValueError(
+            f"the position of atom {bad[0]} in '{path}' is "
+            f"{atoms.get_positions()[bad[0]].tolist()}, which is not finite; correct the file."
+        )
     return atoms
 
 

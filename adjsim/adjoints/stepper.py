@@ -18,6 +18,8 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
+from adjsim.dynamics.start_energy import describe_not_finite
+from adjsim.potentials.base import force
 from adjsim.solvers.base import Problem, Program, SteppingSolver
 
 # Steps between finiteness checks.
@@ -252,7 +254,7 @@ class Stepper:
     def _raise_at_step(
         self, state: AnyState, start: int, stop: int, inputs: Inputs, potential: nn.Module
     ) -> None:
-        k, forces = start, self.program.forces(potential)
+        first, k, forces = state, start, self.program.forces(potential)
         while self._is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
@@ -267,6 +269,14 @@ class Stepper:
                 f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with "
                 "exact=False."
             )
+        if k == 1:
+            # An energy may be finite where its force is not, such as that of a root at zero.
+            found = force(potential, first.position, self.clock.time(0))
+            if not bool(torch.isfinite(found).all()):
+                reason = describe_not_finite(potential, first.position, found, "force")
+                raise FloatingPointError(
+                    f"the simulation reached NaN or infinity {where}: {reason}"
+                )
         raise FloatingPointError(f"the simulation reached NaN or infinity {where}. {remedy}")
 
 

@@ -95,7 +95,7 @@ class Andersen(Thermostat):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         rate: collisions of one atom per time, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
 
     Raises:

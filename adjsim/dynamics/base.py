@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, refuse_uncalled
-from adjsim._module import ModuleCache
 from adjsim._noise import Noise, NoiseStream, seed_from
 from adjsim._params import register, trainable
 from adjsim._state import (
@@ -30,10 +29,8 @@ from adjsim._state import (
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
-from adjsim.potentials.base import ForceField, refuse_written, version_of
-
-# Shapes of positions for which a potential was found to return the right shape.
-_checked_shapes: ModuleCache[bool] = ModuleCache(64)
+from adjsim.dynamics.start_energy import check_potential
+from adjsim.potentials.base import ForceField
 
 
 class Term(Generic[State]):
@@ -182,25 +179,7 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
-        expected = state.position.shape[:-2]
-        if _checked_shapes.get(self.potential, state.position.shape):
-            return
-        # A copy, to find a potential that writes into its argument.
-        position = state.position.detach().clone()
-        version = version_of(position)
-        with torch.no_grad():
-            if isinstance(self.potential, ForceField):
-                got = tuple(self.potential(0.0, position).shape)
-                what, expected = "force", position.shape
-            else:
-                got, what = tuple(self.potential(position).shape), "energy"
-        refuse_written(self.potential, position, version)
-        if got != tuple(expected):
-            raise ValueError(
-                f"the potential maps position {tuple(state.position.shape)} to {what} {got}; it "
-                f"must be {tuple(expected)}."
-            )
-        _checked_shapes.put(self.potential, state.position.shape, True)
+        check_potential(self.potential, state.position)
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""
@@ -266,8 +245,9 @@ class MassiveDynamics(Dynamics[MomentumState]):
         They carry a gradient to mass and kT. xi of replica i is the same in a batch of any size.
         The seed may also be that of the run, which has a separate stream.
         """
-        at, _ = as_start(position)
-        return self.thermal_scale(at, as_tensor("kT", kT)) * standard_normal(at, generator)
+        at, temperature = as_start(position)[0], as_tensor("kT", kT)
+        refuse_several("kT", temperature)
+        return self.thermal_scale(at, temperature) * standard_normal(at, generator)
 
     def characteristic_scales(self, state: MomentumState, time: float) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
@@ -335,6 +315,28 @@ def check_per_atom(name: str, value: Tensor) -> None:
     if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
+        )
+
+
+def refuse_several(name: str, value: Tensor) -> None:
+    """Refuse more than one number for a property of a whole system."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must be one number, for all atoms and replicas; got shape "
+            f"{tuple(value.shape)}. Make a simulation for each {name}."
+        )
+
+
+def check_dof(dof: float | None, state: AnyState) -> None:
+    """Refuse more degrees of freedom than a system has coordinates.
+
+    Frozen coordinates and conserved momenta make them fewer.
+    """
+    coordinates = math.prod(state.position.shape[-2:])
+    if dof is not None and dof > coordinates:
+        raise ValueError(
+            f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
+            f"{coordinates}, or None."
         )
 
 

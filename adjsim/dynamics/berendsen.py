@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Number
+from adjsim.dynamics.base import refuse_several
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import (
     Rescale,
     Rescaling,
-    refuse_several,
     rescaling,
     twice_kinetic,
 )
@@ -107,10 +107,13 @@ class Berendsen(Rescaling):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         tau: relaxation time of the kinetic energy, time.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
             x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
     """
 
     tau: Tensor

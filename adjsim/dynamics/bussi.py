@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_whole
 from adjsim._params import register
-from adjsim._state import AnyState, PhaseState
+from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number
-from adjsim.dynamics.base import MassiveDynamics
+from adjsim.dynamics.base import MassiveDynamics, refuse_several
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import (
     Rescale,
     Rescaling,
-    refuse_several,
     rescaling,
     twice_kinetic,
 )
@@ -36,17 +35,32 @@ class StochasticRescale(Rescale):
     g^2 = (1 - c) kT::
 
         u = sqrt(c T) + g R_1        S = R_2^2 + ... + R_dof^2        T' = u^2 + g^2 S
-        p' = sign(u) sqrt(T'/T) p
+        p' = sqrt(T'/T) p            but p' = u/sqrt(T) p for dof = 1, where S = 0
 
-    The sign is that of Bussi and Parrinello (2008): u is the momentum along p, in units of
-    sqrt(m), after an Ornstein-Uhlenbeck step of all dof momenta, and it may change direction. For
-    given noise T' grows with T where u > 0, so there the flow has an inverse::
+    In units of sqrt(m), u is the momentum along p after an Ornstein-Uhlenbeck step of all dof
+    momenta. It may change its sign. For dof > 1 momenta keep their direction: the canonical
+    distribution is even in the momenta and does not depend on this choice, the factor is then
+    smooth in kT, tau and T, and pathwise gradients are complete. With the sign of u (Bussi and
+    Parrinello 2008) the factor would jump from one sign to the other. For dof = 1 the two signs
+    meet at zero, so the factor with the sign is the smooth one.
+
+    The inverse solves T' for T. For given noise T' is a parabola in sqrt(T), with its minimum
+    where u = 0. It grows with T where u > 0, and there::
 
         u = sqrt(T' - g^2 S)         T = (u - g R_1)^2 / c         p = sqrt(T/T') p'
 
-    Where u < 0 the same image has two origins, and this inverse is the wrong one. At equilibrium
-    that has the probability I(dof/2, 1/2) / 2 a step, with I the regularised incomplete beta
-    function at 1 - c. It is less than (h/tau)^(dof/2). Momenta that are all zero stay zero.
+    Where u < 0 the second root, -sqrt(T' - g^2 S), is the right one, and this inverse takes the
+    wrong one. At equilibrium that has the probability I(dof/2, 1/2) / 2 a step, with I the
+    regularised incomplete beta function at 1 - c. It is less than (h/tau)^(dof/2).
+
+    The product follows by automatic differentiation. With f = sqrt(T'/T) and lambda_f the sum of
+    lambda_p . p over a system it is::
+
+        lambda_p <- f lambda_p + lambda_f (c + g R_1 sqrt(c/T) - f^2)/(f T) p/m
+        lambda_g += lambda_f (u R_1 + g S)/(f T)
+        lambda_sqrt(c) += lambda_f u/(f sqrt(T))
+
+    Momenta that are all zero stay zero.
     """
 
     dynamics: Bussi
@@ -79,7 +93,8 @@ class StochasticRescale(Rescale):
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        return (rescaling(_factor, _inverse, (Random(),)),)
+        signed = self.dynamics.degrees(state.position) == 1
+        return (rescaling(_signed_factor if signed else _factor, _inverse, (Random(),)),)
 
 
 def _noise(c: Coefficients, xi: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +106,13 @@ def _noise(c: Coefficients, xi: Tensor) -> tuple[Tensor, Tensor]:
 def _factor(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
     along, across = _noise(c, xi)
     root = torch.sqrt(T)
-    u = c["decay"] * root + along
-    size = torch.sqrt(u**2 + across)
-    return torch.where(u < 0, -size, size) / root
+    return torch.sqrt((c["decay"] * root + along) ** 2 + across) / root
+
+
+def _signed_factor(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
+    """Compute the factor of a single degree of freedom, which has no noise across it."""
+    along, _ = _noise(c, xi)
+    return c["decay"] + along / torch.sqrt(T)
 
 
 def _inverse(c: Coefficients, T: Tensor, xi: Tensor) -> Tensor:
@@ -111,8 +130,8 @@ class Bussi(Rescaling):
         dp = F(q) dt + ((1 - 1/dof) K_0/K - 1) p dt / (2 tau) + sqrt(K_0/(dof tau K)) p dW
 
     with K = sum p^2/2m, K_0 = dof kT/2 and one W a system. See Bussi, Donadio and Parrinello, J.
-    Chem. Phys. 126, 014101 (2007), and for the sign of the factor Bussi and Parrinello, Comput.
-    Phys. Commun. 179, 26 (2008).
+    Chem. Phys. 126, 014101 (2007), and for the sign of the factor, which only a single degree of
+    freedom has here, Bussi and Parrinello, Comput. Phys. Commun. 179, 26 (2008).
 
     ========= ==================================================== ================
     symbol    meaning                                              units
@@ -130,27 +149,27 @@ class Bussi(Rescaling):
     of freedom it equals Langevin dynamics with friction 1/(2 tau). There is no conserved quantity
     that is a function of the state.
 
-    :class:`~adjsim.ReversibleAdjoint` undoes a step unless its factor is negative, which at
-    equilibrium has a probability below (dt/tau)^(dof/2) a step. It measures the error and raises
-    after a negative factor. An error in the kinetic energy grows backward as exp(t/tau), so the
-    reversible adjoint stores checkpoints.
+    The factor that scales momenta is positive for more than one degree of freedom, and smooth in
+    all parameters, so pathwise gradients are complete. The exception is a motion along one line,
+    such as that of a single particle from the centre of a harmonic well: there a kick can take all
+    momenta through zero, which makes a jump that pathwise gradients leave out.
 
-    With more than one degree of freedom the change of sign is a jump, whose contribution every
-    pathwise gradient leaves out, and a finite difference with a small step too. For two degrees of
-    freedom and dt = tau/10 both gave 0.234 for the derivative of a mean momentum with respect to
-    kT, and a difference with h = 0.1 gave 0.157. So with few degrees of freedom take a tau of many
-    dt, or :class:`~adjsim.Langevin`.
+    :class:`~adjsim.ReversibleAdjoint` undoes a step unless the noise outweighs the momentum, which
+    at equilibrium has a probability below (dt/tau)^(dof/2) a step. It measures the error and raises
+    after such a step. An error in the kinetic energy grows backward as exp(t/tau), so the
+    reversible adjoint stores checkpoints. With few degrees of freedom take a tau of many dt, or
+    another adjoint.
 
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         tau: relaxation time of the kinetic energy, time.
         dof: degrees of freedom of one system, an integer. None: atoms x dim, pinned atoms left out.
             Pass atoms x dim - dim when the total momentum is zero and stays so.
 
     Raises:
-        ValueError: a dof above atoms x dim.
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
         TypeError: in ``simulate``, ``exact=True`` or a continuous solver.
     """
 
@@ -168,15 +187,6 @@ class Bussi(Rescaling):
         register(self, "tau", tau, positive=True)
         refuse_several("tau", self.tau)
         self.terms = {"A": Stream(self), "B": Kick(self), "R": StochasticRescale(self)}
-
-    def check(self, state: AnyState) -> None:
-        super().check(state)
-        atoms, dim = state.position.shape[-2:]
-        if self.dof is not None and self.dof > atoms * dim:
-            raise ValueError(
-                f"dof is {self.dof:g}, more than atoms x dim = {atoms * dim}; Bussi takes one "
-                "Gaussian for each degree of freedom."
-            )
 
     def damping(self, state: PhaseState) -> float:
         return 1 / float(self.tau.detach().min())

@@ -14,7 +14,13 @@ from adjsim._noise import NoiseStream
 from adjsim._params import register
 from adjsim._state import AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start, standard_normal
+from adjsim.dynamics.base import (
+    MassiveDynamics,
+    Term,
+    as_start,
+    refuse_several,
+    standard_normal,
+)
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.terms import Kick, Stream
@@ -165,7 +171,7 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         rates: decay of each exponential, 1/time; numbers or a 1-D tensor.
         strengths: weight of each exponential at t = 0, 1/time^2; as many as rates.
     """
@@ -186,6 +192,7 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     ) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
+        refuse_several("kT", self.kT)
         for name, value in (("rates", rates), ("strengths", strengths)):
             given = as_tensor(name, value)
             if given.ndim != 1 or given.numel() == 0:

@@ -18,6 +18,7 @@ from adjsim.dynamics.base import (
     check_entries,
     check_per_atom,
     per_atom,
+    refuse_several,
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Random
@@ -74,7 +75,7 @@ class Langevin(MassiveDynamics[PhaseState]):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         friction: rate at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
     """
 
@@ -86,6 +87,7 @@ class Langevin(MassiveDynamics[PhaseState]):
     ) -> None:
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
+        refuse_several("kT", self.kT)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
         self.terms = {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}

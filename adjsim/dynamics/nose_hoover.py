@@ -14,7 +14,7 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
 from adjsim._state import AnyMomentumState, AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
@@ -258,12 +258,15 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
     Args:
         potential: energy module.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         tau: relaxation time; a few times the period of the slowest vibration that should be
             thermalised well.
         length: links of the chain.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
             x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
     """
 
     state_type = ChainState
@@ -283,6 +286,8 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
         super().__init__(potential, mass)
         register(self, "kT", kT, positive=True)
         register(self, "tau", tau, positive=True)
+        for name in ("kT", "tau"):
+            refuse_several(name, getattr(self, name))
         self.length, self.dof = (
             as_whole("length", length),
             None if dof is None else as_number("dof", dof),
@@ -321,6 +326,7 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
 
     def check(self, state: AnyState) -> None:
         super().check(state)
+        check_dof(self.dof, state)
         expected = (*state.position.shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from adjsim._params import register
 from adjsim._state import AnyState
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import Dynamics, Term, as_start, check_entries, check_per_atom, per_atom
+from adjsim.dynamics.base import (
+    Dynamics,
+    Term,
+    as_start,
+    check_entries,
+    check_per_atom,
+    per_atom,
+    refuse_several,
+)
 from adjsim.potentials.base import ForceField, force, force_vjp
 
 POWER_ITERATIONS = 30
@@ -67,7 +75,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
 
     Args:
         potential: energy module, or a force field.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
             pins its atom.
     """
@@ -80,6 +88,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
     def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
         super().__init__(potential)
         register(self, "kT", kT, positive=True)
+        refuse_several("kT", self.kT)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
         self.terms = {"D": Diffuse(self)}

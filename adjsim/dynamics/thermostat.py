@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_number
 from adjsim._params import register
-from adjsim._state import PhaseState
+from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.sources import Source
 
@@ -36,12 +36,6 @@ class Thermostat(MassiveDynamics[PhaseState]):
         return state
 
 
-def refuse_several(name: str, value: Tensor) -> None:
-    """Refuse more than one number for a property of a whole system."""
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number; got shape {tuple(value.shape)}.")
-
-
 class Rescaling(Thermostat):
     """The base class of thermostats that scale all momenta of a system by one factor."""
 
@@ -52,6 +46,10 @@ class Rescaling(Thermostat):
         self.dof = None if dof is None else as_number("dof", dof)
         if self.dof is not None and not self.dof > 0:
             raise ValueError(f"dof must be positive; got {dof}.")
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        check_dof(self.dof, state)
 
     def degrees(self, position: Tensor) -> float:
         """Count the degrees of freedom of one system: ``dof``, or all of its mobile atoms'."""

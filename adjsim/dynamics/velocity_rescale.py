@@ -66,11 +66,12 @@ class VelocityRescale(Rescaling):
     Args:
         potential: energy module, or a force field.
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
-        kT: temperature, energy.
+        kT: temperature, energy; one number.
         dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
             x dim - dim when the total momentum is zero and stays so.
 
     Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
         TypeError: in ``simulate``, :class:`~adjsim.ReversibleAdjoint`, ``exact=True`` or a
             continuous solver.
     """

@@ -40,6 +40,10 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
 
     Returns:
         ``(bins,)``, 1 where the fluid has no structure.
+
+    Raises:
+        ValueError: fewer than two atoms, no frames, edges that do not increase or are beyond half
+            the box.
     """
     q, bounds = (
         refuse_not_finite(as_tensor("position", position).detach()),
@@ -49,7 +53,9 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
         raise ValueError(
             f"edges must be at least two increasing distances; got shape {tuple(bounds.shape)}."
         )
-    _check_three_dimensions("radial_distribution", q)
+    _check_fluid("radial_distribution", q, box)
+    if q.numel() == 0:
+        raise ValueError(f"radial_distribution needs a frame; position has shape {tuple(q.shape)}.")
     cell = checked_box(box, float(bounds[-1]))
     frames = q.reshape(-1, *q.shape[-2:])
 
@@ -93,7 +99,7 @@ def smooth_radial_distribution(
         raise ValueError(f"r must be (n,) distances; got shape {tuple(at.shape)}.")
     if not width > 0:
         raise ValueError(f"width must be positive; got {width}.")
-    _check_three_dimensions("smooth_radial_distribution", q)
+    _check_fluid("smooth_radial_distribution", q, box)
     with outside_tracing():
         largest = float(at.detach().max())
         cell, atoms = checked_box(box, largest), q.shape[-2]
@@ -248,6 +254,17 @@ def _bonds_at_one_atom(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
         )
 
 
-def _check_three_dimensions(what: str, q: Tensor) -> None:
-    if q.shape[-1] != 3:
-        raise ValueError(f"{what} is for three dimensions; position has {q.shape[-1]}.")
+def _check_fluid(what: str, q: Tensor, box: Array | None) -> None:
+    """Refuse positions that are not those of several atoms in a box of three dimensions."""
+    if box is None:
+        raise ValueError(
+            f"{what} needs a periodic box, (3,) lengths or (3, 3) rows, whose volume gives the "
+            "density; got None."
+        )
+    if q.ndim < 2 or q.shape[-1] != 3:
+        raise ValueError(
+            f"{what} is for three dimensions; position must be (*batch, atoms, 3) and has shape "
+            f"{tuple(q.shape)}."
+        )
+    if q.shape[-2] < 2:
+        raise ValueError(f"{what} needs at least two atoms; position has {q.shape[-2]}.")

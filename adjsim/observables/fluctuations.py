@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def heat_capacity(
 
     Args:
         energy: ``(time, *batch)``, the potential energy U; or the total energy, with ``dof=0``.
-        kT: the temperature, energy; it may carry a gradient.
+        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
         dof: the degrees of freedom with a kinetic energy that is not in ``energy``: atoms x dim,
             and less dim if the total momentum is zero.
 
@@ -35,12 +36,15 @@ def heat_capacity(
         ``(*batch,)``, dimensionless.
 
     Raises:
-        ValueError: fewer than two frames, kT that is not positive, negative dof.
+        ValueError: fewer than two frames, kT that is not positive or of another shape, negative
+            dof.
     """
     u, count = as_tensor("energy", energy), as_number("dof", dof)
-    temperature = _positive_temperature(kT, u)
     if u.ndim < 1 or len(u) < 2:
-        raise ValueError(f"energy must have at least two frames; got shape {tuple(u.shape)}.")
+        raise ValueError(
+            f"energy must be (time, *batch), of at least two frames; got shape {tuple(u.shape)}."
+        )
+    temperature = checked_temperature(kT, u, u.shape[1:])
     if not count >= 0:
         raise ValueError(f"dof must be zero or positive; got {count:g}.")
     return u.var(0, correction=1) / temperature**2 + count / 2
@@ -76,18 +80,17 @@ def compressibility(
         wavenumbers: ``(n,)``, the lengths k of the wavevectors, 1/length, positive. At least two
             are different.
         density: atoms/volume.
-        kT: the temperature, energy; it may carry a gradient.
+        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
 
     Returns:
-        ``(*batch,)``, volume/energy.
+        ``(*batch,)``, volume/energy, computed in float64.
 
     Raises:
         ValueError: wavenumbers that are not positive, all equal, or not those of the structure
-            factor; a density or kT that is not positive.
+            factor; a density that is not positive; kT that is not positive or of another shape.
     """
     s, k = as_tensor("structure", structure), as_tensor("wavenumbers", wavenumbers)
     number = as_number("density", density)
-    temperature = _positive_temperature(kT, s)
     if k.ndim != 1 or s.ndim < 1 or len(k) != s.shape[-1]:
         raise ValueError(
             f"structure must be (*batch, n) and wavenumbers (n,); got shapes {tuple(s.shape)} and "
@@ -102,14 +105,28 @@ def compressibility(
         raise ValueError(f"wavenumbers must differ, for a line against k^2; all are {k[0]:g}.")
     if not number > 0:
         raise ValueError(f"density must be positive; got {number:g}.")
-    squares = k.to(s) ** 2
+    # The intercept is a difference of larger numbers, which cancel where the range of k is narrow.
+    values = s.double()
+    temperature = checked_temperature(kT, values, s.shape[:-1])
+    squares = k.to(values) ** 2
     centred = squares - squares.mean()
-    slope = (s * centred).sum(-1) / (centred * centred).sum()
-    return (s.mean(-1) - slope * squares.mean()) / (number * temperature)
+    slope = (values * centred).sum(-1) / (centred * centred).sum()
+    return ((values.mean(-1) - slope * squares.mean()) / (number * temperature)).to(s)
 
 
-def _positive_temperature(kT: Number, like: Tensor) -> Tensor:
+def checked_temperature(kT: Number, like: Tensor, batch: torch.Size) -> Tensor:
+    """Convert kT, one number or one for each system of a batch, to the dtype of a tensor.
+
+    Raises:
+        ValueError: another shape, which would broadcast along another axis, or a kT that is not
+            positive.
+    """
     temperature = as_tensor("kT", kT).to(like)
+    if temperature.numel() == 1:
+        temperature = temperature.reshape(())
+    elif temperature.shape != batch:
+        several = f" or {tuple(batch)}, one for each system" if batch else ""
+        raise ValueError(f"kT must be one number{several}; got shape {tuple(temperature.shape)}.")
     if not bool((temperature > 0).all()):
         raise ValueError(f"kT must be positive; got {temperature.tolist()}.")
     return temperature

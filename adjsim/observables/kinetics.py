@@ -28,7 +28,7 @@ def mean_squared_displacement(
         position: ``(time, *batch, atoms, dim)``.
         lags: the number of lags; None: displacements from the first frame.
     """
-    q = as_tensor("position", position)
+    q = as_frames("position", position)
     if lags is None:
         return ((q - q[0]) ** 2).sum(-1).mean(-1)
     lags, frames = _lags(lags, q), len(q)
@@ -49,8 +49,23 @@ def velocity_autocorrelation(velocity: Frames | Array, lags: int) -> Float[Tenso
     It is ``<v(t) . v(0)> / dim``. The lags are 0 to ``lags - 1`` frames. At equilibrium it begins
     at kT/m.
     """
-    v = as_tensor("velocity", velocity)
+    v = as_frames("velocity", velocity)
     return lagged_products(v, _lags(lags, v)).mean((-1, -2))
+
+
+def as_frames(name: str, value: Frames | Array) -> Tensor:
+    """Convert positions or velocities in time to a tensor.
+
+    Raises:
+        ValueError: a shape that is not ``(time, *batch, atoms, dim)``, or no entries.
+    """
+    frames = as_tensor(name, value)
+    if frames.ndim < 3 or frames.numel() == 0:
+        raise ValueError(
+            f"{name} must be (time, *batch, atoms, dim); got shape {tuple(frames.shape)}. One "
+            "particle in one dimension is (time, 1, 1)."
+        )
+    return frames
 
 
 def _lags(lags: int, frames: Tensor) -> int:

@@ -30,7 +30,7 @@ def radius_of_gyration(position: PositionsLike) -> Energies:
     """
     q = as_tensor("position", position)
     centered = q - q.mean(-2, keepdim=True)
-    return (centered**2).sum(-1).mean(-1).sqrt()
+    return _root((centered**2).sum(-1).mean(-1))
 
 
 def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
@@ -112,7 +112,7 @@ def bond_order(
     With w_ij = 1 / (1 + exp((r_ij - distance) / width)). See Steinhardt, Nelson and Ronchetti,
     Phys. Rev. B 28, 784 (1983). With l = 6 and nearest neighbours it is 0.575 in a perfect fcc
     crystal, 0.511 in bcc (14 neighbours), 0.485 in hcp, and near zero in a liquid, where it falls
-    with the number of bonds.
+    with the number of bonds. Where it is zero it has a kink, and its gradient is given as zero.
 
     Args:
         position: ``(*batch, atoms, 3)``.
@@ -157,7 +157,14 @@ def _bond_order(direction: Tensor, weight: Tensor, degree: int) -> Tensor:
             total = total + norm * mean * mean
         real, imaginary = real * x - imaginary * y, real * y + imaginary * x
         diagonal *= 2 * m + 1
-    return total.sqrt()
+    return _root(total)
+
+
+def _root(squares: Tensor) -> Tensor:
+    """Compute the root of a sum of squares, whose gradient is zero where all of them are zero."""
+    # The root of zero has no derivative, so zeros are replaced before it.
+    zero = squares == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
 def _legendre(z: Tensor, degree: int, m: int, diagonal: float) -> Tensor:

@@ -100,7 +100,10 @@ def _volume(potential: nn.Module) -> Tensor:
     for part in parts:
         box: Tensor | None = getattr(part, "box", None)
         if box is None:
-            raise ValueError("pressure and stress need a potential with a periodic box.")
+            raise ValueError(
+                "pressure and stress need a potential with a periodic box, and "
+                f"{type(part).__name__} has none: make it with box=."
+            )
         boxes.append(box)
     first = boxes[0]
     if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes):

@@ -9,7 +9,8 @@ from torch import Tensor
 from adjsim._inputs import as_number, as_tensor
 from adjsim._typing import Array, Energies, Number
 from adjsim.observables.averages import lagged_products
-from adjsim.observables.kinetics import mean_squared_displacement
+from adjsim.observables.fluctuations import checked_temperature
+from adjsim.observables.kinetics import as_frames, mean_squared_displacement
 
 
 def diffusion_coefficient(
@@ -46,10 +47,10 @@ def diffusion_coefficient(
         ``(*batch,)``, length^2/time.
 
     Raises:
-        ValueError: times that are not evenly spaced, a window that is empty, has one lag, or ends
-            after the run.
+        ValueError: positions of another shape, times that are not evenly spaced, a window that is
+            empty, has one lag, or ends after the run.
     """
-    q = as_tensor("position", position)
+    q = as_frames("position", position)
     t, spacing = _even_times(times, len(q))
     start, stop = as_number("start", start), as_number("stop", stop)
     length = float(t[-1] - t[0])
@@ -101,7 +102,7 @@ def viscosity(
             trajectory. The sign does not matter.
         times: ``(time,)``, evenly spaced.
         volume: the volume of the box.
-        kT: the temperature, energy; it may carry a gradient.
+        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
         stop: the upper limit of the integral, time, at most the length of the run.
 
     Returns:
@@ -110,19 +111,18 @@ def viscosity(
 
     Raises:
         ValueError: a stress that is not of two or three dimensions, times that are not evenly
-            spaced, a volume or kT that is not positive, a limit shorter than the spacing or longer
-            than the run.
+            spaced, a volume or kT that is not positive, a kT of another shape, a limit shorter than
+            the spacing or longer than the run.
     """
     p = as_tensor("stress", stress)
-    size, temperature = as_number("volume", volume), as_tensor("kT", kT).to(p)
+    size = as_number("volume", volume)
     if p.ndim < 3 or p.shape[-1] != p.shape[-2] or p.shape[-1] not in (2, 3):
         raise ValueError(
             f"stress must be (time, *batch, dim, dim) with dim 2 or 3; got shape {tuple(p.shape)}."
         )
     if not size > 0:
         raise ValueError(f"volume must be positive; got {size}.")
-    if not bool((temperature > 0).all()):
-        raise ValueError(f"kT must be positive; got {temperature.tolist()}.")
+    temperature = checked_temperature(kT, p, p.shape[1:-2])
     t, spacing = _even_times(times, len(p))
     stop, length = as_number("stop", stop), float(t[-1] - t[0])
     if not spacing * (1 - 1e-9) <= stop <= length * (1 + 1e-9):

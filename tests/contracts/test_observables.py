@@ -152,6 +152,23 @@ def test_bond_order_of_crystals():
         assert float(turned) == pytest.approx(known, abs=1e-6)
 
 
+def test_no_order_has_a_gradient_of_zero():
+    """Q_2 of a simple cubic crystal is zero to the last bit, and so is the radius of an atom."""
+    q = crystal([[0.0, 0.0, 0.0]], 3).requires_grad_()
+    order = adjsim.bond_order(q, 1.2, width=1e-4, degree=2, box=[3.0] * 3)
+    radius = adjsim.radius_of_gyration(q[:1])
+    for value in (order, radius):
+        assert float(value.detach()) == 0
+        (grad,) = torch.autograd.grad(value, q)
+        assert torch.equal(grad, torch.zeros_like(q))
+    # Away from it the gradient is that of the root.
+    moved = q.detach().clone()
+    moved[0] += 0.1
+    moved.requires_grad_()
+    (grad,) = torch.autograd.grad(adjsim.bond_order(moved, 1.2, width=0.1, degree=2), moved)
+    assert float(grad.norm()) > 0.01
+
+
 def test_fcc_has_twelve_neighbours():
     q, box = crystal(FCC, 3), [3.0] * 3
     assert float(adjsim.coordination_number(q, 0.85, width=1e-3, box=box)) == pytest.approx(12)
@@ -249,6 +266,22 @@ def angles_of(q, angles=(1.0, 2.0), box=SIDES, cutoff=1.6, width=0.1, start=None
             "three dimensions",
         ),
         (lambda q: adjsim.nearest_neighbour_distance(q[:1]), "at least two atoms"),
+        (
+            lambda q: adjsim.radial_distribution(q[:1], [0.5, 1.0], SIDES),
+            "radial_distribution needs at least two atoms; position has 1",
+        ),
+        (
+            lambda q: adjsim.smooth_radial_distribution(q[:1], [1.0], SIDES, width=0.1),
+            "smooth_radial_distribution needs at least two atoms; position has 1",
+        ),
+        (
+            lambda q: adjsim.radial_distribution(q.expand(0, 20, 3), [0.5, 1.0], SIDES),
+            r"needs a frame; position has shape \(0, 20, 3\)",
+        ),
+        (
+            lambda q: adjsim.radial_distribution(q[0].tolist(), [0.5, 1.0], SIDES),
+            r"position must be \(\*batch, atoms, 3\) and has shape \(3,\)",
+        ),
         (lambda q: adjsim.coordination_number(q, 2.5, width=0.1, box=SIDES), "half the smallest"),
         (lambda q: adjsim.coordination_number(q, 0.0, width=0.1), "distance must be positive"),
         (lambda q: adjsim.bond_order(q, 2.5, width=0.1, box=SIDES), "half the smallest"),

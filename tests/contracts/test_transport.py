@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -175,6 +176,31 @@ def test_the_line_through_the_structure_factor():
     torch.testing.assert_close(found, torch.tensor([0.3, 1.0]), rtol=1e-13, atol=0)
 
 
+def test_a_narrow_range_of_wavenumbers_in_single_precision():
+    """Squares of k between 100 and 101 cancel all but four digits of float32."""
+    k = torch.linspace(10.0, 10.05, 5, dtype=torch.float32)
+    structure = (0.3 + 2 * k**2).expand(3, 5)
+    found = adjsim.compressibility(structure, k, 0.5, 2.0)
+    assert found.dtype == torch.float32
+    exact = adjsim.compressibility(structure.double(), k.double(), 0.5, 2.0)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-6, atol=0)
+
+
+def test_a_temperature_for_each_system():
+    """Results of a batch are those of its systems, each with its own kT."""
+    kT, energy, stress, s = (
+        torch.tensor([0.5, 1.7]), series(6, 2), series(6, 2, 3, 3), series(2, 3)
+    )  # fmt: skip
+    functions = [
+        (lambda x, t: adjsim.heat_capacity(x, t, dof=4), energy, 1),
+        (lambda x, t: adjsim.viscosity(x, TIMES, 3.0, t, stop=2.0), stress, 1),
+        (lambda x, t: adjsim.compressibility(x, [0.1, 0.2, 0.3], 0.8, t), s, 0),
+    ]
+    for function, x, axis in functions:
+        single = [function(x.select(axis, i), kT[i : i + 1]) for i in range(2)]
+        torch.testing.assert_close(function(x, kT), torch.stack(single, -1), rtol=1e-13, atol=1e-13)
+
+
 def test_small_numbers_by_hand():
     found = adjsim.heat_capacity([1.0, 3.0], 2.0, dof=3)
     assert float(found) == pytest.approx(2.0 / 4.0 + 1.5, rel=1e-14)
@@ -244,15 +270,37 @@ def shear(shape=(6, 3, 3), volume=1.0, kT=1.0, stop=2.0):
         (lambda: shear((6, 1, 1)), "dim 2 or 3"),
         (lambda: shear(volume=0.0), "volume must be positive"),
         (lambda: shear(kT=-1.0), "kT must be positive"),
+        (lambda: shear((6, 2, 3, 3), kT=[[1.0]] * 5), r"kT must be one number or \(2,\), one for"),
+        (lambda: shear(kT=[1.0, 2.0]), r"kT must be one number; got shape \(2,\)"),
         (lambda: shear(stop=0.1), "stop must be between 0.5"),
         (lambda: shear(stop=9.0), "length of the run; got 9"),
-        (lambda: adjsim.heat_capacity([1.0], 1.0, dof=3), "at least two frames"),
+        (lambda: adjsim.heat_capacity([1.0], 1.0, dof=3), "of at least two frames; got shape"),
+        (
+            lambda: adjsim.heat_capacity(np.array(1.0), 1.0, dof=3),
+            r"energy must be \(time, \*batch\), of at",
+        ),
+        (
+            lambda: adjsim.heat_capacity(torch.zeros(6, 3), [[1.0], [2.0]], dof=3),
+            r"kT must be one number or \(3,\), one for each system; got shape \(2, 1\)",
+        ),
         (lambda: adjsim.heat_capacity([1.0, 2.0], 0.0, dof=3), "kT must be positive"),
         (lambda: adjsim.heat_capacity([1.0, 2.0], 1.0, dof=-3), "dof must be zero or positive"),
         (lambda: adjsim.compressibility([1.0, 1.0], [0.0, 1.0], 1.0, 1.0), "must be positive"),
         (lambda: adjsim.compressibility([1.0, 1.0], [1.0, 1.0], 1.0, 1.0), "must differ"),
         (lambda: adjsim.compressibility([1.0, 1.0], [1.0], 1.0, 1.0), r"wavenumbers \(n,\)"),
         (lambda: adjsim.compressibility([1.0, 1.0], [1.0, 2.0], 0.0, 1.0), "density must be"),
+        (
+            lambda: adjsim.compressibility(
+                torch.ones(2, 3), [1.0, 2.0, 3.0], 1.0, torch.ones(2, 1)
+            ),
+            r"kT must be one number or \(2,\), one for each system; got shape \(2, 1\)",
+        ),
+        (
+            lambda: adjsim.diffusion_coefficient(TIMES, TIMES, start=0.5, stop=2.0),
+            r"position must be \(time, \*batch, atoms, dim\); got shape \(6,\)",
+        ),
+        (lambda: adjsim.mean_squared_displacement(TIMES), r"position must be .* shape \(6,\)"),
+        (lambda: adjsim.velocity_autocorrelation(TIMES, 2), r"velocity must be .* shape \(6,\)"),
     ],
 )
 def test_bad_input_is_named(call, says):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ase
 import ase.io
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -337,6 +338,13 @@ def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
         ),
         (["--structure", "iron.xyz", "--epsilon", "1"], "--epsilon was given without --sigma"),
         (["--structure", "slab.extxyz"], "periodic along some axes only"),
+        (["--structure", "flat.extxyz"], "'flat.extxyz': the atoms are periodic and their cell"),
+        (
+            ["--structure", "nan.xyz"],
+            "the position of atom 1 in 'nan.xyz' is [3.8, nan, 0.0], which is not finite; correct",
+        ),
+        (["--structure", "twice.xyz"], "The closest atoms, 0 and 2, are 0 apart"),
+        (["--structure", "box.extxyz", "--cutoff", "5"], "cutoff 5 is above half the smallest"),
         (
             ["--adjoint", "magic"],
             "unknown adjoint 'magic'; choose from direct, checkpoint, reversible, backsolve",
@@ -365,6 +373,13 @@ def test_command_line_refuses_in_one_line(command, tmp_path, arguments, says):
         tmp_path / "slab.extxyz",
         ase.Atoms("Ar2", positions=[[0, 0, 0], [3.8, 0, 0]], cell=[9, 9, 9], pbc=[1, 1, 0]),
     )
+    argon = ase.Atoms("Ar3", positions=[[0, 0, 0], [3.8, 0, 0], [0, 3.8, 0]])
+    ase.io.write(tmp_path / "flat.extxyz", ase.Atoms(argon, pbc=True))
+    ase.io.write(tmp_path / "box.extxyz", ase.Atoms(argon, cell=[9, 9, 9], pbc=True))
+    argon.positions[2] = 0
+    ase.io.write(tmp_path / "twice.xyz", argon)
+    argon.positions[1, 1] = np.nan
+    ase.io.write(tmp_path / "nan.xyz", argon)
     before = sorted(path.name for path in tmp_path.iterdir())
     done = command(*arguments)
     assert done.exit_code == 2

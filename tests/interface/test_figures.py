@@ -52,6 +52,10 @@ def test_frames_are_drawn_and_evenly_chosen(tmp_path, dim, box):
             chosen[0][100:], third[100:]
         )
     assert sorted(x.name for x in tmp_path.iterdir()) == ["a.gif", "b.gif"]
+    animate(q, tmp_path / "a.gif", box, frames=1)
+    (alone,) = pictures(tmp_path / "a.gif")
+    if box is not None:
+        assert different(alone, chosen[0]) == 0
 
 
 @pytest.mark.parametrize("box", [[4.0, 5.0], [[4.0, 0.0], [1.0, 5.0]]])

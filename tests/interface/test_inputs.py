@@ -718,6 +718,29 @@ REFUSED = [
         for name in names
         for value in (0, -2)
     ),
+    *(
+        (
+            lambda make=make, name=name: make(adjsim.Harmonic(), **{name: [0.5, 1.0]}),
+            ValueError,
+            rf"{name} must be one number, for all atoms and replicas; got shape \(2,\)\. Make",
+        )
+        for make, names in (
+            (adjsim.Langevin, ["kT"]),
+            (adjsim.OverdampedLangevin, ["kT"]),
+            (adjsim.GeneralizedLangevin, ["kT"]),
+            (adjsim.NoseHooverChain, ["kT", "tau"]),
+            (adjsim.VelocityRescale, ["kT"]),
+            (adjsim.Berendsen, ["kT", "tau"]),
+            (adjsim.Bussi, ["kT", "tau"]),
+            (adjsim.Andersen, ["kT"]),
+        )
+        for name in names
+    ),
+    (
+        lambda: adjsim.Hamiltonian(adjsim.Harmonic()).thermal_momentum(Q, [0.5, 1.0]),
+        ValueError,
+        "kT must be one number",
+    ),
     (lambda: adjsim.LennardJones(cutoff="3"), TypeError, "cutoff must be a number; got str '3'"),
     (lambda: adjsim.LennardJones(cutoff=parameter(3.0)), ValueError, "cutoff requires grad"),
     (lambda: adjsim.LennardJones(box="cubic"), TypeError, "box must be real numbers"),
@@ -770,11 +793,21 @@ REFUSED = [
     ),
     (lambda: Final(None), TypeError, "Final takes a function of the state.*got NoneType"),
     (lambda: Final(3.0), TypeError, "Final takes a function"),
-    (lambda: adjsim.velocity_autocorrelation(Q, 1.5), ValueError, "lags must be an integer"),
+    (lambda: adjsim.velocity_autocorrelation(Q[None], 1.5), ValueError, "lags must be an integer"),
     (
         lambda: adjsim.radial_distribution(Q, [1.0], [4.0, 4.0, 4.0]),
         ValueError,
         "edges must be at least two increasing",
+    ),
+    (
+        lambda: adjsim.radial_distribution(torch.zeros(2, 3), [0.5, 1.0], None),
+        ValueError,
+        "radial_distribution needs a periodic box.*got None",
+    ),
+    (
+        lambda: adjsim.smooth_radial_distribution(torch.zeros(2, 3), [1.0], None, width=0.1),
+        ValueError,
+        "smooth_radial_distribution needs a periodic box.*got None",
     ),
 ]
 
@@ -785,6 +818,75 @@ def test_it_is_refused_in_our_own_words(call, kind, says):
     with pytest.raises(kind, match=says) as found:
         call()
     assert type(found.value) is kind
+
+
+class Repulsion(nn.Module):
+    """One over the distance, by torch."""
+
+    def forward(self, position):
+        i, j = torch.triu_indices(position.shape[-2], position.shape[-2], 1)
+        return (1 / (position[..., i, :] - position[..., j, :]).norm(dim=-1)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("potential", "move"),
+    [
+        (lambda: adjsim.LennardJones(), [0.0, 0.0]),
+        (lambda: adjsim.LennardJones(cutoff=1.7, box=[4.0, 5.0]) + adjsim.Harmonic(), [4.0, -5.0]),
+        (lambda: adjsim.LennardJones(cutoff=1.7, box=[[4.0, 0.0], [1.0, 5.0]]), [3.0, -5.0]),
+        (Repulsion, [0.0, 0.0]),
+    ],
+    ids=["open", "box", "tilted box", "module"],
+)
+def test_two_atoms_at_one_place_are_named_before_the_run(potential, move):
+    """In a start, and in a state that the run is given without one."""
+    dynamics = adjsim.Langevin(potential())
+    position = torch.stack([Q, Q])
+    position[1, 3] = position[1, 1] + torch.tensor(move)
+    says = (
+        r"^the energy at the start of system 1 is inf\. The closest atoms, 1 and 3, are 0 apart: "
+        rf"move them, or check the parameters of {type(dynamics.potential).__name__}\.$"
+    )
+    dynamics.init(position[:1].expand(2, -1, -1), position)
+    with pytest.raises(ValueError, match=says):
+        dynamics.init(position, position)
+    with pytest.raises(ValueError, match=says):
+        simulate(dynamics=dynamics, state=adjsim.PhaseState(position, position))
+    with pytest.raises(ValueError, match=r"^the energy at the start is inf\. The closest"):
+        dynamics.init(position[1], position[1])
+
+
+@pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), ReversibleAdjoint()])
+def test_two_atoms_at_one_place_with_a_finite_energy_are_named(adjoint):
+    """The root has no derivative at zero, so the first force is NaN."""
+
+    class Springs(nn.Module):
+        def forward(self, position):
+            i, j = torch.triu_indices(position.shape[-2], position.shape[-2], 1)
+            d = position[..., i, :] - position[..., j, :]
+            return ((d.square().sum(-1).sqrt() - 1) ** 2).sum(-1)
+
+    dynamics = adjsim.Langevin(Springs())
+    position = Q.clone()
+    position[3] = position[1]
+    start = dynamics.init(position, P)
+    says = (
+        r"in step 1 \(t = 0\.01\): the force at the start is nan\. The closest atoms, 1 and 3, are "
+        r"0 apart: move them, or check the parameters of Springs\.$"
+    )
+    with pytest.raises(FloatingPointError, match=says):
+        simulate(dynamics=dynamics, state=start, adjoint=adjoint, generator=0)
+
+
+def test_a_force_that_is_not_finite_is_named_before_the_run():
+    class Drive(adjsim.potentials.ForceField):
+        def forward(self, t, position):
+            return 1 / position
+
+    dynamics = adjsim.Langevin(Drive())
+    says = r"^the force at the start of system 1 is inf: check the parameters of Drive\.$"
+    with pytest.raises(ValueError, match=says):
+        dynamics.init(torch.tensor([[[1.0]], [[0.0]]]), generator=0)
 
 
 def test_a_trajectory_without_a_graph_says_so():

@@ -148,6 +148,10 @@ def test_bad_structures_are_named():
     atoms.pbc = [True, True, False]
     with pytest.raises(ValueError, match="some axes only"):
         from_ase(atoms)
+    atoms.set_cell([5.0, 5.0, 0.0])
+    atoms.pbc = True
+    with pytest.raises(ValueError, match=r"cell .* has no volume: set the cell, or pbc=False"):
+        from_ase(atoms)
     with pytest.raises(ValueError, match="no atoms"):
         from_ase(ase.Atoms())
     structure = from_ase(argon())

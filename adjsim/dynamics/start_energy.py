@@ -1,0 +1,54 @@
+"""The check of a potential at a start, before any step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._state import in_transform
+from adjsim.observables.neighbours import closest_atoms
+from adjsim.potentials.base import ForceField, SumPotential, refuse_written, version_of
+
+
+def check_potential(potential: nn.Module, position: Tensor) -> None:
+    """Refuse a potential of the wrong shape, and a start without a finite energy.
+
+    Raises:
+        ValueError: an energy that is not ``(*batch,)`` or not finite, such as that of two atoms at
+            one place; a force that is not of the shape of position, or not finite; a potential that
+            writes into its argument.
+    """
+    # A copy, to find a potential that writes into its argument.
+    copy = position.detach().clone()
+    version = version_of(copy)
+    with torch.no_grad():
+        if isinstance(potential, ForceField):
+            value, what, expected = potential(0.0, copy), "force", copy.shape
+        else:
+            value, what, expected = potential(copy), "energy", copy.shape[:-2]
+    refuse_written(potential, copy, version)
+    if value.shape != expected:
+        raise ValueError(
+            f"the potential maps position {tuple(position.shape)} to {what} {tuple(value.shape)}; "
+            f"it must be {tuple(expected)}."
+        )
+    if not in_transform() and not bool(torch.isfinite(value).all()):
+        raise ValueError(describe_not_finite(potential, copy, value, what))
+
+
+def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
+    """Name the first number that is not finite, its system, and the closest atoms there."""
+    index = tuple((~torch.isfinite(value)).nonzero()[0].tolist())
+    system = index[: position.ndim - 2]
+    where = f" of system {', '.join(map(str, system))}" if system else ""
+    text = f"the {what} at the start{where} is {float(value[index]):g}"
+    remedy = f"check the parameters of {type(potential).__name__}."
+    if position.shape[-2] < 2:
+        return f"{text}: {remedy}"
+    i, j, distance = closest_atoms(position[system], _box_of(potential))
+    return f"{text}. The closest atoms, {i} and {j}, are {distance:g} apart: move them, or {remedy}"
+
+
+def _box_of(potential: nn.Module) -> Tensor | None:
+    parts = list(potential.parts) if isinstance(potential, SumPotential) else [potential]
+    return next((box for part in parts if (box := getattr(part, "box", None)) is not None), None)
