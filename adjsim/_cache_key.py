@@ -202,8 +202,13 @@ class _KeyBuilder:
         cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
         mentioned = _names(x.__code__)
         found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
-        for name, value in list(found):
-            if isinstance(value, ModuleType) and _package_of(value) not in _FIXED:
+        modules: set[int] = set()
+        # The list grows by what functions may read from modules, and from modules inside these.
+        for name, value in found:
+            if not isinstance(value, ModuleType) or id(value) in modules:
+                continue
+            modules.add(id(value))
+            if _package_of(value) not in _FIXED:
                 found += [
                     (f"{name}.{inner}", vars(value)[inner])
                     for inner in sorted(mentioned & set(vars(value)))

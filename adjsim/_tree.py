@@ -36,8 +36,8 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     elif cell.ndim == 1:
         lengths = cell.cpu().numpy()
         wrapped = points - lengths * np.floor(points / lengths)
-        # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
-        wrapped[wrapped >= np.broadcast_to(lengths, wrapped.shape)] = 0.0
+        # Rounding takes a coordinate near a face beyond it, which the tree refuses.
+        wrapped[(wrapped < 0) | (wrapped >= lengths)] = 0.0
         tree = KDTree(wrapped, boxsize=lengths)
         pairs = tree.query_pairs(radius, output_type="ndarray")
     else:

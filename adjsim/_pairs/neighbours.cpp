@@ -87,7 +87,13 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   // Differences of positions far from the box are rounded, in the type of the positions.
   double largest = 0;
   for (double x : q) largest = std::max(largest, std::fabs(x));
-  const double reach = s.reach + 16 * largest * std::numeric_limits<REAL>::epsilon();
+  double reach = s.reach + 16 * largest * std::numeric_limits<REAL>::epsilon();
+  if (!s.box.empty()) {
+    // No nearest image is farther than the sum of the edges.
+    double edges = 0;
+    for (const REAL x : s.box) edges += std::fabs(x);
+    reach = std::min(reach, edges);
+  }
   Cells cells(divide(c, s.box, q, reach), n, reach);
   const Grid& g = cells.grid;
   const int64_t total = g.cells[0] * g.cells[1] * g.cells[2];

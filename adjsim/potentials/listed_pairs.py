@@ -11,32 +11,35 @@ position, so results are too, to the last bit, and nobody has to keep the list.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim._box import nearest_image
 from adjsim._grid import Grid
+from adjsim._inputs import outside_inference_mode
 from adjsim._layout import is_tracing
+from adjsim._pairs.kernel import ATOM, NUMBER, TABLE
 from adjsim._params import refuse_unknown
 from adjsim._state import in_transform
 from adjsim._tree import pairs_within
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import Pullback
-from adjsim.potentials.pair_conditions import skin_of
+from adjsim.potentials.pair_conditions import misshapen, skin_of
 
 if TYPE_CHECKING:
     from adjsim.potentials.pair import PairPotential
 
 
-# The number of pairs on which a formula is checked.
-_SAMPLE = 8
+# The squared distances on which a formula is checked, in units of the squared cutoff, and those on
+# which it is evaluated again: in another order, and without the smallest and the largest.
+_SAMPLE = (0.62, 0.35, 0.88, 0.47, 0.71, 0.3, 0.9, 0.55)
+_SUBSET = (4, 0, 3)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class _Listed:
     pairs: Pairs
 
 
-_lists: deque[_Listed] = deque(maxlen=16)
+# Lists, the newest first, up to this number and to this number of pairs, unless one has more.
+KEPT, PAIRS = 16, 2**23
+_lists: list[_Listed] = []
 _lock = Lock()
 
 
@@ -67,9 +72,11 @@ def applies(pair: PairPotential, position: Tensor, *formulas: str) -> bool:
 
     A list depends on the values of positions, so there is none while torch records or transforms.
     """
-    if is_tracing() or in_transform() or torch.compiler.is_compiling():
+    if is_tracing() or in_transform() or forward_ad._current_level >= 0:
         return False
-    if forward_ad._current_level >= 0 or position.numel() == 0:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if type(position) not in (Tensor, nn.Parameter) or position.is_meta or position.numel() == 0:
         return False
     if pair.box is not None and (pair.box.requires_grad or len(pair.box) != position.shape[-1]):
         return False
@@ -81,7 +88,8 @@ def applies(pair: PairPotential, position: Tensor, *formulas: str) -> bool:
 def energy(pair: PairPotential, position: Positions) -> Energies:
     """Compute the energy, differentiable."""
     near = _Geometry.of(pair, position)
-    rows = near.sum_rows(0.5 * near.pair.truncated_energy(near.s)[None])
+    energies = near.pair.truncated_energy(near.s).expand_as(near.s)
+    rows = near.sum_rows(0.5 * energies[None])
     return near.checked(rows.sum((-1, -2)))
 
 
@@ -117,7 +125,9 @@ def force_vjp(
         refuse_unknown(total, pair, parameters, what)
         if not parameters or not total.requires_grad:
             return along, [None] * len(parameters)
-        return along, list(torch.autograd.grad(total, parameters, allow_unused=True))
+        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        lost = not bool(near.finite.all())
+        return along, [g * torch.nan if lost and g is not None else g for g in grads]
 
     return value, pullback
 
@@ -143,7 +153,7 @@ class _Geometry:
     pairs: Pairs
     d: Tensor
     s: Tensor
-    shape: torch.Size
+    position: Tensor
     finite: Tensor
 
     @classmethod
@@ -160,14 +170,14 @@ class _Geometry:
         pairs = Pairs(listed.i[near], listed.j[near])
         d, s = d.index_select(1, near), s.index_select(0, near)
         operands = _with_operands(pair, pairs, position.shape[-2])
-        return cls(operands, pairs, d, s, position.shape, finite)
+        return cls(operands, pairs, d, s, position, finite)
 
     def differences(self, x: Tensor) -> Tensor:
         return _differences(x, self.pairs)
 
     def sum_rows(self, parts: Tensor) -> Tensor:
         """Sum ``(n, pairs)`` over the neighbours of each atom: ``(*batch, atoms, n)``."""
-        atoms = self.shape[:-1]
+        atoms = self.position.shape[:-1]
         counts = torch.bincount(self.pairs.i, minlength=atoms.numel())
         rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.pairs.i, counts)
         return rows.reshape(*atoms, parts.shape[0])
@@ -176,13 +186,14 @@ class _Geometry:
         """Round the contributions to a force, of each system to its own grid."""
         spacing = grid.spacing.reshape(-1)
         if len(spacing) > 1:
-            spacing = spacing[self.pairs.i // self.shape[-2]]
+            spacing = spacing[self.pairs.i // self.position.shape[-2]]
         return Grid(spacing).round(parts)
 
     def checked(self, x: Tensor) -> Tensor:
-        """Set the results of systems whose positions are not finite to NaN."""
-        finite = self.finite.reshape(self.finite.shape + (1,) * (x.ndim - self.finite.ndim))
-        return torch.where(finite, x, torch.nan)
+        """Set results and gradients of systems whose positions are not finite to NaN."""
+        factor = torch.where(self.finite, 0.0, torch.nan).to(x)
+        zero = (self.position * factor[..., None, None]).sum((-1, -2))
+        return x + zero.reshape(zero.shape + (1,) * (x.ndim - zero.ndim))
 
 
 def _differences(x: Tensor, pairs: Pairs) -> Tensor:
@@ -197,7 +208,7 @@ class _RowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(row)
-        return torch.segment_reduce(x, "sum", lengths=counts, axis=0, initial=0, unsafe=True)
+        return torch.segment_reduce(x, "sum", lengths=counts, axis=0, initial=0)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
@@ -210,19 +221,28 @@ def _find(pair: PairPotential, position: Tensor, finite: Tensor) -> Pairs:
     skin, box = skin_of(pair, position), pair.box
     assert pair.cutoff is not None
     assert skin is not None
+    # Systems that are not finite have no pairs, and stay where they are.
+    position = torch.where(finite[..., None, None], position, 0.0)
     cell = None if box is None else tuple(box.flatten().tolist())
-    key = (position.shape, position.dtype, position.device, pair.cutoff + skin, cell)
+    reach, whole = pair.cutoff + skin, tuple(finite.flatten().tolist())
+    key = (position.shape, position.dtype, position.device, reach, cell, whole)
     with _lock:
         known = [entry for entry in _lists if entry.key == key]
+    old: _Listed | None = None
     for entry in known:
         moved = (position - entry.position).norm(dim=-1)
-        largest = moved.topk(min(2, moved.shape[-1])).values.sum(-1)
-        if bool((largest < skin).all()):
+        largest = float(moved.topk(min(2, moved.shape[-1])).values.sum(-1).max())
+        if largest <= skin:
             return entry.pairs
-    found = _search(position, finite, box, pair.cutoff + skin)
+        if largest <= 4 * skin:
+            old = entry  # The list of the same run, which it does not need again.
+    with outside_inference_mode():
+        found = _Listed(key, position.clone(), _search(position, finite, box, reach))
     with _lock:
-        _lists.appendleft(_Listed(key, position.clone(), found))
-    return found
+        _lists[:] = [found, *(entry for entry in _lists if entry is not old)][:KEPT]
+        while len(_lists) > 1 and sum(len(entry.pairs.i) for entry in _lists) > PAIRS:
+            _lists.pop()
+    return found.pairs
 
 
 def _search(position: Tensor, finite: Tensor, box: Tensor | None, reach: float) -> Pairs:
@@ -240,48 +260,57 @@ def _search(position: Tensor, finite: Tensor, box: Tensor | None, reach: float) 
 
 
 def _with_operands(pair: PairPotential, pairs: Pairs, atoms: int) -> PairPotential:
-    """Return the potential with the operands of pairs, for formulas on one axis of pairs."""
+    """Return the potential with the operands of pairs, for formulas on one axis of pairs.
+
+    Raises:
+        ValueError: a parameter that is not a number, of atoms or of pairs.
+    """
     values: dict[str, Tensor] = {}
     i, j = pairs.i % atoms, pairs.j % atoms
+    a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
+    given: dict[str, tuple[str, Tensor]] = {}
     for name, registered in (*pair._parameters.items(), *pair._buffers.items()):
         if registered is None or name in ("box", "species") or not registered.is_floating_point():
             continue
         value = pair.pair_table(name)
-        if value.numel() > 1 and value.ndim == 2:
-            species = pair.species
-            a, b = (i, j) if species is None else (species[i], species[j])
-            value = value[a, b]
-        elif value.numel() > 1:
+        given[name] = (NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE), value
+    reason = misshapen(pair.species, atoms, {k: x for k, x in given.items() if x[0] != NUMBER})
+    if reason is not None:
+        raise ValueError(reason)
+    for name, (kind, value) in given.items():
+        if kind == ATOM:
             values[f"{name} of the other"] = value.index_select(0, j)
             value = value.index_select(0, i)
-        values[name] = value
+        values[name] = (
+            value[a, b] if kind == TABLE else value.reshape(a.shape if kind == ATOM else ())
+        )
     return pair.with_operands(values)
 
 
 def _is_elementwise(pair: PairPotential, position: Tensor, formula: str) -> bool:
-    """Return whether a formula takes pairs on one axis, whatever their number.
+    """Return whether a formula takes pairs on one axis, whatever their number and order.
 
     A formula that reads a table by itself does not, nor does one that depends on all distances.
     """
     assert pair.cutoff is not None
     atoms = position.shape[-2]
-    s = pair.cutoff**2 * torch.linspace(0.3, 0.9, _SAMPLE).to(position.detach())
-    j = torch.arange(_SAMPLE, device=position.device) % atoms
-    pairs = Pairs(torch.zeros_like(j), j)
+    s = pair.cutoff**2 * torch.tensor(_SAMPLE).to(position.detach())
+    j = torch.arange(len(s), device=position.device) % atoms
+    some = torch.tensor(_SUBSET, device=position.device)
 
-    def evaluated(count: int) -> Tensor:
-        few = Pairs(pairs.i[:count], pairs.j[:count])
-        return getattr(_with_operands(pair, few, atoms), formula)(s[:count])
+    def evaluated(chosen: Tensor) -> Tensor:
+        few = Pairs(torch.zeros_like(chosen), j[chosen])
+        return getattr(_with_operands(pair, few, atoms), formula)(s[chosen])
 
     with torch.no_grad():
         try:
-            all_of_them, three = evaluated(_SAMPLE), evaluated(3)
-        except (RuntimeError, ValueError, IndexError):
-            # Tensors of two shapes: the sums over all pairs evaluate the formula, or say its error.
+            whole, part = evaluated(torch.arange(len(s), device=s.device)), evaluated(some)
+        except Exception:
+            # The sums over all pairs evaluate the formula as well, and raise its own errors.
             return False
-    if all_of_them.shape not in ((), s.shape):
+    if whole.shape not in ((), s.shape) or part.shape not in ((), some.shape):
         return False
     # Sums of a matrix product may be rounded in another order.
     rounding = torch.finfo(s.dtype).eps ** 0.5
-    first = all_of_them.expand_as(s)[:3]
-    return torch.allclose(first, three.expand(3), rtol=rounding, atol=0, equal_nan=True)
+    expected = whole.expand_as(s)[some]
+    return torch.allclose(part.expand_as(expected), expected, rtol=rounding, atol=0, equal_nan=True)

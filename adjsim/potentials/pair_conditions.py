@@ -30,8 +30,8 @@ def unsupported(pair: PairPotential, position: Tensor) -> str | None:
         return f"positions are on {position.device.type}"
     if position.dtype not in TYPES or not position.dtype.is_floating_point:
         return f"positions are {position.dtype}"
-    if in_transform() or torch.compiler.is_compiling():
-        return "a transform of torch.func or torch.compile is active"
+    if in_transform() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "a transform of torch.func, torch.compile or torch.jit.trace is active"
     if position.numel() == 0:
         return "there are no atoms"
     if forward_ad._current_level >= 0:

@@ -305,7 +305,13 @@ class PairOperator:
         return Kernel(layout, functions, slope)
 
     def _formula(self, method: str) -> Any:
-        return lambda s, values: getattr(self.pair.with_operands(values), method)(s)
+        # Potentials of one class share kernels. So the values of tensors other than operands, and
+        # the volume, cannot be read: a trace that reads one is an error.
+        bare = self.pair.frozen()
+        for name, x in bare._buffers.items():
+            bare._buffers[name] = None if x is None else x.detach().to("meta")
+        vars(bare).pop("_volume")
+        return lambda s, values: getattr(bare.with_operands(values), method)(s)
 
     def _functions(self, layout: Layout) -> str:
         """Print the formulas that a kernel needs."""
@@ -346,5 +352,4 @@ def _formula_key(pair: PairPotential) -> Any:
     if len(modules) > 1:
         return dtype, modules
     _, kind, _, *attributes = modules[0]
-    # Formulas do not read the volume, which differs from box to box.
     return dtype, kind, *(entry for entry in attributes if entry[0] != "_volume")

@@ -118,6 +118,90 @@ def test_formulas_that_cannot_take_a_list(kind):
     assert torch.equal(pair.force(q), all_pairs.force(pair, q, None))
 
 
+class Smallest(PairPotential):
+    """Depends on the smallest distance."""
+
+    def pair_energy(self, s):
+        return s - torch.sort(s.flatten()).values[0]
+
+
+class Polynomial(PairPotential):
+    """Has coefficients, which are numbers of nothing."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.coefficients = nn.Parameter(torch.linspace(0.5, 1.0, 16, dtype=torch.float64))
+
+    def pair_energy(self, s):
+        return sum(c * s**k for k, c in enumerate(self.coefficients))
+
+
+class Masked(PairPotential):
+    """Has a table of the pairs that interact."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register_buffer("mask", ~torch.eye(60, dtype=torch.bool).roll(1, 0))
+
+    def pair_energy(self, s):
+        return s * self.pair_parameter("mask", s)
+
+
+@pytest.mark.parametrize("kind", [Smallest, Polynomial, Masked])
+def test_formulas_that_need_all_pairs(kind):
+    pair, q = kind(cutoff=2.4, box=box_of("cube")), gas(cell("cube"), 60, seed=2)
+    assert pair.path(q).startswith("all pairs, by torch")
+    assert torch.equal(pair(q), all_pairs.energy(pair, q))
+
+
+class Constant(PairPotential):
+    """Has one energy for all pairs."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.depth = nn.Linear(1, 1).double()
+
+    def pair_energy(self, s):
+        return -(self.depth.bias[0] ** 2)
+
+    def truncated_energy(self, s):
+        return self.pair_energy(s)
+
+
+def test_a_formula_that_is_one_number():
+    pair, q = Constant(cutoff=2.4), gas(cell("cube"), 60, seed=2, spread=0.0)
+    assert pair.path(q).startswith("neighbour list")
+    torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-13, atol=0)
+
+
+def test_a_list_of_inference_mode_serves_gradients():
+    pair, q = lennard_jones("cube"), gas(cell("cube"), 60, seed=2)
+    with torch.inference_mode():
+        pair(q)
+    leaf = q.clone().requires_grad_()
+    torch.testing.assert_close(
+        torch.autograd.grad(pair(leaf), leaf)[0], -pair.force(q), rtol=CLOSE, atol=CLOSE
+    )
+
+
+def test_positions_at_the_faces_of_the_box():
+    """A coordinate just below a multiple of the length wraps to just below zero."""
+    pair = adjsim.LennardJones(cutoff=2.4, box=[6.3] * 3)
+    q = gas(torch.eye(3, dtype=torch.float64) * 6.3, 60, seed=2)
+    q[5, 1] = 31.499999999999996
+    torch.testing.assert_close(
+        pair.force(q), all_pairs.force(pair, q, None), rtol=CLOSE, atol=CLOSE
+    )
+
+
+def test_lists_of_a_run_replace_each_other():
+    pair, start = lennard_jones("cube"), gas(cell("cube"), 60, seed=2)
+    step = torch.ones_like(start)
+    for k in range(100):
+        pair.force(start + 0.05 * k * step)
+    assert len(listed_pairs._lists) == 1
+
+
 def test_results_are_a_function_of_the_position():
     pair = lennard_jones("cube")
     start = gas(cell("cube"), 60, seed=2)
@@ -170,6 +254,12 @@ def test_systems_that_are_not_finite():
     expected = pair.force(q)
     q[1, 3, 0] = torch.nan
     found = pair.force(q)
+    leaf = q.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(pair(leaf).sum(), leaf)
+    assert torch.isnan(grad).flatten(1).all(1).tolist() == [False, True, False]
+    along, rest = pair.force_vjp(q, list(pair.parameters()))[1](torch.ones_like(q))
+    assert torch.isnan(along).flatten(1).all(1).tolist() == [False, True, False]
+    assert all(bool(torch.isnan(x)) for x in rest)
     assert bool(torch.isnan(found[1]).all())
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(torch.isnan(pair(q)), torch.tensor([False, True, False]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections import OrderedDict
 
 import pytest
@@ -283,6 +284,14 @@ def test_a_cluster_and_an_atom_far_away(listed, far, unit):
     pair = adjsim.LennardJones(parameter(1.1), parameter(0.9 * unit), cutoff=2.4 * unit)
     assert pair.path(q * unit) == "neighbour list"
     assert_equal_to_torch(pair, q * unit)
+
+
+@pytest.mark.parametrize("far", [1e17, 1e300])
+def test_a_diverged_atom_of_a_tilted_box_takes_no_cells(listed, far):
+    q = gas(cell("tilted"), 70, seed=8)
+    q[3, 1] = far
+    pair = adjsim.LennardJones(cutoff=2.4, box=box_of("tilted"))
+    assert pair.force(q).shape == q.shape
 
 
 def test_bits_do_not_depend_on_the_list(listed):
@@ -668,6 +677,38 @@ class Averaged(PairPotential):
         return s / len(self.charge)
 
 
+class Reading(PairPotential):
+    """Reads the value of a tensor that is not a parameter of pairs."""
+
+    def __init__(self, what, value):
+        super().__init__(cutoff=2.0, box=[6.0 + value] * 3)
+        self.what = what
+        self.register_buffer("number", torch.tensor(value))
+        self.register_buffer("on", torch.tensor(value == 1))
+        self.table = nn.Parameter(torch.full((3, 3), float(value), dtype=torch.float64))
+
+    def pair_energy(self, s):
+        if self.what == "on":
+            return s if self.on else -s
+        return (
+            s
+            * {
+                "number": lambda: int(self.number),
+                "table": lambda: self.table.tolist()[0][0],
+                "box": lambda: self.box.tolist()[0],
+                "volume": lambda: self._volume,
+            }[self.what]()
+        )
+
+
+@pytest.mark.parametrize("what", ["number", "on", "table", "box", "volume"])
+def test_values_that_formulas_read_are_not_shared(what):
+    q = triple()
+    for value in (1, 2):
+        pair = Reading(what, value)
+        torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-14, atol=0)
+
+
 def test_potentials_of_one_class_share_kernels_of_one_shape():
     q = triple()
     for atoms in (3, 2, 3):
@@ -729,3 +770,19 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)
     assert torch.equal(pair.force(q), all_pairs.force(pair, q, None))
+
+
+def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):
+    outer, inner = types.ModuleType("outer"), types.ModuleType("outer.inner")
+    outer.inner = inner
+    monkeypatch.setitem(globals(), "OUTER", outer)
+
+    class Scaled(PairPotential):
+        def pair_energy(self, s):
+            return OUTER.inner.scale * s
+
+    q = triple()
+    for value in (1.0, 3.0):
+        inner.scale = value
+        pair = Scaled()
+        torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-14, atol=0)
