@@ -1,4 +1,4 @@
-"""Pairs of atoms within a distance, found by a tree."""
+"""Pairs of atoms within a distance, and the closest pair, found by a tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from adjsim._box import perpendicular_widths
+from adjsim._box import nearest_image, perpendicular_widths
 
 
 def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
@@ -47,6 +47,28 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     numbers = numbers[np.diff(numbers, prepend=-1) > 0]
     i, j = torch.from_numpy(np.stack(np.divmod(numbers, len(points)))).to(q.device)
     return i, j
+
+
+def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
+    """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
+
+    In a periodic cell the search is in fractions of the cell. Atoms at one place are always found.
+    """
+    points, size = q.detach().double().cpu().numpy(), None
+    if cell is not None:
+        rows = torch.diag(cell) if cell.ndim == 1 else cell
+        points, size = points @ np.linalg.inv(rows.cpu().numpy()), 1.0
+        points = points - np.floor(points)
+        # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
+        points[points >= 1] = 0.0
+    found = KDTree(points, boxsize=size).query(points, k=2)
+    distances, others = (np.asarray(part) for part in found)
+    i = int(distances[:, 1].argmin())
+    j = next(int(k) for k in others[i].tolist() if k != i)
+    d = (q[i] - q[j]).detach().double().cpu().reshape(-1, 1, 1)
+    if cell is not None:
+        (d,) = nearest_image([d], cell.cpu())
+    return min(i, j), max(i, j), float(d.norm())
 
 
 def _with_images(points: np.ndarray, cell: Tensor, radius: float) -> np.ndarray:

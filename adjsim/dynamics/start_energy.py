@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._state import in_transform
-from adjsim.observables.neighbours import closest_atoms
+from adjsim._tree import closest_atoms
 from adjsim.potentials.base import ForceField, SumPotential, refuse_written, version_of
 
 

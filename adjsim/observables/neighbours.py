@@ -91,28 +91,6 @@ def neighbour_pairs(
     return i, j, _shifts(q, i, j, cell)
 
 
-def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
-    """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
-
-    In a periodic cell the search is in fractions of the cell. Atoms at one place are always found.
-    """
-    points, size = q.detach().double().cpu().numpy(), None
-    if cell is not None:
-        rows = torch.diag(cell) if cell.ndim == 1 else cell
-        points, size = points @ np.linalg.inv(rows.cpu().numpy()), 1.0
-        points = points - np.floor(points)
-        # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
-        points[points >= 1] = 0.0
-    found = KDTree(points, boxsize=size).query(points, k=2)
-    distances, others = (np.asarray(part) for part in found)
-    i = int(distances[:, 1].argmin())
-    j = next(int(k) for k in others[i].tolist() if k != i)
-    d = (q[i] - q[j]).detach().double().cpu().reshape(-1, 1, 1)
-    if cell is not None:
-        (d,) = nearest_image([d], cell.cpu())
-    return min(i, j), max(i, j), float(d.norm())
-
-
 def _search(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
     """Find the pairs i<j whose nearest images are within a radius of any size, in order."""
     if not bool(torch.isfinite(q).all()):
