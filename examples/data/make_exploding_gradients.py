@@ -35,12 +35,12 @@ SETTINGS = {
     "starts": 64,
     "batches": 32,
     "seed": 0,
-    "long": 10.0,
+    "long": 8.0,
     "long_every": 0.1,
-    "short": 3.0,
+    "short": 2.0,
     "short_every": 0.05,
     # Differences along single paths, and of long averages.
-    "path_step": 1e-7,
+    "path_step": 1e-9,
     "average": 100.0,
     "step": 0.02,
 }
@@ -49,7 +49,7 @@ SIDE, DOF = (ATOMS / SETTINGS["density"]) ** (1 / 3), 3 * ATOMS - 3
 BOX = [SIDE] * 3
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Times at which all single gradients are stored, and the number of starts stored.
-SINGLE, SHOWN = (0.5, 2.0, 5.0, 10.0), 8
+SINGLE, SHOWN = (0.1, 0.5, 2.0, 8.0), 8
 NAMES = ("NVE", "velocity rescale", "Berendsen", "Langevin", "Nose-Hoover")
 
 
@@ -177,8 +177,12 @@ def rate(times, logarithms):
 
 
 def growth(name, start, seed):
-    """Measure how single gradients and tangents of the state grow."""
-    times = grid(SETTINGS["long"], SETTINGS["long_every"])
+    """Measure how single gradients and tangents of the state grow.
+
+    Return the results, and the gradients at all times, (times, starts).
+    """
+    every = SETTINGS["long_every"]
+    times = grid(SETTINGS["long"], every)
     gradients, state = tangents(name, start, times, seed)
     size = np.abs(gradients[1:])
     return {
@@ -186,35 +190,36 @@ def growth(name, start, seed):
         "quantiles": np.quantile(size, QUANTILES, axis=1),
         "rate": rate(times[1:], np.log(size)),
         "lyapunov": rate(times[1:], np.log(np.linalg.norm(state[1:], axis=2))),
-        "single": {
-            str(t): gradients[round(t / SETTINGS["long_every"])] for t in SINGLE
-        },
-    }
+        "single": {str(t): gradients[round(t / every)] for t in SINGLE},
+    }, gradients
 
 
-def response(name, starts, seed):
+def response(name, starts, seed, exact):
     """Measure the mean gradient of short runs from equilibrium, by their length.
 
     "final" is the gradient of the distance at the end of the run. "average" is that of
     the mean distance along the run, which is what a long run gives if its gradient is
-    truncated to parts of this length.
+    truncated to parts of this length. The differences of the first starts are compared
+    with their exact gradients.
     """
     times, every = grid(SETTINGS["short"], DT), round(SETTINGS["short_every"] / DT)
     found = [
         differences(name, (q, p), times, seed + k)[1:]
         for k, (q, p) in enumerate(zip(*starts, strict=True))
     ]
-    exact, _ = tangents(name, (starts[0][0], starts[1][0]), times, seed)
-    error = np.abs(found[0] - exact[1:]) / (1 + np.abs(exact[1:]))
+    apart = round(SETTINGS["long_every"] / DT)
+    some = found[0][apart - 1 :: apart]
+    exact = exact[1 : len(some) + 1]
+    error = np.quantile(np.abs(some - exact) / (1 + np.abs(exact)), 0.99)
     # The nearest neighbour changes within the difference at few of these times.
-    assert np.quantile(error, 0.99) < 1e-4, np.quantile(error, 0.99)
+    assert error < 1e-3, error
     single = np.concatenate(found, 1)
     count = single.shape[1]
     running = np.cumsum(single, 0) / np.arange(1, len(times))[:, None]
     return {
         "times": times[every::every],
         "runs": count,
-        "difference_error": np.quantile(error, 0.99),
+        "difference_error": error,
         **{
             key: [
                 x.mean(1)[every - 1 :: every],
@@ -326,10 +331,11 @@ def main():
     }
     for i, name in enumerate(NAMES):
         seed = SETTINGS["seed"] + 1000 * (i + 1)
+        grown, gradients = growth(name, first, seed)
         study["dynamics"][name] = {
             "seed": seed,
-            "growth": growth(name, first, seed),
-            "response": response(name, starts, seed),
+            "growth": grown,
+            "response": response(name, starts, seed, gradients),
             "stationary": stationary(name, first, seed + 100),
         }
         print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
