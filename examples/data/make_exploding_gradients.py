@@ -33,15 +33,15 @@ SETTINGS = {
     "tau": 0.5,
     "friction": 1.0,
     "starts": 64,
-    "batches": 32,
+    "batches": 16,
     "seed": 0,
-    "long": 8.0,
+    "long": 6.0,
     "long_every": 0.1,
     "short": 2.0,
     "short_every": 0.05,
     # Differences along single paths, and of long averages.
     "path_step": 1e-9,
-    "average": 100.0,
+    "average": 60.0,
     "step": 0.02,
 }
 ATOMS, KT, DT, TAU = (SETTINGS[key] for key in ("atoms", "kT", "dt", "tau"))
@@ -49,7 +49,7 @@ SIDE, DOF = (ATOMS / SETTINGS["density"]) ** (1 / 3), 3 * ATOMS - 3
 BOX = [SIDE] * 3
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Times at which all single gradients are stored, and the number of starts stored.
-SINGLE, SHOWN = (0.1, 0.5, 2.0, 8.0), 8
+SINGLE, SHOWN = (0.1, 0.5, 2.0, 6.0), 8
 NAMES = ("NVE", "velocity rescale", "Berendsen", "Langevin", "Nose-Hoover")
 
 
@@ -88,7 +88,7 @@ def nearest(state):
     return adjsim.nearest_neighbour_distance(state.position, BOX)
 
 
-AVERAGE = adjsim.TimeAverage(nearest, burn_in=20.0)
+AVERAGE = adjsim.TimeAverage(nearest, burn_in=10.0)
 
 
 def grid(end, every):
