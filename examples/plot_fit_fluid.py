@@ -204,7 +204,9 @@ assert crossing(1.0) < THEORY - 0.05
 # Gradient descent cannot find the answer of the hot fluid. Its collisions amplify small
 # changes, and within these 500 steps the gradients of single runs become larger than
 # the slope of the curve by factors of thousands, with both signs. With the rate of the
-# fit one step of gradient descent would be longer than the box.
+# fit one step of gradient descent would be longer than the box. The page on
+# :ref:`exploding gradients <sphx_glr_gallery_plot_exploding_gradients.py>` shows how
+# they grow, and how the gradient of a mean is found in such a fluid.
 
 sigma = torch.nn.Parameter(torch.tensor(0.5))
 single = [
