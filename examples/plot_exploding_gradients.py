@@ -386,7 +386,7 @@ for (name, what), error in best.items():
 # A small error bar is no proof
 # -----------------------------
 #
-# Here are eight Langevin runs of 1.5 time units, estimated by
+# Here are eight Langevin runs of one time unit, estimated by
 # ``Pathwise(truncate=0.25)`` and by ScoreFunction.
 
 sigma = torch.nn.Parameter(torch.tensor(1.0))
@@ -394,7 +394,7 @@ langevin = fluid("Langevin", sigma)
 simulation = adjsim.Simulation(
     langevin,
     lambda count, generator: langevin.init(*starts[:, :count]),
-    [0.0, 1.5],
+    [0.0, 1.0],
     adjsim.BAOAB(DT),
 )
 off = {}
