@@ -6,7 +6,6 @@ a Nose-Hoover chain, in ASE's units (eV, angstrom, amu). Run: python
 examples/data/make_argon.py
 """
 
-from io import StringIO
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from ase.build import bulk
 from ase.io import write
 
 import adjsim
-from adjsim.compare import write_whole
+from adjsim._files import replacing
 from adjsim.potentials import NOBLE_GASES
 
 
@@ -50,9 +49,8 @@ def main() -> None:
         position = run.final.position
     atoms.set_positions(position.numpy())
     atoms.wrap()
-    text = StringIO()
-    write(text, atoms, format="extxyz", columns=["symbols", "positions"])
-    write_whole(Path(__file__).with_name("argon.xyz"), text.getvalue().encode())
+    with replacing(Path(__file__).with_name("argon.xyz")) as file:
+        write(file, atoms, format="extxyz", columns=["symbols", "positions"])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import adjsim
+from adjsim._files import replacing
 from adjsim.potentials import Switched
 
 FILE = Path(__file__).with_name("exploding_gradients.json")
@@ -341,7 +342,8 @@ def main():
         print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     study["estimators"] = equilibrium_estimators(first, SETTINGS["seed"] + 9000)
     text = json.dumps(rounded(study), separators=(",", ":"))
-    FILE.write_text(text + "\n")
+    with replacing(FILE) as file:
+        file.write_text(text + "\n")
     print(f"{FILE.name}: {len(text) / 1e3:.0f} kB, {time.perf_counter() - begun:.0f} s")
 
 
