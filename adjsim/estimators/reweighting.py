@@ -119,7 +119,11 @@ class Reweighting(Estimator):
             diagnostics = self._combine(parts, sizes)
         seconds = time.perf_counter() - begun
         diagnostics.update(
-            sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes
+            sampled=sampled,
+            compiled=simulation.compile,
+            pairs=samples.pairs,
+            seconds=seconds,
+            peak_memory=memory.bytes,
         )
         return self.finish(parts, sizes, diagnostics)
 
@@ -201,6 +205,7 @@ class Reweighting(Estimator):
             bool(simulation.dynamics.bath_fields),
         )
         times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
+        pairs: Any = None
         with torch.no_grad():
             for part in slices:
                 noise = None if seed is None else Noise(seed, part.start)
@@ -223,6 +228,7 @@ class Reweighting(Estimator):
                     {False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u}
                 )
                 evaluations += made.stats["energy_evaluations"]
+                pairs = made.stats.get("pairs")
         return _Samples(
             simulation,
             [part.stop - part.start for part in slices],
@@ -230,6 +236,7 @@ class Reweighting(Estimator):
             states,
             energies,
             evaluations,
+            pairs,
         )
 
     @staticmethod
@@ -285,6 +292,7 @@ class _Samples(Generic[State]):
     states: list[State]
     energies: list[dict[bool, Tensor]]
     evaluations: int
+    pairs: Any
 
     def depends_on_bath(self, observable: TimeAverage) -> bool:
         return any(

@@ -381,7 +381,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_pa
     """
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
-    monkeypatch.setattr("adjsim.cli.run_sweep", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("adjsim.compare_command.run_sweep", lambda *_: pytest.fail("it ran"))
 
     def refused(folder, why):
         done = command("--output", folder, "--horizon", "0.1")
