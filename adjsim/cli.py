@@ -1,4 +1,4 @@
-"""The command line: ``adjsim compare``."""
+"""The command line: ``adjsim compare`` and ``adjsim fit``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from adjsim import __version__
 from adjsim.compare_command import compare_command
+from adjsim.fit_command import fit_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -31,3 +32,4 @@ def main(
 
 
 app.command("compare")(compare_command)
+app.command("fit")(fit_command)
