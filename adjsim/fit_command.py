@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjsim._box import perpendicular_widths
 from adjsim._trajectory import TimeAverage, Trajectory
-from adjsim.adjoints import ReversibleAdjoint
+from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
 from adjsim.compare import check_writable
 from adjsim.curve import Curve, read_curve
 from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
@@ -60,8 +60,8 @@ def fit_command(
         str,
         typer.Option(
             help="Estimator of the gradient: reweighting (of the mean at equilibrium), or pathwise "
-            "(by the reversible adjoint, of the mean over short runs after the burn-in; one "
-            "backward run for each distance of the target)."
+            "(by the reversible adjoint, of the mean over short runs after the burn-in), which is "
+            "slower and has larger errors."
         ),
     ] = "reweighting",
     epsilon: Annotated[
@@ -192,7 +192,7 @@ def fit_command(
             generator=seed,
             progress=True,
         )
-    except (ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError, ReconstructionError, CompileError) as error:
         refuse(error)
     skipped = BURN_IN if burn_in is None else burn_in
     about = {
