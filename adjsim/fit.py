@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_number, as_tensor, as_whole
+from adjsim._inputs import as_number, as_whole
 from adjsim._noise import as_generator, seed_from
 from adjsim._params import refuse_untrainable
 from adjsim._progress import progress_bar
@@ -25,9 +25,12 @@ from adjsim.estimators.base import (
     mean_and_stderr,
 )
 from adjsim.estimators.estimate import GradientEstimate
+from adjsim.gauss_newton import Target, gauss_newton
 
-# With a smaller eigenvalue of the scaled M, changes of the parameters cancel in the curve.
-DEGENERATE = 1e-6
+# The mean square of the difference between the halves of the runs, in units of its variance. It is
+# one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
+# parts.
+LARGE_DRIFT = 5.0
 # A fit has converged when each step is below this share of the error of its parameter.
 SMALL_STEP = 0.1
 
@@ -54,7 +57,7 @@ class Fit:
             error.
         target: the measured curve, ``(n,)``.
         loss: the weighted sum of squared differences.
-        converged: whether the last step was small beside the errors.
+        converged: whether the fit ended by itself.
         history: one entry an evaluation.
         seconds: the time that the fit took.
         warnings: reasons not to trust the fit, from the estimator and of the fit itself.
@@ -82,7 +85,7 @@ def fit(
     replicas: int,
     chunks: int = 8,
     iterations: int = 10,
-    largest_change: float = 0.1,
+    largest_change: float = 0.2,
     stderr: Array | None = None,
     generator: Seed = None,
     progress: bool = False,
@@ -108,8 +111,9 @@ def fit(
     residual: where it is not noise, the model does not describe the target, and the numbers have
     an error that is not shown. Second derivatives of g are left out.
 
-    The fit ends when each step is below a tenth of the error of its parameter. The parameters of
-    the dynamics keep the fitted values.
+    The fit ends when each step is below a tenth of the error of its parameter, unless the runs had
+    not come to equilibrium, or the derivatives are mostly noise. The parameters of the dynamics
+    keep the fitted values.
 
     Args:
         simulation: the simulation; every parameter of its dynamics that requires grad is fitted.
@@ -132,13 +136,13 @@ def fit(
             more parameters than numbers in the target, a target that does not determine the
             parameters.
     """
-    data = _Data.of(target, stderr)
+    data = Target.of(target, stderr)
     refuse_untrainable(simulation.dynamics)
     parameters = simulation.dynamics.trainable()
     count = sum(p.numel() for p in parameters.values())
-    if count > len(data.target):
+    if count > len(data.values):
         raise ValueError(
-            f"{count} parameters cannot be fitted to {len(data.target)} numbers; give more data."
+            f"{count} parameters cannot be fitted to {len(data.values)} numbers; give more data."
         )
     if as_whole("iterations", iterations) < 1:
         raise ValueError(f"iterations must be at least 1; got {iterations}.")
@@ -161,15 +165,16 @@ def fit(
             found = _evaluate(simulation, observable, runs, data, lambda: bar.advance(task))
             step = _unpack(found.step, now)
             history.append(Iteration(now, found.value, found.loss, step))
-            converged = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
+            small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
+            converged = small and not found.doubts
             if converged or len(history) == iterations:
                 break
             scale = _scale(step, now, largest_change)
             with torch.no_grad():
                 for name, p in parameters.items():
                     p += scale * step[name].to(p)
-    warnings = list(dict.fromkeys(found.warnings))
-    if not converged:
+    warnings = found.warnings + found.doubts
+    if not small:
         worst = float((found.step.abs() / found.errors).max())
         warnings.append(
             f"the last step is {worst:.2g} standard errors, so the fit has not converged; give "
@@ -181,39 +186,13 @@ def fit(
         found.covariance,
         found.value,
         found.stderr,
-        data.target,
+        data.values,
         found.loss,
         converged,
         history,
         time.perf_counter() - begun,
         warnings,
     )
-
-
-@dataclass(frozen=True)
-class _Data:
-    """The target, its weights, and whether the weights are those of its errors."""
-
-    target: Tensor
-    weight: Tensor
-    known: bool
-
-    @classmethod
-    def of(cls, target: Array, stderr: Array | None) -> _Data:
-        y = as_tensor("target", target).detach().double().cpu()
-        if y.ndim != 1 or len(y) == 0:
-            raise ValueError(f"target must be (n,); got shape {tuple(y.shape)}.")
-        if not bool(torch.isfinite(y).all()):
-            raise ValueError("target has NaN or infinite entries.")
-        if stderr is None:
-            return cls(y, torch.ones_like(y), False)
-        error = as_tensor("stderr", stderr).detach().double().cpu()
-        if error.shape != y.shape or not bool(((error > 0) & torch.isfinite(error)).all()):
-            raise ValueError(
-                f"stderr must be {len(y)} positive numbers, one for each of the target; got shape "
-                f"{tuple(error.shape)}, from {float(error.min()):g}."
-            )
-        return cls(y, 1 / error**2, True)
 
 
 @dataclass(frozen=True)
@@ -227,7 +206,10 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The curve at the present parameters, and the step that it proposes."""
+    """The curve at the present parameters, and the step that it proposes.
+
+    ``warnings`` are those of the estimator, and ``doubts`` are reasons why the step may be wrong.
+    """
 
     value: Tensor
     stderr: Tensor
@@ -235,6 +217,7 @@ class _Evaluation:
     step: Tensor
     covariance: Tensor
     warnings: list[str]
+    doubts: list[str]
 
     @property
     def errors(self) -> Tensor:
@@ -245,7 +228,7 @@ def _evaluate(
     simulation: Simulation[State],
     observable: Observable[State],
     runs: list[_Runs],
-    data: _Data,
+    data: Target,
     advance: Callable[[], None],
 ) -> _Evaluation:
     found: list[GradientEstimate] = []
@@ -253,10 +236,10 @@ def _evaluate(
         made = run.estimator(
             simulation, observable, replicas=run.replicas, chunks=1, generator=run.seed
         )
-        if made.value.shape != data.target.shape:
+        if made.value.shape != data.values.shape:
             raise ValueError(
                 f"the mean of the observable has shape {tuple(made.value.shape)} and the target "
-                f"{tuple(data.target.shape)}; they must agree."
+                f"{tuple(data.values.shape)}; they must agree."
             )
         found.append(made)
         advance()
@@ -272,8 +255,8 @@ def _evaluate(
         ]
     )
     value, stderr = mean_and_stderr(list(g), sizes)
-    residual = data.target - value
-    step, covariance, doubts = _gauss_newton(g, J, share, data)
+    residual = data.values - value
+    step, covariance, doubts = gauss_newton(g, J, share, data)
     # One warning for all chunks: those of a single chunk are about its few samples.
     info = found[0].diagnostics | {
         "ess": sum(made.diagnostics["ess"] for made in found),
@@ -281,58 +264,23 @@ def _evaluate(
         "equilibration": None,
     }
     warnings = replace(found[0], diagnostics=info).warnings
+    drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
+    if len(drifts) == len(found):
+        doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight)
     loss = float((data.weight * residual**2).sum())
-    return _Evaluation(value, stderr, loss, step, covariance, warnings + doubts)
+    return _Evaluation(value, stderr, loss, step, covariance, warnings, doubts)
 
 
-def _gauss_newton(
-    g: Tensor, J: Tensor, share: Tensor, data: _Data
-) -> tuple[Tensor, Tensor, list[str]]:
-    """Compute the step and the covariance of the parameters from the chunks, and warnings."""
-    mean, slope = torch.einsum("k,kn->n", share, g), torch.einsum("k,knp->np", share, J)
-    residual, count = data.target - mean, len(share)
-    # Deviations of the chunks, scaled so that sums of their products are covariances of the means.
-    scale = (count / (count - 1)) ** 0.5 * share
-    dg, dJ = scale[:, None] * (g - mean), scale[:, None, None] * (J - slope)
-    biased = slope.T @ (data.weight[:, None] * slope)
-    M = biased - torch.einsum("knp,n,knq->pq", dJ, data.weight, dJ)
-    inverse, warnings = _inverse(M), list[str]()
-    if inverse is None:
-        inverse = _inverse(biased)
-        warnings.append(
-            "the derivatives of the curve are mostly noise; give longer runs or more replicas"
-        )
-    if inverse is None:
-        raise ValueError(
-            "the target does not determine the parameters: some change of them leaves the curve "
-            "as it is. Fit fewer parameters, or give more data."
-        )
-    gradient = slope.T @ (data.weight * residual)
-    step = inverse @ (gradient + torch.einsum("knp,n,kn->p", dJ, data.weight, dg))
-    noise = torch.einsum("knp,n->kp", dJ, data.weight * residual) - dg @ (
-        data.weight[:, None] * slope
-    )
-    z = noise @ inverse
-    scatter = 1.0
-    if not data.known:
-        excess = float((residual**2).sum() - (dg**2).sum())
-        scatter = max(0.0, excess) / max(1, len(residual) - len(step))
-    return step, z.T @ z + scatter * inverse, warnings
-
-
-def _inverse(M: Tensor) -> Tensor | None:
-    """Return the inverse of a matrix that is positive definite, and otherwise None.
-
-    It is scaled to ones on the diagonal first, since parameters have different units.
-    """
-    if not bool((M.diagonal() > 0).all()):
-        return None
-    scale = M.diagonal().sqrt()
-    units = scale * scale[:, None]
-    eigenvalues, vectors = torch.linalg.eigh(M / units)
-    if float(eigenvalues[0]) < DEGENERATE:
-        return None
-    return (vectors / eigenvalues) @ vectors.T / units
+def _drifting(drift: Tensor, weight: Tensor) -> list[str]:
+    """Warn if the halves of the runs differ, ``(K, n)``, by more than the noise of the chunks."""
+    between = float((weight * drift.mean(0) ** 2).sum()) * len(drift)
+    within = float((weight * drift.var(0)).sum())
+    if between <= LARGE_DRIFT * within:
+        return []
+    return [
+        "the two halves of the runs give different curves, beyond their noise: the runs had not "
+        "come to equilibrium; give a longer burn-in"
+    ]
 
 
 def _described(values: dict[str, Tensor]) -> str:

@@ -48,8 +48,9 @@ class Reweighting(Estimator):
     burn_in, it samples again.
 
     ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
-    sampled, and ``["ess"]`` the number of independent samples that are left. :meth:`surrogate`
-    returns the weighted mean as a differentiable tensor.
+    sampled, and ``["ess"]`` the number of independent samples that are left. ``["drift"]`` is the
+    difference between the second and the first half of the stored frames, for each entry of the
+    observable. :meth:`surrogate` returns the weighted mean as a differentiable tensor.
 
     Args:
         every: time between stored frames; None: ten steps.
@@ -175,6 +176,7 @@ class Reweighting(Estimator):
             "weights_ess": share,
             "ess": share * min(each),
             "equilibration": equilibration(torch.stack(halves)) if half > 0 else None,
+            "drift": weighted_mean(halves, sizes) if half > 0 else None,
         }
 
     def _frames(self, simulation: Simulation[State], skip: float) -> list[float]:

@@ -26,7 +26,7 @@ from tests.problems import parameter
 WIDTH, R = 0.3, torch.linspace(-2.0, 3.0, 11)
 
 
-def wells(k=1.0, center=0.4):
+def wells(k=1.0, center=0.4, at=0.0, burn_in=10.0):
     """Three atoms in a harmonic well, the density of their positions, and the exact density.
 
     BAOAB samples these positions without an error of the step.
@@ -34,7 +34,7 @@ def wells(k=1.0, center=0.4):
     dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(k), parameter(center)), friction=2.0)
     simulation = Simulation(
         dynamics,
-        lambda n, generator: dynamics.init(torch.zeros(n, 3, 1), generator=generator),
+        lambda n, generator: dynamics.init(torch.full((n, 3, 1), at), generator=generator),
         [0.0, 75.0],
         solver=adjsim.BAOAB(0.5),
     )
@@ -43,7 +43,7 @@ def wells(k=1.0, center=0.4):
         z = (R - state.position) / WIDTH
         return (-0.5 * z**2).exp().mean(1) / (WIDTH * math.sqrt(2 * math.pi))
 
-    return simulation, TimeAverage(density, burn_in=10.0), partial(Reweighting, every=2.5)
+    return simulation, TimeAverage(density, burn_in=burn_in), partial(Reweighting, every=2.5)
 
 
 def exact(k=1.0, center=0.4):
@@ -114,6 +114,16 @@ def test_errors_of_the_target_add_to_those_of_the_fit():
     for entry, name in zip(expected, large.errors, strict=True):
         # The derivatives have errors of some per cent.
         assert float(large.errors[name]) == pytest.approx(float(entry), rel=0.25)
+
+
+def test_runs_that_are_not_at_equilibrium_are_found():
+    """From far away without a burn-in, a part of the first halves is on the way to the well."""
+    warned = []
+    for at, burn_in in ((0.4, 10.0), (1e3, 0.0)):
+        simulation, observable, make = wells(at=at, burn_in=burn_in)
+        found = fit(simulation, observable, exact(), make, replicas=64, iterations=1, generator=0)
+        warned.append(any("not come to equilibrium" in warning for warning in found.warnings))
+    assert warned == [False, True]
 
 
 def test_a_long_step_is_shortened():
