@@ -310,7 +310,7 @@ def compare_command(
                 name for name in context.params if name not in COMMON and given(context, name)
             ]
             if misplaced:
-                option = "structure" if misplaced[0] == "structure_file" else misplaced[0]
+                option = misplaced[0].removesuffix("_file").replace("_", "-")
                 raise ValueError(f"--{option} is for the preset lj13, not for {preset}.")
             quantity = observable_named(problem.questions, preset, observable)
             question = problem.questions[quantity]

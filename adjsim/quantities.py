@@ -93,7 +93,8 @@ def _displacement(system: System, model: Dynamics[Any], distance: float | None) 
 
 def _temperature(system: System, model: Dynamics[Any], distance: float | None) -> Quantity:
     model = _require_momenta("temperature", model)
-    mass, unit = system.mass, system.temperature
+    # A copy, since a compiled loop refuses a captured tensor of the dynamics.
+    mass, unit = system.mass.clone(), system.temperature
     atoms, dim = system.position.shape
     # Momenta start with a total of zero, and only noise on single atoms changes the total.
     kept = not isinstance(model, Langevin | GeneralizedLangevin | Andersen)
@@ -150,7 +151,8 @@ def _require_box(name: str, system: System) -> Tensor:
             f"--observable {name} needs a periodic box, and the {system.name} has none; give "
             "--structure with a file that has a cell, or choose another observable."
         )
-    return box
+    # A copy, since a compiled loop refuses a captured tensor of the dynamics.
+    return box.clone()
 
 
 # The first is the default.

@@ -103,6 +103,6 @@ def _volume(potential: nn.Module) -> Tensor:
             raise ValueError("pressure and stress need a potential with a periodic box.")
         boxes.append(box)
     first = boxes[0]
-    if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes):
+    if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes[1:]):
         raise ValueError("the parts of the potential have different boxes.")
     return volume(first)

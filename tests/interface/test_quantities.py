@@ -130,6 +130,24 @@ def test_methods_that_evaluate_pairs_otherwise_say_so(command, tmp_path):
     assert pairs["forward-sensitivity"]["LennardJones"].startswith("all pairs, by torch")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("observable", ["msd", "pressure", "rdf", "temperature"])
+def test_observables_are_compiled(command, tmp_path, observable):
+    """In a compiled loop they have the values that they have in Python."""
+    values = []
+    for option in ([], ["--compile"]):
+        done = command(
+            "--structure", str(ARGON), "--observable", observable, "--horizon", "40",
+            "--estimators", "finite-difference", "--replicas", "2", *option,
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+        (run,) = json.loads((tmp_path / "adjsim-compare" / "compare.json").read_text())["runs"]
+        assert run["methods"][0]["compiled"] == bool(option)
+        values.append(run["methods"][0]["value"])
+    # Ten steps, after which rounding has grown by less than a thousand.
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -162,7 +180,7 @@ def test_methods_that_evaluate_pairs_otherwise_say_so(command, tmp_path):
         ),
         (["--structure", "nan.xyz"], "'nan.xyz': atom 2 (Kr) is at (nan, 0, 0), which is not fini"),
         (["--structure", "iron.extxyz"], "The first such atom is number 2"),
-        (["harmonic", "--truncation", "switched"], "--truncation is for the preset lj13"),
+        (["harmonic", "--switch-start", "2"], "--switch-start is for the preset lj13, not for"),
     ],
 )
 def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
