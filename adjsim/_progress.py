@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, TextColumn, track
 
 T = TypeVar("T")
 
@@ -17,3 +17,11 @@ def with_progress(items: Iterable[T], description: str, total: int, enabled: boo
     if not (enabled and sys.stderr.isatty()):
         return iter(items)
     return iter(track(items, description, total, console=Console(stderr=True), transient=True))
+
+
+def progress_bar(enabled: bool = True) -> Progress:
+    """Make a progress bar whose tasks have a field ``doing``, shown at its end."""
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[doing]}"))
+    hidden = not (enabled and console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=hidden)

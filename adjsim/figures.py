@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from adjsim._animation import animate
 from adjsim.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
 from adjsim.estimators import GradientEstimate
+from adjsim.fit import Fit
 
-__all__ = ["animate", "plot_sweep"]
+__all__ = ["animate", "plot_fit", "plot_sweep"]
 
 MARKERS = "osD^v<>P"
 EXACT_STYLES: dict[str, dict[str, Any]] = {
@@ -94,6 +95,37 @@ def plot_sweep(
         ((x, comparison),) = comparisons.items()
         return _rows(panels, f"{axis} = {x:g}", x, comparison)
     return _curves(panels, axis, comparisons)
+
+
+def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
+    """Plot the measured and the simulated radial distribution function, and their difference.
+
+    The band is two standard errors of the simulation.
+
+    Args:
+        found: a fit.
+        r: the distances of its target, in angstrom.
+        title: the title, such as the fitted numbers.
+    """
+    layout = ConstrainedLayoutEngine(h_pad=0.06)
+    figure = Figure(figsize=(6.4, 5.2), layout=layout)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    simulated, measured = found.simulated.numpy(), found.target.numpy()
+    band = 2 * found.simulated_stderr.numpy()
+    if len(found.history) > 1:
+        first = found.history[0].simulated.numpy()
+        top.plot(r, first, color="0.6", ls="--", lw=1, label="simulated, start")
+    top.fill_between(r, simulated - band, simulated + band, color="C0", alpha=0.3, lw=0)
+    top.plot(r, simulated, color="C0", label="simulated, fit (± 2 standard errors)")
+    top.plot(r, measured, "k.", ms=5, label="measured")
+    top.set(ylabel="g(r)", title=title)
+    top.legend(fontsize="small")
+    difference = simulated - measured
+    bottom.axhline(0.0, color="0.7", lw=0.8)
+    bottom.fill_between(r, difference - band, difference + band, color="C0", alpha=0.3, lw=0)
+    bottom.plot(r, difference, color="C0")
+    bottom.set(xlabel="r / angstrom", ylabel="simulated\n- measured")
+    return figure
 
 
 def _grid(panels: int) -> tuple[int, int]:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from typing import NoReturn
+
+import typer
+
 from adjsim._trajectory import check_times, step_numbers
-from adjsim.job import OBSERVABLES, Sweep
-from adjsim.presets import ESTIMATORS, Preset, Question, presets
+from adjsim.presets import ESTIMATORS, Preset, presets
+from adjsim.quantities import QUANTITIES
+from adjsim.sweep import Sweep
+
+# The dynamics that have the parameters of these options.
+THERMOSTAT = {
+    "tau": ["nose-hoover", "bussi", "berendsen"],
+    "friction": ["langevin", "generalised", "overdamped", "andersen"],
+    "rates": ["generalised"],
+    "strengths": ["generalised"],
+}
 
 
 def observable_names() -> str:
     known = {
-        "lj13": list(OBSERVABLES),
+        "lj13": list(QUANTITIES),
         **{name: list(preset.questions) for name, preset in presets().items()},
     }
     return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
@@ -22,13 +37,14 @@ def preset_of(name: str) -> Preset:
     return known[name]
 
 
-def question_named(problem: Preset, preset: str, observable: str | None) -> Question:
-    known = problem.questions
-    if observable is not None and observable not in known:
+def observable_named(known: Iterable[str], preset: str, observable: str | None) -> str:
+    """Return an observable of a preset by its name, or the first."""
+    names = list(known)
+    if observable is not None and observable not in names:
         raise ValueError(
-            f"unknown observable '{observable}' of {preset}; choose from {', '.join(known)}."
+            f"unknown observable '{observable}' of {preset}; choose from {', '.join(names)}."
         )
-    return known[observable or next(iter(known))]
+    return observable or names[0]
 
 
 def estimator_names(requested: list[str] | None) -> list[str]:
@@ -104,3 +120,22 @@ def _horizons(requested: list[str], dt: float) -> list[float]:
                 ) from None
         horizons.add(horizon)
     return sorted(horizons)
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Return whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
+    """Refuse options of a thermostat that the dynamics does not have."""
+    for option, users in THERMOSTAT.items():
+        if dynamics not in users and option in context.params and given(context, option):
+            raise ValueError(f"--{option} is for {' and '.join(users)}, not for {dynamics}.")
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Print an error as one line, and end with status 2."""
+    print(f"adjsim: {' '.join(str(error).split())}", file=sys.stderr)
+    raise typer.Exit(2)

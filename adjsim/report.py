@@ -15,15 +15,17 @@ from adjsim._files import replacing
 from adjsim.adjoints import Adjoint
 from adjsim.compare import Comparison
 from adjsim.figures import plot_sweep
-from adjsim.job import OBSERVABLES, PLAIN, Job, Sweep
+from adjsim.job import PLAIN, Job
 from adjsim.presets import Answer, Preset, Question
+from adjsim.sweep import Sweep
 
 
 @dataclass
 class Report:
     """A comparison, and the additional data of its files.
 
-    ``estimand`` is that of the exact answers.
+    ``estimand`` is that of the exact answers. ``unit`` is that of time, and ``units`` are those of
+    the gradients.
     """
 
     sweep: Sweep
@@ -31,6 +33,7 @@ class Report:
     about: dict[str, Any]
     answers: dict[float, Answer]
     unit: str
+    units: str
     estimand: str = "stationary"
 
     @property
@@ -50,14 +53,13 @@ class Report:
         label = f"{axis} / {self.unit or 'reduced units'}" if axis == "horizon" else axis
         picture = BytesIO()
         exact = {self.estimand: {x: grads for x, (_, grads) in self.answers.items()}}
-        units = "eV, angstrom, amu" if self.unit == "fs" else "reduced units"
-        plot_sweep(self.results, label, exact, units).savefig(picture, format="png", dpi=130)
+        plot_sweep(self.results, label, exact, self.units).savefig(picture, format="png", dpi=130)
         with replacing(output / "compare.png") as temporary:
             temporary.write_bytes(picture.getvalue())
         with replacing(output / "compare.json") as temporary:
             text = json.dumps({**self.about, "runs": runs}, indent=2)
             temporary.write_text(text, encoding="utf-8")
-        _print(_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
+        _print(plain_console(), f"\nwrote {output / 'compare.png'} and {output / 'compare.json'}")
 
 
 def report_adjoints(
@@ -68,12 +70,11 @@ def report_adjoints(
     results: dict[float, Comparison],
 ) -> Report:
     """Print a comparison of adjoints."""
-    console = _console()
-    _print(
-        console, f"{job.title}, seed {job.seed}. Value: {OBSERVABLES[quantity][0]} at the horizon."
-    )
+    console = plain_console()
+    title = job.quantity(quantity).title
+    _print(console, f"{job.title}, seed {job.seed}. Value: {title} at the horizon.")
     for x, comparison in results.items():
-        _table(console, _heading(sweep, x, job), comparison)
+        _table(console, _heading(sweep, x, job), comparison, job)
     if "backsolve" in adjoints:
         solver, other = repr(job.continuous), "the exact flow"
         if job.model.stochastic:
@@ -93,12 +94,14 @@ def report_adjoints(
             "differs from the exact path, and so does its gradient. Where its reconstruction error "
             "is not small, its gradient is wrong: it belongs to no path.",
         )
-    return Report(sweep, results, {**_about(job), "observable": quantity}, {}, job.system.time_name)
+    about = {**settings_of(job), "observable": quantity}
+    return Report(sweep, results, about, {}, job.system.time_name, _units(job, quantity))
 
 
 def report_estimators(
     preset: Preset,
     name: str,
+    quantity: str,
     question: Question,
     job: Job | None,
     seed: int,
@@ -106,7 +109,7 @@ def report_estimators(
     results: dict[float, Comparison],
 ) -> Report:
     """Print a comparison of estimators, with the exact answer where it is known."""
-    console, answers = _console(), {}
+    console, answers = plain_console(), {}
     _print(console, f"{preset.title}, seed {seed}. Value: {question.title}.")
     for x, (horizon, _) in sweep.points().items():
         heading = _heading(sweep, x, job)
@@ -115,16 +118,25 @@ def report_estimators(
             value, grads = answers[x]
             slopes = ", ".join(f"d/d {name} {slope:.6g}" for name, slope in grads.items())
             heading += f"\n{question.exact.how}: {value:.6g}, {slopes}"
-        _table(console, heading, results[x])
+        _table(console, heading, results[x], job)
     about = {"preset": name, "title": preset.title, "seed": seed, "observable": question.title} | (
-        _about(job) if job else {}
+        settings_of(job) if job else {}
     )
     unit = job.system.time_name if job else ""
+    units = _units(job, quantity) if job else "reduced units"
     estimand = question.exact.estimand if question.exact else "stationary"
-    return Report(sweep, results, about, answers, unit, estimand)
+    return Report(sweep, results, about, answers, unit, units, estimand)
 
 
-def _about(job: Job) -> dict[str, Any]:
+def _units(job: Job, quantity: str) -> str:
+    """List the units of a gradient."""
+    base = "eV, angstrom, amu" if job.system.time_name == "fs" else "reduced units"
+    unit = job.quantity(quantity).unit
+    return f"{unit}, {base}" if unit else base
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    potential = job.system.potential
     return {
         "system": job.system.name,
         "dynamics": type(job.model).__name__,
@@ -134,10 +146,14 @@ def _about(job: Job) -> dict[str, Any]:
         "temperature": job.temperature,
         "units": {"time": job.system.time_name, "temperature": job.system.temperature_name},
         "seed": job.seed,
+        "pairs": potential.path(job.system.position),
+        "cutoff": potential.cutoff,
+        "truncation": None if potential.cutoff is None else repr(potential.truncation),
+        "skin": potential.skin,
     }
 
 
-def _console() -> Console:
+def plain_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
@@ -154,9 +170,14 @@ def _heading(sweep: Sweep, x: float, job: Job | None) -> str:
     return f"\nhorizon {horizon:g}{unit}{steps}{count}"
 
 
-def _table(console: Console, heading: str, comparison: Comparison) -> None:
+def _table(console: Console, heading: str, comparison: Comparison, job: Job | None) -> None:
     _print(console, heading)
     if comparison.estimates:
         console.print(comparison.table())
     for remark in comparison.remarks():
         _print(console, remark)
+    # The title has the path of most methods. A transform or another dtype takes another path.
+    for name, estimate in comparison.estimates.items():
+        for path in (estimate.diagnostics.get("pairs") or {}).values():
+            if job is not None and path != job.system.potential.path(job.system.position):
+                _print(console, f"{name}: pairs by another path: {path}.")

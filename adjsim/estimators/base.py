@@ -156,6 +156,7 @@ class Estimator(ABC):
             {
                 "energy_evaluations": sum(part.stats["energy_evaluations"] for part in parts),
                 "reconstruction_error": max(errors) if errors else None,
+                "pairs": parts[0].stats.get("pairs"),
                 "chunks": len(parts),
                 "replicas": sum(sizes),
                 "ess": float(sum(sizes)),

@@ -29,8 +29,10 @@ class GradientEstimate:
         estimand: "path" or "stationary".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
-            runs were compiled), ``ess`` (effective sample size: the number of independent samples
-            that the estimate is worth), ``chunks``, ``replicas``, and more from some estimators.
+            runs were compiled), ``pairs`` (how each pair potential evaluated pairs, as in
+            ``Trajectory.stats``; None for other potentials), ``ess`` (effective sample size: the
+            number of independent samples that the estimate is worth), ``chunks``, ``replicas``, and
+            more from some estimators.
     """
 
     value: Tensor

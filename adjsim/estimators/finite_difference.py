@@ -48,12 +48,13 @@ class FiniteDifference(ChunkedEstimator):
         start: State,
         noise: Noise | None,
     ) -> Chunk:
-        evaluations = 0
+        evaluations, pairs = 0, None
 
         def mean() -> Tensor:
-            nonlocal evaluations
+            nonlocal evaluations, pairs
             values, trajectory = observe(simulation, observable, start, DirectAdjoint(), noise)
             evaluations += trajectory.stats["energy_evaluations"]
+            pairs = trajectory.stats.get("pairs")
             return values.mean(0)
 
         value = mean()
@@ -72,7 +73,7 @@ class FiniteDifference(ChunkedEstimator):
                         ends.append(mean())
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
-        return Chunk(value, grads, {"energy_evaluations": evaluations})
+        return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
 
     def __repr__(self) -> str:
         return f"FiniteDifference(h={self.h:g})"

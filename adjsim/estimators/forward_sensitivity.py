@@ -58,12 +58,13 @@ class ForwardSensitivity(ChunkedEstimator):
         noise: Noise | None,
     ) -> Chunk:
         plain = replace(simulation, compile=False)
-        dynamics, evaluations = simulation.dynamics, 0
+        dynamics, evaluations, pairs = simulation.dynamics, 0, None
 
         def run_once() -> Tensor:
-            nonlocal evaluations
+            nonlocal evaluations, pairs
             values, made = observe(plain, observable, start, DirectAdjoint(), noise)
             evaluations += made.stats["energy_evaluations"]
+            pairs = made.stats.get("pairs")
             return values.mean(0)
 
         def mean(numbers: dict[str, Tensor]) -> Tensor:
@@ -80,7 +81,7 @@ class ForwardSensitivity(ChunkedEstimator):
                 columns[name].append(column.detach())
         value = run_once().detach() if value is None else value.detach()
         grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
-        return Chunk(value, grads, {"energy_evaluations": evaluations})
+        return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
 
     def __repr__(self) -> str:
         return "ForwardSensitivity()"

@@ -33,6 +33,7 @@ from adjsim.estimators.momentum_check import MomentumCheck
 from adjsim.estimators.path_score import PathScore, path_score
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
+from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem
 from adjsim.solvers.euler_maruyama import EulerMaruyama
 from adjsim.solvers.splitting import Splitting
@@ -128,6 +129,7 @@ class Girsanov(ChunkedEstimator):
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
         problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
+        problem.stats["pairs"] = pair_paths(dynamics.potential, start.position) or None
         stepper, inputs = prepare(problem)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)

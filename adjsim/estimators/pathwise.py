@@ -118,6 +118,7 @@ class Pathwise(ChunkedEstimator):
         stats = {
             "energy_evaluations": sum(stats["energy_evaluations"] for stats in runs),
             "reconstruction_error": max(errors) if errors else None,
+            "pairs": runs[0].get("pairs"),
         }
         return Chunk(mean.detach(), found, stats, (growth, smooth))
 

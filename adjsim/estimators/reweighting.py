@@ -48,8 +48,9 @@ class Reweighting(Estimator):
     burn_in, it samples again.
 
     ``diagnostics["weights_ess"]`` is the effective share, ``["sampled"]`` whether this call
-    sampled, and ``["ess"]`` the number of independent samples that are left. :meth:`surrogate`
-    returns the weighted mean as a differentiable tensor.
+    sampled, and ``["ess"]`` the number of independent samples that are left. ``["drift"]`` is the
+    difference between the second and the first half of the stored frames, for each entry of the
+    observable. :meth:`surrogate` returns the weighted mean as a differentiable tensor.
 
     Args:
         every: time between stored frames; None: ten steps.
@@ -119,7 +120,11 @@ class Reweighting(Estimator):
             diagnostics = self._combine(parts, sizes)
         seconds = time.perf_counter() - begun
         diagnostics.update(
-            sampled=sampled, compiled=simulation.compile, seconds=seconds, peak_memory=memory.bytes
+            sampled=sampled,
+            compiled=simulation.compile,
+            pairs=samples.pairs,
+            seconds=seconds,
+            peak_memory=memory.bytes,
         )
         return self.finish(parts, sizes, diagnostics)
 
@@ -171,6 +176,7 @@ class Reweighting(Estimator):
             "weights_ess": share,
             "ess": share * min(each),
             "equilibration": equilibration(torch.stack(halves)) if half > 0 else None,
+            "drift": weighted_mean(halves, sizes) if half > 0 else None,
         }
 
     def _frames(self, simulation: Simulation[State], skip: float) -> list[float]:
@@ -201,6 +207,7 @@ class Reweighting(Estimator):
             bool(simulation.dynamics.bath_fields),
         )
         times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
+        pairs: Any = None
         with torch.no_grad():
             for part in slices:
                 noise = None if seed is None else Noise(seed, part.start)
@@ -223,6 +230,7 @@ class Reweighting(Estimator):
                     {False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u}
                 )
                 evaluations += made.stats["energy_evaluations"]
+                pairs = made.stats.get("pairs")
         return _Samples(
             simulation,
             [part.stop - part.start for part in slices],
@@ -230,6 +238,7 @@ class Reweighting(Estimator):
             states,
             energies,
             evaluations,
+            pairs,
         )
 
     @staticmethod
@@ -285,6 +294,7 @@ class _Samples(Generic[State]):
     states: list[State]
     energies: list[dict[bool, Tensor]]
     evaluations: int
+    pairs: Any
 
     def depends_on_bath(self, observable: TimeAverage) -> bool:
         return any(

@@ -86,7 +86,8 @@ class ScoreFunction(ChunkedEstimator):
         if not bath and depends_on_bath(dynamics, function, final):
             final, more, found = self._sample(simulation, observable, start, noise, True)
             evaluations += more
-        return Chunk(found["O"], found["dO"], {"energy_evaluations": evaluations}, found)
+        stats = {"energy_evaluations": evaluations, "pairs": found.pop("pairs")}
+        return Chunk(found["O"], found["dO"], stats, found)
 
     @torch.no_grad()
     def _sample(
@@ -115,6 +116,7 @@ class ScoreFunction(ChunkedEstimator):
         first = first_averaged_step(skip, dt, last)
         middle = first + (last - first) // 2
         state, evaluations, parts = start, last - first + 1, []
+        pairs: Any = None
         for begin, end in ((0, middle), (middle, last)) if middle < last else ((0, last),):
             span = [float(times[0]) + begin * dt, float(times[0]) + end * dt]
             shifted = None if noise is None else Noise(noise.seed, noise.first, noise.begin + begin)
@@ -131,6 +133,7 @@ class ScoreFunction(ChunkedEstimator):
             )
             assert made.record is not None
             state, evaluations = made.final, evaluations + made.stats["energy_evaluations"]
+            pairs = made.stats.get("pairs")
             parts.append((end - max(begin, first - 1), made.record))
         values = checked(function(state), state)
         total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(
@@ -140,6 +143,7 @@ class ScoreFunction(ChunkedEstimator):
         early, late = (moments.unpack(record, values)["O"] for _, record in (parts[0], parts[-1]))
         found.update(
             halves=late - early,
+            pairs=pairs,
             dtype=values.dtype if values.is_floating_point() else state.position.dtype,
         )
         return state, evaluations, found

@@ -106,6 +106,6 @@ def _volume(potential: nn.Module) -> Tensor:
             )
         boxes.append(box)
     first = boxes[0]
-    if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes):
+    if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes[1:]):
         raise ValueError("the parts of the potential have different boxes.")
     return volume(first)

@@ -19,19 +19,9 @@ from typer.testing import CliRunner
 
 from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint, apart
 from adjsim.cli import app
-from adjsim.job import (
-    ADJOINTS,
-    PLAIN,
-    BathSettings,
-    Job,
-    Method,
-    Sweep,
-    estimators_of,
-    model_of,
-    question_of,
-    run_sweep,
-    solver_of,
-)
+from adjsim.job import ADJOINTS, PLAIN, Job, estimators_of, question_of
+from adjsim.models import BathSettings, model_of, solver_of
+from adjsim.sweep import Method, Sweep, run_sweep
 from adjsim.systems import cluster
 
 

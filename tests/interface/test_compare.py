@@ -341,7 +341,7 @@ def test_a_cluster_file_without_a_cell_is_not_periodic(tmp_path):
         (["--structure", "flat.extxyz"], "'flat.extxyz': the atoms are periodic and their cell"),
         (
             ["--structure", "nan.xyz"],
-            "the position of atom 1 in 'nan.xyz' is [3.8, nan, 0.0], which is not finite; correct",
+            "'nan.xyz': atom 1 (Ar) is at (3.8, nan, 0), which is not finite; correct",
         ),
         (["--structure", "twice.xyz"], "The closest atoms, 0 and 2, are 0 apart"),
         (["--structure", "box.extxyz", "--cutoff", "5"], "cutoff 5 is above half the smallest"),
@@ -396,7 +396,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_pa
     """
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
-    monkeypatch.setattr("adjsim.cli.run_sweep", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("adjsim.compare_command.run_sweep", lambda *_: pytest.fail("it ran"))
 
     def refused(folder, why):
         done = command("--output", folder, "--horizon", "0.1")

@@ -1,0 +1,100 @@
+"""Measured curves from text files."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measured curve: distances ``r``, values ``g``, and their standard errors or None, ``(n,)``.
+
+    Distances increase.
+    """
+
+    r: Tensor
+    g: Tensor
+    stderr: Tensor | None
+
+    def between(self, low: float, high: float) -> Curve:
+        """Return the part with distances from low to high, both included."""
+        inside = (self.r >= low) & (self.r <= high)
+        errors = None if self.stderr is None else self.stderr[inside]
+        return Curve(self.r[inside], self.g[inside], errors)
+
+
+def read_curve(path: Path) -> Curve:
+    """Read distance, value and an optional standard error from the columns of a text file.
+
+    Columns are separated by commas, semicolons or spaces. Lines that begin with ``#`` are left out,
+    and one line of column names may come first.
+
+    Raises:
+        ValueError: no such file, no numbers, a line without two or three numbers, numbers that are
+            not finite, distances that are negative or do not increase, an error that is not
+            positive. The message names the line.
+    """
+    if not path.is_file():
+        raise ValueError(f"target file '{path}' does not exist; give a text file of r and g(r).")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"target '{path}' is not a text file; give columns of r and g(r)."
+        ) from None
+    rows: list[list[float]] = []
+    before_rows = True
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        entries = _numbers(text)
+        if entries is None and before_rows:
+            before_rows = False
+            continue
+        before_rows = False
+        rows.append(_checked(f"target '{path}', line {number}", text, entries, rows))
+    if not rows:
+        raise ValueError(f"target '{path}' has no numbers; give columns of r and g(r).")
+    r, g, *errors = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    return Curve(r, g, errors[0] if errors else None)
+
+
+def _numbers(text: str) -> list[float] | None:
+    try:
+        return [float(part) for part in re.split(r"[,;\s]+", text)]
+    except ValueError:
+        return None
+
+
+def _checked(
+    where: str, text: str, entries: list[float] | None, rows: list[list[float]]
+) -> list[float]:
+    """Return the numbers of a line, or raise if they do not continue the rows."""
+    count = len(rows[0]) if rows else 0
+    if entries is None or len(entries) not in ((count,) if count else (2, 3)):
+        wanted = f"{count} numbers, as above" if count else "r and g(r), and perhaps an error"
+        raise ValueError(f"{where}: '{text}' is not {wanted}.")
+    if not all(math.isfinite(entry) for entry in entries):
+        raise ValueError(
+            f"{where}: '{text}' has a number that is not finite; correct or remove the line."
+        )
+    if entries[0] <= 0:
+        raise ValueError(f"{where}: the distance {entries[0]:g} is not positive; remove the line.")
+    if rows and entries[0] <= rows[-1][0]:
+        raise ValueError(
+            f"{where}: the distance {entries[0]:g} follows {rows[-1][0]:g}; sort the lines by "
+            "distance, each once."
+        )
+    if len(entries) == 3 and entries[2] <= 0:
+        raise ValueError(
+            f"{where}: the standard error {entries[2]:g} is not positive; correct it, or remove "
+            "the column."
+        )
+    return entries

@@ -1,0 +1,110 @@
+"""The methods of a comparison, run over several horizons or numbers of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adjsim._progress import progress_bar
+from adjsim.apart import ProcessDied, apart
+from adjsim.compare import Comparison, compare
+from adjsim.estimators import Estimator
+from adjsim.presets import Question
+
+
+@dataclass
+class Sweep:
+    """Horizons and numbers of replicas, of which one may have several values.
+
+    These values are the x-axis of the figure.
+    """
+
+    horizons: list[float]
+    replicas: list[int]
+
+    def check(self, least: int) -> None:
+        if min(self.replicas) < least:
+            why = " for an error bar" if least > 1 else ""
+            raise ValueError(f"replicas must be at least {least}{why}; got {min(self.replicas)}.")
+        if len(self.horizons) > 1 and len(self.replicas) > 1:
+            raise ValueError(
+                "give several horizons or several numbers of replicas, not both: the figure has "
+                "one axis."
+            )
+
+    @property
+    def axis(self) -> str:
+        return "replicas" if len(self.replicas) > 1 else "horizon"
+
+    def points(self) -> dict[float, tuple[float, int]]:
+        """Return horizon and number of replicas, by the value on the axis."""
+        pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
+        return {
+            (count if self.axis == "replicas" else horizon): (horizon, count)
+            for horizon, count in pairs
+        }
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a comparison, which pickles so that it can run in another process.
+
+    ``make`` and ``question`` are called in that process, since a question holds functions that do
+    not pickle, and an estimator may store samples.
+    """
+
+    name: str
+    make: Callable[[], Estimator]
+    question: Callable[[], Question]
+    step: float
+    seed: int
+    compile: bool
+
+    def __call__(self, horizon: float, replicas: int) -> Comparison:
+        """Compute value, gradient and cost at a horizon, after a warm-up run.
+
+        The warm-up keeps one-off work of the process out of the measured time and memory.
+        """
+        question = self.question()
+        # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
+        # the memory that its compiled loops keep does not count as growth.
+        compiled = self.compile and self.make().can_compile(question.simulation(horizon))
+        self._estimate(question, *((horizon, replicas) if compiled else (self.step, 2)))
+        return self._estimate(question, horizon, replicas)
+
+    def _estimate(self, question: Question, horizon: float, replicas: int) -> Comparison:
+        generator = torch.Generator().manual_seed(self.seed)
+        return compare(
+            question.simulation(horizon),
+            question.observable(horizon),
+            {self.name: self.make()},
+            replicas=replicas,
+            generator=generator,
+            compile=self.compile,
+        )
+
+
+def run_sweep(
+    methods: list[Method], sweep: Sweep, reference: str | None
+) -> dict[float, Comparison]:
+    """Compare the methods at each point of the sweep.
+
+    Each method runs in a process of its own. A progress bar is shown on a terminal.
+    """
+    points, results = sweep.points(), {}
+    with progress_bar() as progress:
+        task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
+        for x, (horizon, replicas) in points.items():
+            result = results[x] = Comparison({}, reference=reference)
+            for method in methods:
+                progress.update(task, doing=f"{method.name}, {sweep.axis} {x:g}")
+                try:
+                    part = apart(method, horizon, replicas)
+                except ProcessDied as died:
+                    part = Comparison({}, {method.name: str(died)})
+                result.estimates |= part.estimates
+                result.failures |= part.failures
+                progress.advance(task)
+    return results

@@ -1,0 +1,325 @@
+"""Fits to measured curves, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import ase
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase import units
+from ase.build import bulk
+from typer.testing import CliRunner
+
+import adjsim
+from adjsim import Reweighting, Simulation, TimeAverage
+from adjsim.cli import app
+from adjsim.curve import read_curve
+from adjsim.figures import plot_fit
+from adjsim.fit import fit
+from tests.problems import parameter
+
+WIDTH, R = 0.3, torch.linspace(-2.0, 3.0, 11)
+
+
+def wells(k=1.0, center=0.4, at=0.0, burn_in=10.0):
+    """Three atoms in a harmonic well, the density of their positions, and the exact density.
+
+    BAOAB samples these positions without an error of the step.
+    """
+    dynamics = adjsim.Langevin(adjsim.Harmonic(parameter(k), parameter(center)), friction=2.0)
+    simulation = Simulation(
+        dynamics,
+        lambda n, generator: dynamics.init(torch.full((n, 3, 1), at), generator=generator),
+        [0.0, 75.0],
+        solver=adjsim.BAOAB(0.5),
+    )
+
+    def density(state):
+        z = (R - state.position) / WIDTH
+        return (-0.5 * z**2).exp().mean(1) / (WIDTH * math.sqrt(2 * math.pi))
+
+    return simulation, TimeAverage(density, burn_in=burn_in), partial(Reweighting, every=2.5)
+
+
+def exact(k=1.0, center=0.4):
+    variance = 1 / k + WIDTH**2
+    return (-((R - center) ** 2) / (2 * variance)).exp() / math.sqrt(2 * math.pi * variance)
+
+
+def fitted(seed, target=None, start=(1.5, 0.1), **options):
+    simulation, observable, make = wells(*start)
+    target = exact() if target is None else target
+    options = {"replicas": 64, "generator": seed, "largest_change": math.inf, **options}
+    return fit(simulation, observable, target, make, **options), simulation.dynamics
+
+
+def test_the_fit_finds_the_well():
+    """A step of Gauss and Newton from far away, and more until it is small beside the errors."""
+    found, dynamics = fitted(0)
+    assert found.converged
+    assert found.warnings == []
+    assert list(found.values) == ["potential.k", "potential.center"]
+    for (name, value), truth in zip(found.values.items(), (1.0, 0.4), strict=True):
+        assert abs(float(value) - truth) < 4 * float(found.errors[name])
+        # 64 replicas of three atoms and some ten independent times each.
+        assert 0.005 < float(found.errors[name]) < 0.1
+        assert torch.equal(dict(dynamics.named_parameters())[name].detach(), value)
+    assert [float(x) for x in found.history[0].values.values()] == [1.5, 0.1]
+    first, last = found.history[0].loss, found.history[-1].loss
+    assert last < 0.01 * first
+    assert len(found.history) < 10
+
+
+@pytest.mark.slow
+def test_the_errors_are_those_of_repeated_fits():
+    """Forty fits of two numbers: the mean square of value over error has an error of a quarter,
+    with the tails of Student's t of seven degrees of freedom.
+    """
+    squares, values = [], []
+    for seed in range(40):
+        found, _ = fitted(seed, start=(1.0, 0.4))
+        values.append([float(x) for x in found.values.values()])
+        for (name, value), truth in zip(found.values.items(), (1.0, 0.4), strict=True):
+            squares.append(((float(value) - truth) / float(found.errors[name])) ** 2)
+    assert 0.4 < np.mean(squares) < 2.0
+    # Without a bias beyond three errors of the mean.
+    mean, error = np.mean(values, 0), np.std(values, 0, ddof=1) / math.sqrt(40)
+    assert (np.abs(mean - [1.0, 0.4]) < 3 * error).all()
+
+
+def test_errors_of_the_target_add_to_those_of_the_fit():
+    """They dominate here, so the errors of the fit are nearly in proportion."""
+    small, large = (
+        fitted(0, start=(1.0, 0.4), iterations=1, stderr=torch.full_like(R, size))[0]
+        for size in (0.1, 1.0)
+    )
+    for name in small.errors:
+        ratio = float(large.errors[name] / small.errors[name])
+        assert 9 < ratio <= 10
+    # By hand: the derivatives of the exact curve by differences.
+    h = 1e-4
+    J = torch.stack(
+        [
+            (exact(1 + h) - exact(1 - h)) / (2 * h),
+            (exact(1.0, 0.4 + h) - exact(1.0, 0.4 - h)) / (2 * h),
+        ],
+        1,
+    )
+    expected = torch.linalg.inv(J.T @ J).diagonal().sqrt()
+    for entry, name in zip(expected, large.errors, strict=True):
+        # The derivatives have errors of some per cent.
+        assert float(large.errors[name]) == pytest.approx(float(entry), rel=0.25)
+
+
+def test_runs_that_are_not_at_equilibrium_are_found():
+    """From far away without a burn-in, a part of the first halves is on the way to the well."""
+    warned = []
+    for at, burn_in in ((0.4, 10.0), (1e3, 0.0)):
+        simulation, observable, make = wells(at=at, burn_in=burn_in)
+        found = fit(simulation, observable, exact(), make, replicas=64, iterations=1, generator=0)
+        warned.append(any("not come to equilibrium" in warning for warning in found.warnings))
+    assert warned == [False, True]
+
+
+def test_a_long_step_is_shortened():
+    found, _ = fitted(0, iterations=2, largest_change=0.1)
+    before, after = (torch.stack(list(entry.values.values())) for entry in found.history)
+    assert float(((after - before) / before).abs().max()) == pytest.approx(0.1)
+    step = torch.stack(list(found.history[0].step.values()))
+    torch.testing.assert_close((after - before) / step, ((after - before) / step)[:1].expand(2))
+    assert not found.converged
+    assert "has not converged; give more iterations" in found.warnings[-1]
+
+
+def test_the_picture_has_both_curves_and_their_difference():
+    found, _ = fitted(0, replicas=16, iterations=2)
+    top, bottom = plot_fit(found, R.tolist(), "k = 1").axes
+    assert [label.get_text() for label in top.get_legend().get_texts()] == [
+        "simulated, start",
+        "simulated, fit (± 2 standard errors)",
+        "measured",
+    ]
+    measured = next(line for line in top.lines if line.get_label() == "measured")
+    assert list(measured.get_ydata()) == found.target.tolist()
+    difference = bottom.lines[-1].get_ydata()
+    assert list(difference) == (found.simulated - found.target).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"target": exact()[:5]}, "has shape (11,) and the target (5,)"),
+        ({"target": exact()[:1]}, "2 parameters cannot be fitted to 1 numbers"),
+        ({"target": exact() * math.nan}, "target has NaN"),
+        ({"target": torch.zeros(0)}, "target must be (n,)"),
+        ({"stderr": torch.zeros_like(R)}, "stderr must be 11 positive numbers"),
+        ({"replicas": 1}, "replicas must be at least 2"),
+        ({"chunks": 1}, "chunks must be at least 2"),
+        ({"largest_change": 0.0}, "largest_change must be positive"),
+        ({"iterations": 0}, "iterations must be at least 1"),
+    ],
+)
+def test_nonsense_is_refused(options, says):
+    with pytest.raises(ValueError, match=says.replace("(", r"\(").replace(")", r"\)")):
+        fitted(0, **options)
+
+
+def test_a_curve_that_does_not_determine_the_parameters_is_refused():
+    """Two constants of one sum."""
+    simulation, _, make = wells()
+    potential = simulation.dynamics.potential
+    average = TimeAverage(
+        lambda state: (potential.k + potential.center) * torch.ones(len(state.position), 3),
+        burn_in=10.0,
+    )
+    with pytest.raises(ValueError, match="does not determine the parameters"):
+        fit(simulation, average, torch.ones(3), make, replicas=4, generator=0)
+
+
+# Files.
+
+
+def test_a_curve_is_read(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("# measured\nr_angstrom,g\n3.0,0.5\n\n3.5, 2.0\n4;1.5\n")
+    curve = read_curve(path)
+    assert curve.r.tolist() == [3.0, 3.5, 4.0]
+    assert curve.g.tolist() == [0.5, 2.0, 1.5]
+    assert curve.stderr is None
+    assert curve.between(3.2, 4.0).r.tolist() == [3.5, 4.0]
+    path.write_text("3 0.5 0.1\n3.5 2.0 0.2\n")
+    assert read_curve(path).stderr.tolist() == [0.1, 0.2]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """``adjsim fit`` in a folder of its own, with a liquid of 32 atoms."""
+    monkeypatch.chdir(tmp_path)
+    atoms = bulk("Ar", "fcc", a=(4 / 0.02) ** (1 / 3), cubic=True).repeat(2)
+    ase.io.write(tmp_path / "argon.xyz", atoms, format="extxyz")
+    (tmp_path / "g.csv").write_text("r,g\n3,0\n3.5,2\n4,2\n5,0.6\n")
+    given = {"--structure": "argon.xyz", "--target": "g.csv"}
+
+    def run(*options):
+        named = dict(zip(options[::2], options[1::2], strict=False))
+        words = [word for pair in (given | named).items() for word in pair if word is not None]
+        return CliRunner().invoke(app, ["fit", *words])
+
+    return run
+
+
+def test_command_line_writes_numbers_and_a_picture(command, tmp_path):
+    done = command(
+        "--steps", "60", "--burn-in", "20", "--replicas", "3", "--iterations", "1", "--output",
+        "out", "--no-compile", None,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "fit.png").read_bytes()[:4] == b"\x89PNG"
+    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    assert document["curve"]["r"] == [3.0, 3.5, 4.0, 5.0]
+    assert document["curve"]["measured"] == [0.0, 2.0, 2.0, 0.6]
+    assert list(document["parameters"]) == ["epsilon", "epsilon/kB", "sigma"]
+    assert document["parameters"]["epsilon/kB"]["start"] == pytest.approx(116.79)
+    assert not document["converged"]
+    assert "4 distances from 3 to 5 angstrom" in done.stdout
+    assert "has not converged" in done.stdout
+    assert "all pairs within" in done.stdout
+    assert "fitting" not in done.stderr  # no progress bar into a pipe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["reweighting", "pathwise"])
+def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estimator):
+    """The target is a long run of the same liquid with known numbers, and its errors."""
+    epsilon, sigma = 0.0115, 3.35
+    atoms = ase.io.read(tmp_path / "argon.xyz")
+    box = torch.from_numpy(atoms.get_cell().lengths())
+    potential = adjsim.LennardJones(epsilon, sigma, cutoff=5.7, box=box)
+    mass = torch.from_numpy(atoms.get_masses())
+    dynamics = adjsim.Langevin(potential, mass, 120 * units.kB, 0.002 / units.fs)
+    start = torch.from_numpy(atoms.get_positions()).expand(16, -1, -1)
+    r = torch.arange(3.0, 5.6, 0.1)
+    frames = adjsim.simulate(
+        dynamics,
+        dynamics.init(start, generator=1),
+        torch.cat([torch.zeros(1), torch.arange(500, 4001, 25) * 4 * units.fs]),
+        solver=adjsim.BAOAB(4 * units.fs),
+        generator=2,
+    ).position[1:]
+    g = adjsim.smooth_radial_distribution(frames, r, box, width=0.04).mean(0)
+    rows = zip(r.tolist(), g.mean(0).tolist(), (g.std(0) / 4).tolist(), strict=True)
+    (tmp_path / "g.csv").write_text("\n".join(f"{x},{y},{max(e, 5e-3)}" for x, y, e in rows))
+    short = {"reweighting": "4000", "pathwise": "450"}[estimator]
+    done = command(
+        "--temperature", "120", "--friction", "0.002", "--cutoff", "5.7", "--width", "0.04",
+        "--steps", short, "--burn-in", "300", "--estimator", estimator,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "adjsim-fit" / "fit.json").read_text())["parameters"]
+    for name, truth in (("epsilon", epsilon), ("sigma", sigma)):
+        error = found[name]["stderr"]
+        assert abs(found[name]["fitted"] - truth) < 4 * error
+        # A short path says little about epsilon, and its error says so.
+        assert error < (0.1 if estimator == "reweighting" else 0.5) * truth
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--structure", "no.xyz"], "structure file 'no.xyz' does not exist"),
+        (["--structure", "iron.xyz"], "no Lennard-Jones parameters for Fe in 'iron.xyz'"),
+        (["--structure", "cluster.xyz"], "'cluster.xyz' has no periodic cell, and g(r) needs a de"),
+        (["--structure", "nan.xyz"], "'nan.xyz': atom 1 (Ar) is at (nan, 0, 0), which is not fin"),
+        (["--target", "no.csv"], "target file 'no.csv' does not exist"),
+        (["--target", "empty.csv"], "target 'empty.csv' has no numbers"),
+        (["--target", "nan.csv"], "target 'nan.csv', line 2: '3.5,nan' has a number that is not"),
+        (["--target", "text.csv"], "target 'text.csv', line 2: 'a,b' is not 2 numbers, as above"),
+        (["--target", "order.csv"], "target 'order.csv', line 2: the distance 3 follows 4; sort"),
+        (["--target", "zero.csv"], "target 'zero.csv', line 1: the distance 0 is not positive"),
+        (["--target", "error.csv"], "line 1: the standard error 0 is not positive"),
+        (
+            ["--target", "far.csv"],
+            "target 'far.csv' has distances up to 9 angstrom, beyond half the box of 'argon.xyz', "
+            "5.848: give --r-max 5.84, or a larger box",
+        ),
+        (["--r-min", "7"], "target 'g.csv' has no distances from 7 to inf angstrom; it has 3 to 5"),
+        (["--temperature", "-5"], "--temperature must be positive; got -5"),
+        (["--temperature", "nan"], "--temperature must be positive; got nan"),
+        (["--estimator", "magic"], "unknown estimator 'magic'; choose one of reweighting, pathwi"),
+        (["--dynamics", "hamiltonian"], "unknown thermostat 'hamiltonian'; choose one of nose"),
+        (["--dynamics", "berendsen"], "Berendsen"),
+        (["--tau", "10"], "--tau is for nose-hoover and bussi and berendsen, not for langevin"),
+        (["--steps", "500"], "--steps 500 leaves 0 after the burn-in of 500"),
+        (["--burn-in", "-1"], "--burn-in must not be negative; got -1"),
+        (["--width", "-1"], "--width must be positive; got -1"),
+        (["--replicas", "1"], "--replicas must be at least 2"),
+        (["--iterations", "0"], "--iterations must be at least 1"),
+        (["--cutoff", "9"], "cutoff 9 is above half the smallest perpendicular width"),
+        (["--output", "g.csv"], "output 'g.csv' is a file"),
+    ],
+)
+def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
+    at = [[0, 0, 0], [3.8, 0, 0]]
+    ase.io.write(tmp_path / "iron.xyz", ase.Atoms("Fe2", positions=at, cell=[9] * 3, pbc=True))
+    ase.io.write(tmp_path / "cluster.xyz", ase.Atoms("Ar2", positions=at))
+    (tmp_path / "nan.xyz").write_text("2\n\nAr 0 0 0\nAr nan 0 0\n")
+    for name, text in {
+        "empty": "# nothing\nr,g\n",
+        "nan": "3,1\n3.5,nan\n",
+        "text": "3,1\na,b\n",
+        "order": "4,1\n3,1\n",
+        "zero": "0,1\n",
+        "error": "3,1,0\n",
+        "far": "3,1\n9,1\n",
+    }.items():
+        (tmp_path / f"{name}.csv").write_text(text)
+    done = command(*options)
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "adjsim-fit").exists()
