@@ -15,7 +15,7 @@ from ase.build import bulk
 from ase.io import write
 
 import adjsim
-from adjsim.compare import write_whole
+from adjsim._files import replacing
 from adjsim.potentials import NOBLE_GASES
 
 
@@ -52,7 +52,8 @@ def main() -> None:
     atoms.wrap()
     text = StringIO()
     write(text, atoms, format="extxyz", columns=["symbols", "positions"])
-    write_whole(Path(__file__).with_name("argon.xyz"), text.getvalue().encode())
+    with replacing(Path(__file__).with_name("argon.xyz")) as temporary:
+        temporary.write_text(text.getvalue())
 
 
 if __name__ == "__main__":
