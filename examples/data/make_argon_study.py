@@ -156,11 +156,14 @@ class Measured:
     number instead.
     """
 
-    def __init__(self, last, width=0.1, same=True, resolution=False, first=3.2):
+    def __init__(
+        self, last, width=0.1, same=True, resolution=False, first=3.2, every=1
+    ):
         table = np.loadtxt(RDF, delimiter=",", skiprows=5)
         r, g = torch.from_numpy(table).T
         middle = (EDGES[1:] + EDGES[:-1]) / 2
         use = (r > first - 0.01) & (r < last + 0.01)
+        use &= torch.arange(len(r)) % every == 0
         self.r = r[use]
         if resolution:
             self.operator, self.offset = truncation(self.r, middle)
@@ -360,7 +363,7 @@ def paths(pair, start, duration, observable, seed, chunks=32):
 def path(seed=2000):
     """Take the gradient of g(r) along short runs of 108 atoms, and fit with it."""
     theta, estimates = kept(108)
-    data = Measured(8.2)
+    data = Measured(8.2, every=2)
     left = torch.stack([data.jacobian(e) for e in estimates]).mean(0)
 
     def response(theta, start, duration, seed):
@@ -375,8 +378,8 @@ def path(seed=2000):
         return e.value, e.value_stderr, -slope, error
 
     pair = potential(108, theta)
-    starts = liquid(pair, 108, 32, 16 * 5 * PS, seed, frames=16)
-    durations = [0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    starts = liquid(pair, 108, 32, 8 * 5 * PS, seed, frames=8)
+    durations = [0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0]
     slopes, errors = [], []
     for i, duration in enumerate(durations):
         *_, slope, error = response(theta, starts, duration * PS, seed + i)
@@ -385,9 +388,9 @@ def path(seed=2000):
         errors.append(error)
     best, horizon = torch.tensor(START), 1.0
     history, last = [best], liquid(potential(108, best), 108, 32, 5 * PS, seed + 50)
-    for i in range(8):
+    for i in range(7):
         pair = potential(108, best)
-        frames = 4 if i < 6 else 32
+        frames = 2 if i < 5 else 16
         last = liquid(pair, 108, 32, 10 * PS, seed + 60 + 10 * i, start=last)
         starts = liquid(
             pair, 108, 32, frames * 5 * PS, seed + 63 + 10 * i, frames, start=last
@@ -408,7 +411,8 @@ def path(seed=2000):
         slopes=torch.stack(slopes),
         errors=torch.stack(errors),
         horizon=horizon,
-        replicas=512,
+        replicas=len(starts),
+        reweighted=solved(data, estimates, theta)["fitted"],
         history=torch.stack(history),
         fitted=best,
         error=error,
@@ -458,8 +462,8 @@ def diffusion(start, stop, pair=None):
 
 def gradient(seed=3000):
     """Take the gradient of the diffusion coefficient of 108 atoms along short runs."""
-    pair, durations = potential(108, ACCEPTED), WINDOWS
-    starts = liquid(pair, 108, 64, 32 * 4 * PS, seed, frames=32)
+    pair, durations = potential(108, ACCEPTED, SHORT), WINDOWS
+    starts = liquid(pair, 108, 64, 16 * 4 * PS, seed, frames=16)
     quotient, rows = adjsim.FiniteDifference(1e-7), []
     for i, stop in enumerate(durations):
         row = {"stop": stop}
@@ -483,7 +487,9 @@ def gradient(seed=3000):
     return stored(seed=seed, at=ACCEPTED, replicas=len(starts), rows=rows)
 
 
-WINDOWS = [0.4, 0.8, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0]
+# One cutoff serves all sizes.
+SHORT = 8.5
+WINDOWS = [0.4, 0.8, 1.2, 1.6, 2.0, 2.8]
 
 
 def coefficients(pair, atoms, batches, seed, replicas=64):
@@ -516,16 +522,21 @@ def sizes(seed=4000):
     """Compute the diffusion coefficient for three sizes and several parameters."""
     fitted = kept(256)[0]
     found, shifts = {}, {"epsilon": (0.04, 0), "sigma": (0, 0.01)}
-    for name, theta in (("accepted", ACCEPTED), ("fitted", fitted.tolist())):
-        for atoms, batches in ((108, 8), (256, 3), (500, 2)):
-            pair = potential(atoms, theta)
-            found[f"{name}, {atoms}"] = coefficients(pair, atoms, batches, seed)
-            print(name, atoms, found[f"{name}, {atoms}"], flush=True)
+    for name, theta, atoms, batches, replicas in (
+        ("accepted", ACCEPTED, 108, 8, 64),
+        ("accepted", ACCEPTED, 256, 3, 64),
+        ("accepted", ACCEPTED, 500, 3, 32),
+        ("fitted", fitted.tolist(), 256, 3, 64),
+    ):
+        pair = potential(atoms, theta, SHORT)
+        value = coefficients(pair, atoms, batches, seed, replicas)
+        found[f"{name}, {atoms}"] = value
+        print(name, atoms, value, flush=True)
     for name, shift in shifts.items():
         around = []
         for sign in (1, -1):
             theta = [x * np.exp(sign * d) for x, d in zip(ACCEPTED, shift, strict=True)]
-            pair = potential(108, theta)
+            pair = potential(108, theta, SHORT)
             around.append(coefficients(pair, 108, 8, seed + 100))
         (up, a), (down, b) = around
         found[name] = (
