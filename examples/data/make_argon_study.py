@@ -411,7 +411,7 @@ def path(seed=2000):
         slopes=torch.stack(slopes),
         errors=torch.stack(errors),
         horizon=horizon,
-        replicas=len(starts),
+        replicas=[256, len(starts)],
         reweighted=solved(data, estimates, theta)["fitted"],
         history=torch.stack(history),
         fitted=best,
@@ -469,7 +469,7 @@ def gradient(seed=3000):
         row = {"stop": stop}
         for name, chosen, estimator, few in (
             ("whole", pair, PATHWISE, starts),
-            ("path", None, PATHWISE, starts),
+            ("path", None, PATHWISE, starts[::2]),
             ("path of a few", None, PATHWISE, starts[:32]),
             ("differences", None, quotient, starts[:32]),
         ):
@@ -523,7 +523,7 @@ def sizes(seed=4000):
     fitted = kept(256)[0]
     found, shifts = {}, {"epsilon": (0.04, 0), "sigma": (0, 0.01)}
     for name, theta, atoms, batches, replicas in (
-        ("accepted", ACCEPTED, 108, 8, 64),
+        ("accepted", ACCEPTED, 108, 6, 64),
         ("accepted", ACCEPTED, 256, 3, 64),
         ("accepted", ACCEPTED, 500, 3, 32),
         ("fitted", fitted.tolist(), 256, 3, 64),
@@ -537,7 +537,7 @@ def sizes(seed=4000):
         for sign in (1, -1):
             theta = [x * np.exp(sign * d) for x, d in zip(ACCEPTED, shift, strict=True)]
             pair = potential(108, theta, SHORT)
-            around.append(coefficients(pair, 108, 8, seed + 100))
+            around.append(coefficients(pair, 108, 6, seed + 100))
         (up, a), (down, b) = around
         found[name] = (
             (up - down) / (2 * max(shift)),
