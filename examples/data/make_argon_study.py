@@ -294,6 +294,9 @@ def gradient(seed=3000):
     """Take the gradient of the diffusion coefficient of 108 atoms along short runs."""
     pair, durations = potential(108, ACCEPTED, SHORT), WINDOWS
     starts = liquid(pair, 108, 64, 16 * 4 * PS, seed, frames=16)
+    # A covariance about the mean of a chunk is unbiased if the chunk's starts are
+    # independent, so a chunk has one frame of each of many replicas.
+    starts = starts.unflatten(0, (64, 16)).transpose(0, 1).flatten(0, 1)
     quotient, rows = adjsim.FiniteDifference(1e-7), []
     for i, stop in enumerate(durations):
         row = {"stop": stop}
