@@ -43,15 +43,20 @@ SHORT = 8.5
 WINDOWS = [0.4, 0.8, 1.2, 1.6, 2.0, 2.8]
 
 
+def commit():
+    """Return the commit of the working tree, which must not have changes."""
+    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
+    changes, head = (
+        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
+        for c in commands
+    )
+    if any(not line.endswith(FILE.name) for line in changes.splitlines()):
+        raise SystemExit(f"commit the changes first:\n{changes}")
+    return head.strip()
+
+
 def stored(**numbers):
     """Return an entry of the file, with six digits."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=HERE,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
 
     def short(x):
         if isinstance(x, torch.Tensor | np.ndarray):
@@ -62,7 +67,7 @@ def stored(**numbers):
             return {key: short(y) for key, y in x.items()}
         return float(f"{x:.6g}") if isinstance(x, float) else x
 
-    return {"commit": commit, "threads": torch.get_num_threads(), **short(numbers)}
+    return short(numbers)
 
 
 def keep(atoms, result):
@@ -377,9 +382,10 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     parts = {f.__name__: f for f in (fit, variants, path, gradient, sizes)}
+    head = commit()  # before the runs, since the code is that of now
     study = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in sys.argv[1:] or parts:
-        study[name] = parts[name]()
+        study[name] = {"commit": head, **parts[name]()}
         with replacing(FILE) as temporary:
             temporary.write_text(json.dumps(study) + "\n")
 
