@@ -51,8 +51,8 @@ MEASURED = [
 # --------
 #
 # The measured g(r) is a sine transform of the structure factor of Yarnell and others
-# (Phys. Rev. A 7, 2130 (1973)). Below 3.2 angstrom it is only ripple from the end of
-# the measured range, so the fit begins there. The box has 108 atoms at the number
+# (Phys. Rev. A 7, 2130 (1973)). Up to 3.1 angstrom it is only ripple from the end of
+# the measured range, so the fit begins at 3.2. The box has 108 atoms at the number
 # density of the measurement, 0.02125 per cubic angstrom.
 #
 # The simulated g(r) is :func:`~adjsim.smooth_radial_distribution`, the true function
@@ -185,7 +185,8 @@ assert abs(history[-1][1] / small["fitted"][1] - 1) < 0.01
 # Left, the measured g(r) and the fit. The other panels show the derivatives of g(r) at
 # the fitted parameters. Those of sigma are larger by a factor of about twenty, and have
 # nearly the same shape as those of epsilon. The stored fit of 108 atoms, from 32 runs
-# of 50 ps, is epsilon = 0.0133(1) eV, sigma = 3.344(1) angstrom.
+# of 50 ps, is epsilon = 0.0133(1) eV, sigma = 3.344(1) angstrom. It has the covariances
+# of Reweighting, computed directly, since the class takes a sweep for every distance.
 #
 # The gradient along short runs
 # -----------------------------
@@ -342,10 +343,10 @@ for name, fit in (("108", small), ("256", large)):
     print(f"  g(r) changes {strong / weak:.0f} times more along one direction")
 
 # %%
-# All answers, the accepted one included, lie along one line. g(r) fixes one combination
-# of the parameters, mostly sigma, and hardly the other: it changes some 70 times more
-# along one direction than along the other. With 256 atoms the rms difference is 0.016
-# at the fit and 0.021 at the accepted parameters. Along the line:
+# All answers, the accepted one included, lie close to one line. g(r) fixes one
+# combination of the parameters, mostly sigma, and hardly the other: it changes some 70
+# times more along one direction than along the other. With 256 atoms the rms difference
+# is 0.016 at the fit and 0.021 at the accepted parameters. Along the line:
 #
 # - 108 atoms are too few, and move the fit by 13 % in epsilon. From 256 to 500 atoms it
 #   moves by 2 %, and a cutoff of 8.5 or 14 angstrom instead of 10.2 moves it by 4 % or
@@ -460,9 +461,11 @@ assert (paths - quotients).abs().max() < 1e-6
 
 
 # %%
-# The figure shows stored results. The gradients are of 1,024 runs of 108 atoms (512 for
-# the paths alone), at the accepted parameters. The grey bands are differences of D
-# between long runs at shifted parameters, which need no gradient. The experiments are
+# The figure shows stored results, all with a cutoff of 8.5 angstrom. Left is D for lags
+# of 2 to 5 ps, from 96 to 384 runs of 20 ps. The gradients are of 1,024 runs of 108
+# atoms (512 for the paths alone), at the accepted parameters. The grey bands are
+# differences of D between long runs at shifted parameters, which need no gradient.
+# Bars and bands are two standard errors. The experiments are
 # Corbett and Wang, J. Chem. Phys. 25, 422 (1956), and Cini-Castagnoli and Ricci, J.
 # Chem. Phys. 32, 19 (1960).
 
