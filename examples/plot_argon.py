@@ -42,8 +42,8 @@ PS, DT, KT = 1000 * units.fs, 10 * units.fs, 85 * units.kB
 ACCEPTED = (0.0103, 3.40)  # epsilon in eV, sigma in angstrom
 # In angstrom^2/ps, each 1e-4 cm^2/s.
 MEASURED = [
-    (0.153, "Corbett and Wang (1956), 84.3 K", ":"),
-    (0.207, "Cini-Castagnoli and Ricci (1960), 84.6 K", "--"),
+    (0.153, "measured, 84.3 K", ":"),
+    (0.207, "measured, 84.6 K", "--"),
 ]
 
 # %%
@@ -465,9 +465,9 @@ assert (paths - quotients).abs().max() < 1e-6
 # of 2 to 5 ps, from 96 to 384 runs of 20 ps. The gradients are of 1,024 runs of 108
 # atoms (512 for the paths alone), at the accepted parameters. The grey bands are
 # differences of D between long runs at shifted parameters, which need no gradient.
-# Bars and bands are two standard errors. The experiments are
-# Corbett and Wang, J. Chem. Phys. 25, 422 (1956), and Cini-Castagnoli and Ricci, J.
-# Chem. Phys. 32, 19 (1960).
+# Bars and bands are two standard errors. The two measurements with tracers, by Corbett
+# and Wang (1956) and by Cini-Castagnoli and Ricci (1960), are as later papers quote
+# them.
 
 gradient, sizes = STUDY["gradient"], STUDY["sizes"]
 rows = gradient["rows"]
