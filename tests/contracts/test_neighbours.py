@@ -179,14 +179,14 @@ def test_four_thousand_atoms_take_few_pairs():
     assert float(neighbours.detach()) == pytest.approx(12, rel=1e-8)
 
 
-# Inductor takes up to half a minute for each of the first two.
+# Inductor takes up to half a minute for each of the first three.
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param("angles", marks=pytest.mark.marathon),
         pytest.param("smooth radial distribution", marks=pytest.mark.marathon),
+        pytest.param("bond order", marks=pytest.mark.marathon),
         pytest.param("coordination", marks=pytest.mark.slow),
-        pytest.param("bond order", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_averages_take_all_pairs(name):

@@ -75,7 +75,7 @@ def test_the_fit_finds_the_well():
     assert len(found.history) < 10
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_the_errors_are_those_of_repeated_fits():
     """Forty fits of two numbers: the mean square of value over error has an error of a quarter,
     with the tails of Student's t of seven degrees of freedom.
@@ -232,8 +232,13 @@ def test_command_line_writes_numbers_and_a_picture(command, tmp_path):
     assert "fitting" not in done.stderr  # no progress bar into a pipe
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["reweighting", "pathwise"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param("reweighting", marks=pytest.mark.slow),
+        pytest.param("pathwise", marks=pytest.mark.marathon),
+    ],
+)
 def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estimator):
     """The target is a long run of the same liquid with known numbers, and its errors."""
     epsilon, sigma = 0.0115, 3.35

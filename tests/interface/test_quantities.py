@@ -130,8 +130,16 @@ def test_methods_that_evaluate_pairs_otherwise_say_so(command, tmp_path):
     assert pairs["forward-sensitivity"]["LennardJones"].startswith("all pairs, by torch")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("observable", ["msd", "pressure", "rdf", "temperature"])
+@pytest.mark.parametrize(
+    "observable",
+    [
+        pytest.param("msd", marks=pytest.mark.slow),
+        # Inductor takes a quarter of a minute.
+        pytest.param("pressure", marks=pytest.mark.marathon),
+        pytest.param("rdf", marks=pytest.mark.slow),
+        pytest.param("temperature", marks=pytest.mark.slow),
+    ],
+)
 def test_observables_are_compiled(command, tmp_path, observable):
     """In a compiled loop they have the values that they have in Python."""
     values = []
