@@ -193,25 +193,39 @@ size_t bytes(const Slot& s) {
   return total;
 }
 
+// Make the list of one system valid, unless its positions are not finite. Returns the number of builds.
+int64_t prepare_one(Slot& s, const Call& c, int64_t width, int64_t k) {
+  Built& b = s.built[k];
+  const bool valid = !b.at.empty() && pack(b, c, k, width, true) <= (REAL)c.skin;
+  const bool lost = !valid && !finite(c, k);
+  if (!valid && !lost) {
+    b.at.clear();
+    build(b, c, s, k);
+    pack(b, c, k, width, false);
+  }
+  s.lists[k] = lost ? List{}
+                    : List{b.atom.data(), b.index.data(), b.start.data(), b.steps.data(), b.full.data(), b.rows.data()};
+  return !valid && !lost;
+}
+
 void prepare(Slot& s, const Call& c, int64_t width) {
   int64_t built = 0, failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && c.systems > 1) reduction(+ : built, failed)
-  for (int64_t k = 0; k < c.systems; ++k) try {
-      Built& b = s.built[k];
-      const bool valid = !b.at.empty() && pack(b, c, k, width, true) <= (REAL)c.skin;
-      const bool lost = !valid && !finite(c, k);
-      if (!valid && !lost) {
-        b.at.clear();
-        build(b, c, s, k);
-        pack(b, c, k, width, false);
-        ++built;
-      }
-      s.lists[k] = lost ? List{}
-                        : List{b.atom.data(), b.index.data(), b.start.data(), b.steps.data(), b.full.data(), b.rows.data()};
+  const auto one = [&](int64_t k, int64_t& built, int64_t& failed) {
+    try {
+      built += prepare_one(s, c, width, k);
     } catch (const std::bad_alloc&) {  // An exception must not leave a parallel loop.
       s.built[k] = Built();
       ++failed;
     }
+  };
+  // One system has parallel loops inside, which would start threads anew in a region around them, even
+  // in a region of one thread.
+  if (c.systems == 1) {
+    one(0, built, failed);
+  } else {
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1) reduction(+ : built, failed)
+    for (int64_t k = 0; k < c.systems; ++k) one(k, built, failed);
+  }
   if (failed) throw std::bad_alloc();
   std::lock_guard<std::mutex> lock(guard);
   builds += built;
