@@ -55,8 +55,9 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, bool compare) 
   const int64_t n = c.atoms, dim = c.dim;
   b.rows.resize(n * width + 8);
   Moved all;
+  // Below some thousands of atoms another thread would take longer to start than to copy.
 #pragma omp declare reduction(join : Moved : omp_out.join(omp_in))
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.systems == 1) reduction(join : all)
+#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.systems == 1 && n > 8192) reduction(join : all)
   for (int64_t p = 0; p < n; ++p) {
     const View &q = c.position, &v = c.vector;
     const REAL* from = q.data + system * q.system + b.atom[p] * q.atom;
