@@ -266,7 +266,8 @@ def command(tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, ["compare", *arguments])
 
 
-@pytest.mark.slow
+# CI runs the command itself, from the README.
+@pytest.mark.marathon
 def test_command_line_on_the_default(tmp_path):
     done = as_a_user("--horizon", "0.1,0.2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -551,7 +552,7 @@ def test_command_line_refuses_stochastic_nonsense(command, tmp_path, options, sa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_command_line_exact(tmp_path):
     """Reversal on the lattice beside the plain one, which is shown with what it loses."""
     done = as_a_user(
