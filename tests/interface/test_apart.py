@@ -189,9 +189,14 @@ def test_memory_of_a_method_is_its_own(tmp_path, monkeypatch):
         assert abs(peak - peaks[1][name]) < 1.5e6
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are told by their groups")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.marathon),
+    ],
+)
 def test_nothing_is_left_of_a_command_that_is_stopped(tmp_path, number):
     """Ctrl-C reaches every process of a terminal, and the caller alone may be killed."""
     caller = psutil.Popen(

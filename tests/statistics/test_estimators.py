@@ -329,7 +329,7 @@ def test_reweighting_keeps_its_samples_until_they_wear_out():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_variance_of_the_score_falls_as_one_over_the_samples():
     """Slope -1 within 0.1 in log-log, over two decades, from the spread of repetitions."""
     simulation, burn_in = equilibrium(
