@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -75,6 +75,8 @@ _PLAIN = (
 )
 
 
+# The commonest of these, looked up in less time.
+_SIMPLE = {type(None), bool, int, str}
 # The types of the descriptors of slots in a class.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
@@ -116,6 +118,8 @@ class _KeyBuilder:
 
     def key(self, x: Any, where: str) -> Any:
         """Build the key of an object; ``where`` names it in errors."""
+        if type(x) in _SIMPLE:
+            return type(x), x
         if isinstance(x, float):
             return float, x.hex()  # NaN equals itself, and the two zeros differ.
         if isinstance(x, _PLAIN):
@@ -296,7 +300,12 @@ def _package_of(x: ModuleType) -> str:
 
 
 def _package(x: Any) -> str:
-    return (getattr(x, "__module__", None) or "").partition(".")[0]
+    return _package_named(getattr(x, "__module__", None) or "")
+
+
+@cache
+def _package_named(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _names(code: CodeType) -> set[str]:

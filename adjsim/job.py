@@ -20,6 +20,7 @@ from adjsim.adjoints import (
     ReversibleAdjoint,
 )
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
+from adjsim.dynamics.start_energy import check_potential
 from adjsim.estimators import Estimator, Pathwise, Simulation
 from adjsim.models import NO_EQUATION, NO_INVERSE
 from adjsim.presets import ESTIMATORS, Question, presets
@@ -95,6 +96,7 @@ class Job:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
+        check_potential(self.model.potential, state.position)
         self.solver.program(self.model, state)
 
     @property

@@ -17,6 +17,7 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.start_energy import check_potential
 from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
@@ -121,6 +122,7 @@ def run(
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
         dynamics.check(state)
+        check_potential(dynamics.potential, state.position)
         _check_captured(dynamics, state, times, record)
         problem = Problem(
             dynamics,

@@ -73,9 +73,9 @@ class BackwardCarry(NamedTuple):
 class ForwardLoops:
     """Run forward steps in compiled loops.
 
-    The first step is not compiled. It determines whether a step ends with the force with which the
-    next one begins. An exact run repeats it in a loop: functions such as exp may have other last
-    bits in torch than in the loops that reverse the run.
+    A loop that shares forces between steps begins with a force that is given. An exact run
+    evaluates this force again in the loop: functions such as exp may have other last bits in torch
+    than in the loops that reverse the run.
     """
 
     def __init__(self, driver: LoopRunner, recording: Recording) -> None:
@@ -88,13 +88,11 @@ class ForwardLoops:
 
     def advance(self, state: State, start: int, stop: int) -> State:
         driver, recording = self.driver, self.recording
-        if start == 0:
-            inputs = Inputs(state, driver.fixed.coefficients, driver.fixed.parameters)
+        if start == 0 and driver.program.shares_force:
             with torch.no_grad():
-                first = driver.stepper.step(0, state, inputs, self.forces)
-            self.force = self.forces.cached(first.position)
-            if not driver.exact:
-                state, start = first, 1
+                self.forces.force(state.position, driver.clock.time(0))
+            # None where the force depends on a time that passes while the position stays.
+            self.force = self.forces.cached(state.position)
         while start < stop:
             count = min(driver.length, stop - start)
             averaging = driver.averages(start + 1)

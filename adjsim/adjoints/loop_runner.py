@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
-from adjsim.adjoints.loops import CompileError, Constant, LoopSpec, NoCapture, clone, compile_loop
+from adjsim.adjoints.loops import (
+    CompileError,
+    Constant,
+    LoopSpec,
+    NoCapture,
+    clone,
+    compile_loop,
+    leaves,
+)
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
@@ -143,12 +150,11 @@ class LoopRunner:
     def boundaries(self, wanted: set[int]) -> list[int]:
         """Choose the steps after which loops have to end.
 
-        These are the wanted steps, the first step (which is not compiled), the step before the
-        first of a time average, and the steps after which finiteness or the buffers of an exact run
-        are checked.
+        These are the wanted steps, the step before the first of a time average, and the steps after
+        which finiteness or the buffers of an exact run are checked.
         """
         last, growth = self.clock.last, self.stepper.growth
-        found = {*wanted, 1, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
+        found = {*wanted, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
             found.add(self.recorder.first - 1)
         if growth is not None:
@@ -259,8 +265,8 @@ class LoopRunner:
         constants: LoopConstants,
         carry: Any,
     ) -> Loop:
-        leaves = tree_leaves((constants, carry))
-        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in leaves)
+        inputs = leaves((constants, carry))
+        shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
         gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.backward else ()
         solver, threads = self.problem.solver, torch.get_num_threads()
         key = (

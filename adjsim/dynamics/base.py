@@ -29,7 +29,6 @@ from adjsim._state import (
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
-from adjsim.dynamics.start_energy import check_potential
 from adjsim.potentials.base import ForceField
 
 
@@ -179,7 +178,6 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
-        check_potential(self.potential, state.position)
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

@@ -9,7 +9,7 @@ coefficient (:class:`Coefficient`), the noise (:class:`Random`), a sum of these
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -197,6 +197,15 @@ class Function:
                     cotangents.add_coefficient(context.letter, name, grad)
 
         return value.detach(), accumulate
+
+
+def reads_force(x: Any) -> bool:
+    """Return whether a move, or a source, reads the force."""
+    if isinstance(x, tuple):
+        return any(map(reads_force, x))
+    if isinstance(x, Force):
+        return True
+    return is_dataclass(x) and any(reads_force(getattr(x, part.name)) for part in fields(x))
 
 
 def as_leaves(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:

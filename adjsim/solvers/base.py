@@ -20,7 +20,7 @@ from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import Coefficients, MoveContext
+from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
 
 # Maps a share of a step to the time. The end of one step and the beginning of the next are the same
 # number.
@@ -145,6 +145,13 @@ class Program:
             abs(end - stage.elapsed) > 1e-9 for stage, end in zip(self.stages, ends, strict=True)
         ]
         return all(moves or not passes for moves, passes in zip(moved, passed, strict=True))
+
+    @property
+    def shares_force(self) -> bool:
+        """Whether a step begins with the force with which the step before ended."""
+        reading = [i for i, (_, move) in enumerate(self.moves) if reads_force(move)]
+        moving = [i for i, (_, move) in enumerate(self.moves) if "position" in move.writes]
+        return bool(reading) and reading[0] <= min(moving) and reading[-1] > max(moving)
 
     @property
     def force_grid(self) -> Grid | None:

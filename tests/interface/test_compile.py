@@ -65,3 +65,23 @@ def test_a_step_compiles_whole(case):
         noise = torch.randn(program.draws * program.noise_steps, *state.position.shape).unbind(0)
         for a, b in zip(compiled(time, state, noise), step(time, state, noise), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", [c for c in STEPS if c.couplings or not c.exact], ids=repr)
+def test_a_step_knows_whether_it_shares_its_force(case):
+    """A step has its last force at the end, and needs it at the beginning, or neither."""
+    dynamics, solver = case.build(), case.solver
+    state = case.start(dynamics, *square())
+    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    if case.exact:
+        state, coefficients = (
+            program.lattice.to_lattice(state),
+            program.lattice.rationals(coefficients),
+        )
+    noise = [torch.zeros_like(state.position)] * program.draws * program.noise_steps
+    forces, counts = program.forces(dynamics.potential), []
+    for _ in range(2):
+        state = program.step(float, state, coefficients, noise, forces)
+        counts.append(forces.stats["energy_evaluations"])
+    shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
+    assert program.shares_force == shared

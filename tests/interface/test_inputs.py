@@ -165,9 +165,9 @@ def test_pair_matrices_that_are_refused(name):
             r"it must be a number or \(atoms, atoms\)",
         ):
             adjsim.LennardJones(**{name: np.ones(shape)})
-    three = adjsim.LennardJones(**{name: np.ones((3, 3))})
+    three = adjsim.Hamiltonian(adjsim.LennardJones(**{name: np.ones((3, 3))}))
     with pytest.raises(ValueError, match=f"{name} is for 3 atoms and position has 4"):
-        adjsim.Hamiltonian(three).init(*square())
+        simulate(dynamics=three, state=three.init(*square()))
     assert torch.equal(
         adjsim.LennardJones(**{name: np.ones((4, 4))})(square()[0]),
         adjsim.LennardJones()(square()[0]),
@@ -839,7 +839,6 @@ class Repulsion(nn.Module):
     ids=["open", "box", "tilted box", "module"],
 )
 def test_two_atoms_at_one_place_are_named_before_the_run(potential, move):
-    """In a start, and in a state that the run is given without one."""
     dynamics = adjsim.Langevin(potential())
     position = torch.stack([Q, Q])
     position[1, 3] = position[1, 1] + torch.tensor(move)
@@ -847,13 +846,10 @@ def test_two_atoms_at_one_place_are_named_before_the_run(potential, move):
         r"^the energy at the start of system 1 is inf\. The closest atoms, 1 and 3, are 0 apart: "
         rf"move them, or check the parameters of {type(dynamics.potential).__name__}\.$"
     )
-    dynamics.init(position[:1].expand(2, -1, -1), position)
     with pytest.raises(ValueError, match=says):
-        dynamics.init(position, position)
-    with pytest.raises(ValueError, match=says):
-        simulate(dynamics=dynamics, state=adjsim.PhaseState(position, position))
+        simulate(dynamics=dynamics, state=dynamics.init(position, position))
     with pytest.raises(ValueError, match=r"^the energy at the start is inf\. The closest"):
-        dynamics.init(position[1], position[1])
+        simulate(dynamics=dynamics, state=dynamics.init(position[1], position[1]))
 
 
 @pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), ReversibleAdjoint()])
@@ -885,8 +881,9 @@ def test_a_force_that_is_not_finite_is_named_before_the_run():
 
     dynamics = adjsim.Langevin(Drive())
     says = r"^the force at the start of system 1 is inf: check the parameters of Drive\.$"
+    start = dynamics.init(torch.tensor([[[1.0]], [[0.0]]]), generator=0)
     with pytest.raises(ValueError, match=says):
-        dynamics.init(torch.tensor([[[1.0]], [[0.0]]]), generator=0)
+        simulate(dynamics=dynamics, state=start)
 
 
 def test_a_trajectory_without_a_graph_says_so():
