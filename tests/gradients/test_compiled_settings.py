@@ -198,13 +198,10 @@ def test_a_captured_tensor_that_changes_is_read_anew():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "more"),
-    slow_but(lambda scheme, more: scheme == "ABA", [("BAB", 2), ("ABA", 0), ("BABAB", 2)]),
+    "scheme", slow_but(lambda scheme: scheme == "ABA", ["BAB", "ABA", "BABAB"])
 )
-def test_compiled_loops_count_their_evaluations(scheme, more):
-    """Those of the steps one by one. A loop of the sweep ends at the first step in addition, and
-    takes the force and the product that two steps share there once more.
-    """
+def test_compiled_loops_count_their_evaluations(scheme):
+    """Those of the steps one by one."""
     counts = []
     for compile in (True, False):
         dynamics = adjsim.Hamiltonian(adjsim.LennardJones(parameter(1.0)))
@@ -219,7 +216,7 @@ def test_compiled_loops_count_their_evaluations(scheme, more):
         forward = run.stats["energy_evaluations"]
         (run.position**2).sum().backward()
         counts.append((forward, run.stats["energy_evaluations"]))
-    assert counts[0] == (counts[1][0], counts[1][1] + more)
+    assert counts[0] == counts[1]
     if scheme == "BAB":
         # One force a step and one at the start. Backward a force and a product at each of the 38
         # positions, and at the two saves in between for the frame as well.
