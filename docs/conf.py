@@ -71,6 +71,7 @@ sphinx_gallery_conf = {
     "parallel": 2,
     "remove_config_comments": True,
     "plot_gallery": True,
+    "matplotlib_animations": True,
     "download_all_examples": False,
 }
 
