@@ -221,7 +221,8 @@ def test_closed_forms_equal_automatic_differentiation(name, box):
         close(mine, theirs, 1e-11)
 
 
-@pytest.mark.parametrize("name", ["torsions, types", "balls"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
 def test_forward_mode_and_vmap(name):
     potential, v = EVERY[name](), torch.randn_like(CHAIN)
     _, rate = torch.func.jvp(lambda q: adjsim.force(potential, q), (CHAIN,), (v,))
