@@ -89,10 +89,10 @@ class Descreening:
 
     def by_own(self) -> tuple[Tensor, Tensor]:
         """Compute dH/drho and d2H/drho ds."""
-        l, i, square = self.near, self.inverse, self.t * self.t
+        near, i, square = self.near, self.inverse, self.t * self.t
         crossing = self.gap < self.rho
-        value = 0.5 * l * (0.5 * (self.r - square * i) * l * l + 0.5 * i - l)
-        along = 0.125 * i * l * ((1 + square * i * i) * l * l - i * i)
+        value = 0.5 * near * (0.5 * (self.r - square * i) * near * near + 0.5 * i - near)
+        along = 0.125 * i * near * ((1 + square * i * i) * near * near - i * i)
         value = torch.where(crossing, value, 0.0)
         if self.contained:
             value = torch.where(self._inside(), -1 / (self.rho * self.rho), value)
