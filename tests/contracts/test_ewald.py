@@ -79,12 +79,12 @@ class TestEwald(PotentialContract):
 SUMS = [ewald, mesh]
 
 
-def crystal(points: list[list[float]], charges: list[float], cells: int):
-    """Repeat a cubic cell of side 1."""
+def crystal(points: list[list[float]], charges: list[float], side: float, cells: int):
+    """Repeat a cubic cell, whose points are in units of its side."""
     steps = torch.arange(cells, dtype=torch.float64)
     shifts = torch.cartesian_prod(steps, steps, steps)
     position = (shifts[:, None] + torch.tensor(points, dtype=torch.float64)).reshape(-1, 3)
-    return position, torch.tensor(charges, dtype=torch.float64).repeat(len(shifts))
+    return side * position, torch.tensor(charges, dtype=torch.float64).repeat(len(shifts))
 
 
 FACES = [[0.0, 0.0, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.5, 0.5, 0.0]]
@@ -107,10 +107,10 @@ SALTS = {
 )
 def test_madelung(salt, make, options):
     points, charges, nearest, madelung = SALTS[salt]
-    position, charge = crystal(points, charges, 2)
-    # Shifted off the points of the mesh. With alpha 5.5 and this cutoff erfc is 1e-14.
-    potential = make(charge, box=[2.0] * 3, cutoff=1.0, alpha=5.5, **options)
-    energy = float(potential(position + 0.123)) / (len(charge) / 2)
+    position, charge = crystal(points, charges, 2.6, 2)
+    # Shifted off the points of the mesh. With this alpha erfc is 1e-14 at the cutoff.
+    potential = make(charge, box=[5.2] * 3, cutoff=2.6, alpha=5.5 / 2.6, **options)
+    energy = 2.6 * float(potential(position + 0.123)) / (len(charge) / 2)
     # The Gaussian of the first wave left out is exp(-(pi 14 / (2 5.5))^2) = 1e-7 of the largest,
     # times a sum that vanishes for most waves of a crystal; the mesh interpolates to 1e-8.
     assert -energy * nearest == pytest.approx(madelung, rel=1e-7)
@@ -136,7 +136,7 @@ def test_energy_does_not_depend_on_the_splitting(tilted, neutral):
 @pytest.mark.parametrize("make", [Ewald, ParticleMeshEwald])
 @pytest.mark.parametrize("tolerance", [5e-4, 1e-5])
 def test_the_tolerance_bounds_the_error_of_forces(make, tolerance):
-    cell, position, charge = problem(neutral=True)
+    _, position, charge = problem(neutral=True)
     options = {"box": LENGTHS, "cutoff": 2.6}
     exact = Ewald(charge, alpha=2.0, kmax=14, **options).force(position)
     found = make(charge, tolerance=tolerance, **options).force(position)
@@ -284,7 +284,7 @@ def test_batches_are_systems(make):
     for k in ((0, 0), (1, 2)):
         torch.testing.assert_close(force(potential, batch[k]), forces[k], rtol=1e-12, atol=1e-12)
     for k in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-        one, product = force_vjp(potential, batch[k[0], k[1]], [potential.charge])
+        _, product = force_vjp(potential, batch[k[0], k[1]], [potential.charge])
         there, more = product(v[k[0], k[1]])
         torch.testing.assert_close(there, along[k[0], k[1]], rtol=1e-12, atol=1e-12)
         total = total + more.gradient([potential.charge])[0]
@@ -304,14 +304,14 @@ def test_positions_may_leave_the_box(make):
 def test_an_excluded_pair_alone_has_the_energy_of_its_images(make):
     """Without the excluded pair, two charges act on each other's images alone."""
     charge = nn.Parameter(torch.tensor([1.0, -1.0]))
-    options = {"box": [8.0] * 3, "cutoff": 4.0, "alpha": 1.3}
-    options |= {"kmax": 12} if make is ewald else {"grid": 40, "order": 8}
+    options = {"box": [8.0] * 3, "cutoff": 2.6, "alpha": 1.9}
+    options |= {"kmax": 22} if make is ewald else {"grid": 48, "order": 8}
     kind = Ewald if make is ewald else ParticleMeshEwald
     position = torch.tensor([[1.0, 2.0, 3.0], [1.7, 2.4, 3.3]])
     r = float((position[0] - position[1]).norm())
     with_pair = float(kind(charge, **options)(position).detach())
     without = float(kind(charge, exclusions=[[1, 0]], **options)(position).detach())
-    # The cutoff leaves out erfc(5.2) = 2e-13; the mesh interpolates to 1e-7.
+    # The waves leave out exp(-(pi 23 / (1.9 8))^2) = 2e-10; the mesh interpolates to 1e-7.
     assert without - with_pair == pytest.approx(1 / r, rel=1e-6)
 
 
@@ -371,13 +371,13 @@ def test_derivatives_of_any_order(make):
 def trajectory(kind, adjoint, exact=False, steps=20, **options):
     """Run molten salt, and differentiate with respect to charges and a repulsion."""
     steps_of = torch.arange(2.0)
-    position = 1.1 * torch.cartesian_prod(steps_of, steps_of, steps_of)
+    position = 2.4 * torch.cartesian_prod(steps_of, steps_of, steps_of)
     generator = torch.Generator().manual_seed(1)
-    position = position + 0.05 * torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    position = position + 0.1 * torch.randn(8, 3, generator=generator, dtype=torch.float64)
     charge = nn.Parameter(0.5 * (1 - 2.0 * (torch.arange(8) % 2)))
     size = {"kmax": 3} if kind is Ewald else {"grid": 8}
-    salt = kind(charge, box=[2.4] * 3, cutoff=1.2, exclusions=[[0, 3]], **size)
-    potential = salt + adjsim.SoftSphere(parameter(0.2), 0.9, 8.0, cutoff=1.2, box=[2.4] * 3)
+    salt = kind(charge, box=[5.2] * 3, cutoff=2.6, exclusions=[[0, 3]], **size)
+    potential = salt + adjsim.SoftSphere(parameter(0.2), 2.0, 8.0, cutoff=2.6, box=[5.2] * 3)
     dynamics = adjsim.Langevin(potential, 1.0, 0.3, 1.0)
     ts = torch.tensor([0.0, steps * 0.005])
     run = adjsim.simulate(
