@@ -48,7 +48,7 @@ def rmsd(
       to 16 rounding errors of the positions. A minimiser needs ``rmsd**2``, whose gradient is
       continuous, but is taken as zero in the same place.
     - Where several rotations are equally good, as for a straight chain and a bent reference, the
-      rmsd has a kink too. The gradient is that of the mean of these rotations, so it has no
+      rmsd has a kink too. The gradient is that of a mean of these rotations, so it has no
       preferred direction around the chain. Second derivatives leave these rotations out.
 
     Args:
@@ -74,10 +74,9 @@ def rmsd(
     change = _change(fit.axes.transpose(-1, -2) @ _products(turned, y, w) @ fit.axes)
     gain = (change - change.transpose(-1, -2)) ** 2 * fit.compliance
     squares = (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2
-    if q.shape[-1] > 1:
-        several = change.diagonal(dim1=-2, dim2=-1)[..., -2:].sum(-1)
-        squares = squares + 2 * torch.where(fit.several, several, 0.0)
-    return root(squares, noise)
+    # What each of several rotations contributes to the gradient is zero in their mean.
+    along = torch.where(fit.several, change.diagonal(dim1=-2, dim2=-1), 0.0)
+    return root(squares + 2 * along.sum(-1), noise)
 
 
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
@@ -192,9 +191,10 @@ def distance_rmsd(
 class _Fit(NamedTuple):
     """The rotation that takes x to y, ``x @ rotation``, and its stiffness; all are constants.
 
-    ``axes`` are those in which the inertia ``sum w x y`` of the turned x is diagonal. A turn by a
-    small angle in the plane of axes a and b costs ``(s_a + s_b) angle^2 / 2``; ``compliance`` is
-    the inverse, and zero where the turn costs nothing. ``several``: whether there is such a plane.
+    ``axes`` are those in which the inertia ``sum w x y`` of the turned x is diagonal, with entries
+    s. A turn by a small angle in the plane of axes a and b costs ``(s_a + s_b) angle^2 / 2``;
+    ``compliance`` is the inverse of this sum, and zero where the turn costs nothing. ``several``
+    marks the axes that such turns mix, those of the plane of the smallest s; all if s is zero.
     """
 
     rotation: Tensor
@@ -213,7 +213,9 @@ def _fit(x: Tensor, y: Tensor, w: Tensor) -> _Fit:
         # Singular values have rounding errors of the size of the largest.
         free = stiffness <= ROUNDING * torch.finfo(s.dtype).eps * s[..., :1, None]
         compliance = torch.where(free, 0.0, 1 / torch.where(free, 1.0, stiffness))
-        several = free[..., -2:, -1].all(-1) if s.shape[-1] < 2 else free[..., -2, -1]
+        plane = free.diagonal(offset=1, dim1=-2, dim2=-1)[..., -1:]
+        smallest = torch.arange(s.shape[-1], device=s.device) >= s.shape[-1] - 2
+        several = plane & (smallest | free.diagonal(dim1=-2, dim2=-1))
         return _Fit((u * signs.unsqueeze(-2)) @ v, v.transpose(-1, -2), compliance, several)
 
 
