@@ -1,0 +1,129 @@
+"""Numbers of terms from numbers of atoms or types, and sums over terms, without scatter.
+
+A sum over the terms of an atom reads them through a fixed table, a row for each atom. So sums have
+a fixed order, and compiled loops can contain them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Entries of a row of a table. The sum of more entries is a sum of sums.
+WIDTH = 32
+
+
+class Selection(nn.Module):
+    """The linear map x -> x[index] along the last axis, and its transpose.
+
+    Args:
+        index: ``(entries,)`` int64, from 0 to count - 1.
+        count: length of the axis.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor, count: int) -> None:
+        super().__init__()
+        self.count = count
+        # They follow from the arguments of the potential, and are not part of its saved state.
+        self.register_buffer("index", index, persistent=False)
+        self.tables: list[str] = []
+        for table in _tables(index, count):
+            self.tables.append(f"table{len(self.tables)}")
+            self.register_buffer(self.tables[-1], table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Select ``(*batch, entries)`` from ``(*batch, count)``."""
+        if not torch.is_grad_enabled():
+            return x.index_select(-1, self.index)
+        return _Select.apply(x, *self._tensors())
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """Sum ``(*batch, entries)`` to ``(*batch, count)``."""
+        if not torch.is_grad_enabled():
+            return _sum(x, *self._tensors())
+        return _Sum.apply(x, *self._tensors())
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.index, *(getattr(self, name) for name in self.tables)
+
+
+def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+    for table in tables:
+        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-1)
+    return x
+
+
+class _Select(torch.autograd.Function):
+    """The selection, whose derivative reads the tables too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        return x.index_select(-1, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        return _Sum.apply(cotangents[0], *tensors), *(None for _ in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _Select.apply(tangents[0], *ctx.saved_tensors)
+
+
+class _Sum(torch.autograd.Function):
+    """The transpose of the selection."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        return _sum(x, index, *tables)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        return _Select.apply(cotangents[0], *tensors), *(None for _ in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _Sum.apply(tangents[0], *ctx.saved_tensors)
+
+
+def _tables(index: Tensor, count: int) -> list[Tensor]:
+    """Make tables of the entries of each number, by which sums read them.
+
+    Each table is ``(rows, at most WIDTH)``. An empty place is the index behind the last entry.
+    """
+    tables: list[Tensor] = []
+    while True:
+        order = torch.argsort(index, stable=True)
+        counts = torch.bincount(index, minlength=count)
+        start = torch.cumsum(counts, 0) - counts
+        rank = torch.empty_like(index)
+        rank[order] = torch.arange(len(index), device=index.device) - start[index[order]]
+        parts = (counts + WIDTH - 1).div(WIDTH, rounding_mode="floor").clamp(min=1)
+        first = torch.cumsum(parts, 0) - parts
+        row = first[index] + rank.div(WIDTH, rounding_mode="floor")
+        width = min(WIDTH, max(1, int(counts.max())))
+        table = torch.full((int(parts.sum()), width), len(index), device=index.device)
+        table[row, rank % WIDTH] = torch.arange(len(index), device=index.device)
+        tables.append(table)
+        if len(table) == count:
+            return tables
+        index = torch.repeat_interleave(torch.arange(count, device=index.device), parts)
