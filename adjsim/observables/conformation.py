@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from adjsim._geometry import Dihedral
 from adjsim._inputs import as_number, as_tensor, as_whole
 from adjsim._layout import outside_tracing
 from adjsim._typing import Array, Energies, PositionsLike
 from adjsim.observables.members import length, members, positions, vectors
 from adjsim.observables.neighbours import optional_box, refuse_not_finite
-
-# Rounding errors below which three atoms of a torsion are on a line.
-ROUNDING = 16.0
 
 
 def end_to_end_distance(position: PositionsLike, first: int = 0, last: int = -1) -> Energies:
@@ -69,18 +67,11 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     q = positions("dihedrals", position, dim=3)
     i, j, k, m = members("index", index, 4, q).unbind(-1)
     cell = optional_box(box)
-    a, b, c = (vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m)))
-    before, after = torch.linalg.cross(a, b), torch.linalg.cross(b, c)
-    line = _on_a_line(before, a, b) | _on_a_line(after, b, c)
-    y = length(b) * (a * after).sum(-1)
-    x = (before * after).sum(-1)
-    return torch.atan2(torch.where(line, 0.0, y), torch.where(line, 1.0, x))
-
-
-def _on_a_line(normal: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    small = (ROUNDING * torch.finfo(a.dtype).eps) ** 2
-    squares = [(x.detach() ** 2).sum(-1) for x in (normal, a, b)]
-    return squares[0] <= small * squares[1] * squares[2]
+    bonds = [vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m))]
+    angle = Dihedral(*[[bond.transpose(-1, -2)] for bond in bonds]).value.squeeze(-2)
+    # NaN is on no line, and an angle of zero would hide it.
+    finite = torch.stack(bonds).detach().isfinite().all(-1).all(0)
+    return torch.where(finite, angle, math.nan)
 
 
 def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:

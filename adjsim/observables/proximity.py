@@ -37,7 +37,7 @@ def contacts(
 
     Args:
         position: ``(*batch, atoms, dim)``.
-        pairs: ``(n, 2)`` indices of atoms.
+        pairs: ``(n, 2)`` indices of atoms. A pair listed twice counts twice.
         distance: the distance up to which a pair is in contact; one number, or ``(n,)`` for each
             pair. It may carry a gradient.
         width: how smooth this limit is, length. The gradient is large where width is small.
@@ -131,10 +131,11 @@ def hydrogen_bonds(
     The criterion is that of Luzar and Chandler (Phys. Rev. Lett. 76, 928 (1996)), made smooth: in
     water the oxygens are within 3.5 angstrom and the angle at the donor, between its hydrogen and
     the acceptor, is below 30 degrees. Narrow widths count bonds and have large gradients. An
-    acceptor that is the donor itself is left out, other atoms of the same molecule are not.
+    acceptor that is the donor itself or its hydrogen is left out, other atoms of the molecule are
+    not.
 
     Args:
-        position: ``(*batch, atoms, dim)``, in two dimensions or more.
+        position: ``(*batch, atoms, dim)``.
         donors: ``(n, 2)`` indices, the donor atom and its hydrogen. A donor with two hydrogens has
             two rows.
         acceptors: ``(m,)`` indices.

@@ -116,7 +116,8 @@ def flexibility(
     better frame.
 
     The gradient is that of all repetitions. It is taken as zero for an atom that does not move.
-    Memory of a gradient is that of some ten trajectories for each repetition.
+    Memory of a gradient is that of some ten trajectories for each repetition. Transforms of
+    torch.func cannot see whether the mean is constant, so there all 200 repetitions are made.
 
     Args:
         position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
@@ -205,13 +206,16 @@ class _Fit(NamedTuple):
 
 def _fit(x: Tensor, y: Tensor, w: Tensor) -> _Fit:
     with forward_ad._set_fwd_grad_enabled(False):
-        u, s, v = torch.linalg.svd(_products(x, y, w).detach())
+        # NaN has no singular values, and its system alone becomes NaN.
+        u, s, v = torch.linalg.svd(_products(x, y, w).detach().nan_to_num(0.0, 0.0, 0.0))
         last = torch.where(torch.linalg.det(u @ v) < 0, -1.0, 1.0).to(s)
         signs = torch.cat([torch.ones_like(s[..., 1:]), last.unsqueeze(-1)], -1)
         s = s * signs
         stiffness = s.unsqueeze(-1) + s.unsqueeze(-2)
-        # Singular values have rounding errors of the size of the largest.
-        free = stiffness <= ROUNDING * torch.finfo(s.dtype).eps * s[..., :1, None]
+        # Singular values are sums, with the rounding errors of the products of both sizes.
+        sizes = [(w * z.detach() ** 2).sum((-1, -2)) for z in (x, y)]
+        noise = ROUNDING * torch.finfo(s.dtype).eps * (sizes[0] * sizes[1]).sqrt()
+        free = stiffness <= noise[..., None, None]
         compliance = torch.where(free, 0.0, 1 / torch.where(free, 1.0, stiffness))
         plane = free.diagonal(offset=1, dim1=-2, dim2=-1)[..., -1:]
         smallest = torch.arange(s.shape[-1], device=s.device) >= s.shape[-1] - 2
