@@ -74,7 +74,7 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     return torch.where(finite, angle, math.nan)
 
 
-def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:
+def dihedral_distribution(angles: Array, at: Array, *, width: float | int) -> Tensor:
     """Compute a differentiable distribution of angles on the circle, per radian::
 
         p(a) = mean over angles of exp(k cos(a - angle)) / (2 pi I_0(k)),  k = 1 / width^2
@@ -94,12 +94,12 @@ def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:
         ``(*batch, points)``. Memory is that of n numbers for each point.
 
     Raises:
-        ValueError: no angles, a width that is not positive.
+        ValueError: no angles, a width that is not positive or above pi.
     """
     return _kernels(*_angles("angles", angles, at), width).mean(-2)
 
 
-def ramachandran(phi: Array, psi: Array, at: Array, *, width: float) -> Tensor:
+def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Tensor:
     """Compute a differentiable distribution of pairs of angles, per square radian::
 
         p(a, b) = mean over pairs of K(a - phi) K(b - psi)
@@ -116,7 +116,8 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float) -> Tensor:
         ``(*batch, points, points)``, phi first.
 
     Raises:
-        ValueError: phi and psi of different shapes, or none; a width that is not positive.
+        ValueError: phi and psi of different shapes, or none; a width as in
+            :func:`dihedral_distribution`.
     """
     first, points = _angles("phi", phi, at)
     second, _ = _angles("psi", psi, at)
@@ -160,11 +161,11 @@ def _angles(name: str, angles: Array, at: Array) -> tuple[Tensor, Tensor]:
     return x, points.to(x)
 
 
-def _kernels(angles: Tensor, at: Tensor, width: float) -> Tensor:
+def _kernels(angles: Tensor, at: Tensor, width: float | int) -> Tensor:
     """Compute the kernels of all angles at all points, ``(*batch, n, points)``."""
     size = as_number("width", width)
-    if not 0 < size < math.inf:
-        raise ValueError(f"width must be positive, in radians; got {size}.")
+    if not 0 < size <= math.pi:
+        raise ValueError(f"width must be positive and at most pi radians; got {size}.")
     with outside_tracing():
         k = 1 / size**2
         scaled = float(torch.special.i0e(torch.tensor(k, dtype=torch.float64)))

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from adjsim._inputs import as_flag
 from adjsim._typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.kinetics import as_frames
 from adjsim.observables.members import (
@@ -44,9 +45,9 @@ def rmsd(
     derivative of R: it is right where singular values coincide, as in planar, linear and symmetric
     molecules. First and second derivatives are those of the minimum, higher ones are not.
 
-    - At zero the rmsd has a kink like that of ``|x|``. Its gradient is taken as zero there, and up
-      to 16 rounding errors of the positions. A minimiser needs ``rmsd**2``, whose gradient is
-      continuous, but is taken as zero in the same place.
+    - At zero the rmsd has a kink like that of ``|x|``. Value and gradient are taken as zero there,
+      and with alignment up to 16 rounding errors of the positions. A restraint or a minimiser needs
+      :func:`mean_squared_deviation`, the square, which has no kink there.
     - Where several rotations are equally good, as for a straight chain and a bent reference, the
       rmsd has a kink too. The gradient is that of a mean of these rotations, so it has no
       preferred direction around the chain. Second derivatives leave these rotations out.
@@ -65,18 +66,37 @@ def rmsd(
     """
     q = positions("rmsd", position)
     y, w = reference_like(q, reference), _shares(weights, q)
-    if not align:
-        return root((w * (q - y) ** 2).sum((-1, -2)))
-    x, y, noise = _centred(q, w), _centred(y, w), _noise(w, q, y)
+    return root(_deviation(q, y, w, align), _noise(w, q, y) if align else 0.0)
+
+
+def mean_squared_deviation(
+    position: PositionsLike,
+    reference: Array,
+    *,
+    weights: Number | None = None,
+    align: bool = True,
+) -> Energies:
+    """Compute the square of :func:`rmsd`, length^2, ``(*batch,)``.
+
+    First and second derivatives are right at zero too, so it serves as an energy. Arguments, errors
+    and the treatment of several equally good rotations are those of :func:`rmsd`.
+    """
+    q = positions("mean_squared_deviation", position)
+    return _deviation(q, reference_like(q, reference), _shares(weights, q), align)
+
+
+def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
+    if not as_flag("align", align):
+        return (w * (q - y) ** 2).sum((-1, -2))
+    x, y = _centred(q, w), _centred(y, w)
     fit = _fit(x, y, w)
     turned = x @ fit.rotation
-    # The minimum to second order in the change of the inertia, which is zero in value.
+    # The minimum to second order in the change of the products, which is zero in value.
     change = _change(fit.axes.transpose(-1, -2) @ _products(turned, y, w) @ fit.axes)
     gain = (change - change.transpose(-1, -2)) ** 2 * fit.compliance
-    squares = (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2
     # What each of several rotations contributes to the gradient is zero in their mean.
     along = torch.where(fit.several, change.diagonal(dim1=-2, dim2=-1), 0.0)
-    return root(squares + 2 * along.sum(-1), noise)
+    return (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2 + 2 * along.sum(-1)
 
 
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
@@ -84,7 +104,8 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
 
     The rotation and the translation are those of :func:`rmsd`. First and second derivatives are
     those of the minimum, higher ones are not. A rotation that is not determined, as that of a
-    linear molecule about its axis, has no derivative, which is taken as zero.
+    linear molecule about its axis, is arbitrary, and its derivative is taken as zero. So atoms with
+    a weight may not be on a line if others are not.
 
     Args:
         position: ``(*batch, atoms, dim)``, not wrapped into a box.
@@ -95,10 +116,10 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
         ``(*batch, atoms, dim)``.
 
     Raises:
-        ValueError: as :func:`rmsd`.
+        ValueError: as :func:`rmsd`, or weights of too few atoms for a rotation of the others.
     """
     q = positions("aligned", position)
-    y, w = reference_like(q, reference), _shares(weights, q)
+    y, w = reference_like(q, reference), _frame(weights, q)
     centre = (w * y).sum(-2, keepdim=True)
     return _superposed(_centred(q, w), y - centre, w) + centre
 
@@ -127,13 +148,13 @@ def flexibility(
         ``(*batch, atoms)``, length.
 
     Raises:
-        ValueError: fewer than two frames, weights as in :func:`rmsd`, or frames that have no common
-            shape, for which 200 repetitions do not converge.
+        ValueError: fewer than two frames, weights as in :func:`aligned`, or frames that have no
+            common shape, for which 200 repetitions do not converge.
     """
     q = as_frames("position", position)
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
-    w = _shares(weights, q)
+    w = _frame(weights, q)
     x, noise = _centred(q, w), (w * q.detach() ** 2).sum((-1, -2)).mean(0).unsqueeze(-1)
     turned, mean = x, x[0]
     for _ in range(ALIGNMENTS):
@@ -251,6 +272,19 @@ def _change(x: Tensor) -> Tensor:
 def _shares(weights: Number | None, q: Tensor) -> Tensor:
     w = atom_weights("weights", 1.0 if weights is None else weights, q)
     return w / w.sum()
+
+
+def _frame(weights: Number | None, q: Tensor) -> Tensor:
+    """Convert the weights of an alignment, which must determine where the other atoms are."""
+    w = _shares(weights, q)
+    atoms, dim = q.shape[-2:]
+    count = atoms if values_unknown() else int((w > 0).sum())
+    if count < min(dim, atoms):
+        raise ValueError(
+            f"weights must be positive for at least {min(dim, atoms)} atoms, not on a line, which "
+            f"determine the rotation; got {count}."
+        )
+    return w
 
 
 def _centred(x: Tensor, w: Tensor) -> Tensor:

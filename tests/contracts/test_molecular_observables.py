@@ -70,6 +70,8 @@ def bonds(q, box=None):
 OBSERVABLES = {
     "rmsd": lambda q: adjsim.rmsd(q, OTHER, weights=MASSES),
     "rmsd in place": lambda q: adjsim.rmsd(q, OTHER, align=False),
+    "squared deviation": lambda q: adjsim.mean_squared_deviation(q, OTHER, weights=MASSES),
+    "squared deviation in place": lambda q: adjsim.mean_squared_deviation(q, OTHER, align=False),
     "aligned": lambda q: adjsim.aligned(q, OTHER),
     "distance rmsd": lambda q: adjsim.distance_rmsd(q, OTHER),
     "distance rmsd of pairs": lambda q: adjsim.distance_rmsd(q, OTHER, PAIRS, box=BOX),
@@ -682,30 +684,51 @@ def test_compiled_averages(name):
 class Restraint(torch.nn.Module):
     """An energy made of an observable, whose force is a first derivative."""
 
+    def __init__(self, reference, squared):
+        super().__init__()
+        self.reference, self.squared = torch.nn.Parameter(reference), squared
+
     def forward(self, position):
-        return 0.5 * adjsim.rmsd(position, molecule(seed=2)) ** 2
+        if self.squared:
+            return adjsim.mean_squared_deviation(position, self.reference) / 2
+        return adjsim.rmsd(position, self.reference) ** 2 / 2
 
 
-def test_an_rmsd_as_an_energy():
-    """The gradient through its dynamics needs second derivatives; against differences."""
+@pytest.mark.parametrize("squared", [False, True], ids=["rmsd", "squared deviation"])
+def test_a_deviation_as_an_energy(squared):
+    """The gradient through its dynamics needs second derivatives; against differences.
 
-    def end(scale, adjoint):
-        q = scale * molecule()
+    The square has them at the reference itself too, where the run starts.
+    """
+    start = molecule()
+    reference = start if squared else molecule(seed=2)
+    direction, momentum = molecule(seed=3), 0.5 * molecule(seed=4)
+
+    def end(shift, adjoint):
         trajectory = adjsim.simulate(
-            adjsim.Hamiltonian(Restraint()),
-            adjsim.PhaseState(q, torch.zeros_like(q)),
+            adjsim.Hamiltonian(Restraint(reference, squared)),
+            adjsim.PhaseState(start + shift * direction, momentum),
             [0.0, 1.0],
             solver=adjsim.VelocityVerlet(0.1),
             adjoint=adjoint,
         )
         return adjsim.straightness(trajectory.final.position)
 
-    scale = torch.tensor(1.0, requires_grad=True)
     h = 1e-5
-    up, down = (end(1.0 + s * h, adjsim.DirectAdjoint()) for s in (1, -1))
+    up, down = (end(s * h, adjsim.DirectAdjoint()).detach() for s in (1, -1))
     for adjoint in (adjsim.DirectAdjoint(), adjsim.ReversibleAdjoint()):
-        (grad,) = torch.autograd.grad(end(scale, adjoint), scale)
-        assert float(grad) == pytest.approx(float(up - down) / (2 * h), rel=1e-6)
+        shift = torch.tensor(0.0, requires_grad=True)
+        (grad,) = torch.autograd.grad(end(shift, adjoint), shift)
+        assert float(grad) == pytest.approx(float(up - down) / (2 * h), rel=1e-6, abs=1e-9)
+
+
+def test_the_curvature_at_the_reference():
+    """That of the squared deviation is zero along rotations and translations alone."""
+    q = molecule()
+    found = torch.func.hessian(lambda x: adjsim.mean_squared_deviation(x, q))(q).reshape(18, 18)
+    values = torch.linalg.eigvalsh(found)
+    torch.testing.assert_close(values[:6], torch.zeros(6), rtol=0, atol=1e-12)
+    torch.testing.assert_close(values[6:], torch.full((12,), 2 / 6), rtol=1e-12, atol=0)
 
 
 # --- errors ---
@@ -721,6 +744,8 @@ def test_an_rmsd_as_an_energy():
         (lambda q: adjsim.rmsd(q, q[0], weights=[1.0] * 5), r"weights must be .* \(6,\)"),
         (lambda q: adjsim.rmsd(q[0, 0].tolist(), q[0]), r"\(\*batch, atoms, dim\)"),
         (lambda q: adjsim.aligned(q, q[:, :4]), "reference must be"),
+        (lambda q: adjsim.aligned(q, q, weights=[1.0, 1.0] + [0.0] * 4), "at least 3 atoms"),
+        (lambda q: adjsim.flexibility(q, [0.0] * 5 + [1.0]), "at least 3 atoms"),
         (lambda q: adjsim.distance_rmsd(q, q, [[0, 6]]), "pairs has the index 6, and the 6 atoms"),
         (lambda q: adjsim.distance_rmsd(q, q, [[0, -1]]), "pairs has the index -1"),
         (lambda q: adjsim.distance_rmsd(q, q, [[2, 2]]), r"pairs\[0\] names an atom twice"),
@@ -736,6 +761,7 @@ def test_an_rmsd_as_an_energy():
         (lambda q: adjsim.dihedrals(q, [[0, 1, 2, 9]]), "index has the index 9"),
         (lambda q: adjsim.dihedrals(q[..., :2], TORSIONS), "three dimensions|3 dimensions"),
         (lambda q: adjsim.dihedral_distribution(q, [0.0], width=0.0), "width must be positive"),
+        (lambda q: adjsim.dihedral_distribution(q, [0.0], width=10.0), "at most pi"),
         (lambda q: adjsim.dihedral_distribution(q[..., :0], [0.0], width=1.0), "at least one"),
         (lambda q: adjsim.dihedral_distribution(q, [[0.0]], width=1.0), "at must be"),
         (lambda q: adjsim.dihedral_histogram([], 3), "needs an angle"),
@@ -746,6 +772,12 @@ def test_an_rmsd_as_an_energy():
         (lambda q: adjsim.contacts(q, PAIRS, 0.0, width=0.1), "distance must be positive"),
         (lambda q: adjsim.contacts(q, PAIRS, 1.0, width=-0.1), "width must be positive"),
         (lambda q: adjsim.contacts(q, PAIRS, 2.6, width=0.1, box=BOX), "half the smallest"),
+        (
+            lambda q: torch.func.vmap(
+                lambda x: adjsim.contacts(x, PAIRS, 2.6, width=1, box=BOX), randomness="error"
+            )(q),
+            "half the smallest",
+        ),
         (
             lambda q: adjsim.native_contacts(q, q[0], PAIRS, width=0.1, tolerance=0.0),
             "tolerance must be positive",
