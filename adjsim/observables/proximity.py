@@ -1,0 +1,202 @@
+"""Contacts and hydrogen bonds."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._box import checked_box
+from adjsim._inputs import as_indices, as_number, as_tensor
+from adjsim._layout import outside_tracing
+from adjsim._typing import Array, Energies, Number, PositionsLike
+from adjsim.observables.members import (
+    check_range,
+    length,
+    members,
+    positions,
+    reference_like,
+    vectors,
+)
+from adjsim.observables.neighbours import optional_box, values_unknown
+
+
+def contacts(
+    position: PositionsLike,
+    pairs: Array,
+    distance: Number,
+    *,
+    width: float | int,
+    box: Array | None = None,
+) -> Energies:
+    """Compute the number of listed pairs that are in contact, ``(*batch,)``::
+
+        n = sum over pairs of 1 / (1 + exp((r_ij - distance) / width))
+
+    Args:
+        position: ``(*batch, atoms, dim)``.
+        pairs: ``(n, 2)`` indices of atoms. A pair listed twice counts twice.
+        distance: the distance up to which a pair is in contact; one number, or ``(n,)`` for each
+            pair. It may carry a gradient.
+        width: how smooth this limit is, length. The gradient is large where width is small.
+        box: the periodic box, if there is one.
+
+    Raises:
+        ValueError: an index out of range, a distance or a width that is not positive, distances of
+            another number than the pairs, a distance above half the smallest perpendicular width of
+            the box.
+    """
+    q = positions("contacts", position)
+    first, second = members("pairs", pairs, 2, q).unbind(-1)
+    with outside_tracing():
+        limit = as_tensor("distance", distance)
+    if limit.ndim > 0 and tuple(limit.shape) != (len(first),):
+        raise ValueError(
+            f"distance must be one number or ({len(first)},), one for each pair; got shape "
+            f"{tuple(limit.shape)}."
+        )
+    known = not isinstance(distance, Tensor)
+    cell = _cell(box, limit, known)
+    return _in_contact(vectors(q, first, second, cell), limit, width).sum(-1)
+
+
+def native_contacts(
+    position: PositionsLike,
+    reference: Array,
+    pairs: Array,
+    *,
+    width: float | int,
+    tolerance: float | int = 1.8,
+    box: Array | None = None,
+) -> Energies:
+    """Compute the fraction of native contacts, between 0 and 1, ``(*batch,)``::
+
+        Q = mean over pairs of 1 / (1 + exp((r_ij - tolerance r_ij^0) / width))
+
+    r^0 are distances in the reference. The pairs are those in contact in it, such as heavy atoms
+    within 4.5 angstrom of each other whose residues are more than three apart; then a width of 0.2
+    angstrom and a tolerance of 1.8 are usual (Best, Hummer and Eaton, PNAS 110, 17874 (2013)).
+
+    Args:
+        position: ``(*batch, atoms, dim)``.
+        reference: ``(atoms, dim)``, or one for each system.
+        pairs: ``(n, 2)`` indices of atoms.
+        width: how smooth the limit is, length.
+        tolerance: the factor by which a distance may grow.
+        box: the periodic box of both structures, if there is one.
+
+    Raises:
+        ValueError: as :func:`contacts`, a reference of another size, a tolerance that is not
+            positive.
+    """
+    q = positions("native_contacts", position)
+    y, factor = reference_like(q, reference), as_number("tolerance", tolerance)
+    first, second = members("pairs", pairs, 2, q).unbind(-1)
+    if not factor > 0:
+        raise ValueError(f"tolerance must be positive; got {factor}.")
+    cell = optional_box(box)
+    limit = factor * length(vectors(y, first, second, cell))
+    return _in_contact(vectors(q, first, second, _cell(box, limit)), limit, width).mean(-1)
+
+
+def _cell(box: Array | None, limit: Tensor, known: bool = False) -> Tensor | None:
+    """Check the box, and that it has one image of an atom within the limit.
+
+    A limit that is computed while torch records the observable has no value yet, unless it is
+    ``known`` to be a constant.
+    """
+    if values_unknown() and not known:
+        return optional_box(box)
+    with outside_tracing():
+        return _checked_cell(box, limit)
+
+
+def _checked_cell(box: Array | None, limit: Tensor) -> Tensor | None:
+    if not bool((limit > 0).all()):
+        raise ValueError(f"distance must be positive; got {limit.detach().tolist()}.")
+    return None if box is None else checked_box(box, float(limit.detach().max()))
+
+
+def _in_contact(d: Tensor, limit: Tensor, width: float | int) -> Tensor:
+    return torch.sigmoid((limit.to(d) - length(d)) / positive("width", width))
+
+
+def hydrogen_bonds(
+    position: PositionsLike,
+    donors: Array,
+    acceptors: Array,
+    *,
+    distance: float | int,
+    width: float | int,
+    angle: float | int = math.pi / 6,
+    angular_width: float | int = math.pi / 60,
+    box: Array | None = None,
+) -> Energies:
+    """Compute the number of hydrogen bonds, ``(*batch,)``::
+
+        n = sum over donors D-H and acceptors A of s((distance - |DA|) / width)
+            s((cos(HDA) - cos(angle)) / (angular_width sin(angle))),   s(x) = 1 / (1 + exp(-x))
+
+    The criterion is that of Luzar and Chandler (Phys. Rev. Lett. 76, 928 (1996)), made smooth: in
+    water the oxygens are within 3.5 angstrom and the angle at the donor, between its hydrogen and
+    the acceptor, is below 30 degrees. Narrow widths count bonds and have large gradients. An
+    acceptor that is the donor itself or its hydrogen is left out, other atoms of the molecule are
+    not.
+
+    Args:
+        position: ``(*batch, atoms, dim)``.
+        donors: ``(n, 2)`` indices, the donor atom and its hydrogen. A donor with two hydrogens has
+            two rows.
+        acceptors: ``(m,)`` indices.
+        distance: the largest distance of donor and acceptor.
+        width: how smooth this limit is, length.
+        angle: the largest angle at the donor, radians.
+        angular_width: how smooth this limit is, radians.
+        box: the periodic box, if there is one.
+
+    Returns:
+        ``(*batch,)``. Memory is that of ten numbers for each donor and acceptor.
+
+    Raises:
+        ValueError: an index out of range, an acceptor listed twice, a distance or a width that is
+            not positive, an angle that is not between 0 and pi, a distance above half the smallest
+            perpendicular width of the box.
+    """
+    q = positions("hydrogen_bonds", position)
+    limit, width = positive("distance", distance), positive("width", width)
+    largest, smooth = as_number("angle", angle), positive("angular_width", angular_width)
+    if not 0 < largest < math.pi:
+        raise ValueError(f"angle must be between 0 and pi, in radians; got {largest}.")
+    bonds, ends = members("donors", donors, 2, q), _acceptors(acceptors, q)
+    cell = optional_box(box, limit)
+    with outside_tracing():
+        rows = torch.arange(len(bonds), device=q.device).repeat_interleave(len(ends))
+        to = ends.repeat(len(bonds))
+        other = (to != bonds[rows, 0]) & (to != bonds[rows, 1])
+        rows, to = rows[other], to[other]
+        donor, hydrogen = bonds[rows].unbind(-1)
+    d, h = vectors(q, donor, to, cell), vectors(q, donor, hydrogen, cell)
+    r, bond = length(d), length(h)
+    sizes = r * bond
+    cosine = (d * h).sum(-1) / torch.where(sizes == 0, 1.0, sizes)
+    straight = (cosine - math.cos(largest)) / (smooth * math.sin(largest))
+    return (torch.sigmoid((limit - r) / width) * torch.sigmoid(straight)).sum(-1)
+
+
+def _acceptors(acceptors: Array, q: Tensor) -> Tensor:
+    with outside_tracing():
+        ends = as_indices("acceptors", acceptors)
+        if ends.ndim != 1 or len(ends) == 0:
+            raise ValueError(f"acceptors must be (m,) indices; got shape {tuple(ends.shape)}.")
+        check_range("acceptors", ends, q.shape[-2])
+        if len(ends.unique()) < len(ends):
+            raise ValueError(f"acceptors names an atom twice: {ends.tolist()}.")
+        return ends.to(q.device)
+
+
+def positive(name: str, value: float | int) -> float:
+    number = as_number(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be positive; got {number}.")
+    return number
