@@ -1,0 +1,221 @@
+"""Internal coordinates of displacement vectors, with closed-form derivatives.
+
+A coordinate x is a distance, an angle or a dihedral angle. It is a function of the displacements
+b_1, b_2, ... between the atoms of a chain, ``b_k = q_k - q_(k-1)``. Each class computes
+
+- ``value``: x;
+- ``gradient``: dx/db_k for each k. With respect to a point it is ``dx/dq_k = dx/db_k -
+  dx/db_(k+1)``;
+- ``along(v)``: the derivatives of x and of its gradient along displacements v_k, by the chain rule
+  applied forward, operation by operation.
+
+A vector is a list of tensors ``(*batch, dim, terms)``, one with all coordinates, or one ``(*batch,
+1, terms)`` for each coordinate. The second form lets a compiled loop compute all coordinates
+together. Scalars are ``(*batch, 1, terms)``.
+
+Where a coordinate is not differentiable, its gradient is zero instead of NaN: a distance of
+coincident points, an angle with a side without length, the angle of three points on a line (0 or
+pi), and a dihedral angle with three consecutive points on a line. A point counts as on the line if
+the sine of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient``
+is finite there too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Vector: TypeAlias = Sequence[Tensor]
+
+
+def dot(a: Vector, b: Vector) -> Tensor:
+    """Compute the scalar product, ``(*batch, 1, terms)``."""
+    if len(a) == 1:
+        return (a[0] * b[0]).sum(-2, keepdim=True)
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = total + x * y
+    return total
+
+
+def cross(a: Vector, b: Vector) -> Vector:
+    """Compute the vector product in three dimensions."""
+    if len(a) == 1:
+        return [torch.linalg.cross(a[0], b[0], dim=-2)]
+    return [
+        a[1] * b[2] - a[2] * b[1],
+        a[2] * b[0] - a[0] * b[2],
+        a[0] * b[1] - a[1] * b[0],
+    ]
+
+
+def scaled(factor: Tensor, a: Vector) -> Vector:
+    """Compute the multiple of a vector."""
+    return [factor * x for x in a]
+
+
+def added(a: Vector, b: Vector) -> Vector:
+    """Compute the sum of two vectors."""
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def subtracted(a: Vector, b: Vector) -> Vector:
+    """Compute the difference of two vectors."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def combined(a: Vector, factor: Tensor, b: Vector) -> Vector:
+    """Compute ``a + factor b``."""
+    return [x + factor * y for x, y in zip(a, b, strict=True)]
+
+
+class Coordinate(ABC):
+    """An internal coordinate of displacements, which are the arguments of the constructor.
+
+    Attributes:
+        value: ``(*batch, 1, terms)``.
+        gradient: the derivative with respect to each displacement.
+    """
+
+    value: Tensor
+    gradient: list[Vector]
+
+    @abstractmethod
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        """Compute the derivatives of value and gradient along changes of the displacements."""
+
+
+class SquaredDistance(Coordinate):
+    """The squared length of a displacement."""
+
+    def __init__(self, b: Vector) -> None:
+        self.value = dot(b, b)
+        self.gradient = [[2 * x for x in b]]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        return dot(self.gradient[0], v[0]), [[2 * x for x in v[0]]]
+
+
+class _Unit:
+    """A displacement as length and direction; the direction of a displacement of zero is zero."""
+
+    def __init__(self, b: Vector) -> None:
+        square = dot(b, b)
+        present = square > 0
+        root = torch.where(present, square, 1.0).sqrt()
+        self.length = torch.where(present, root, 0.0)
+        self.inverse = torch.where(present, 1 / root, 0.0)
+        self.direction = scaled(self.inverse, b)
+
+    def along(self, v: Vector) -> tuple[Tensor, Vector]:
+        """Compute the derivatives of length and direction along a change of the displacement."""
+        rate = dot(self.direction, v)
+        return rate, scaled(self.inverse, combined(v, -rate, self.direction))
+
+
+class Distance(Coordinate):
+    """The length of a displacement."""
+
+    def __init__(self, b: Vector) -> None:
+        self._unit = _Unit(b)
+        self.value = self._unit.length
+        self.gradient = [self._unit.direction]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        rate, turn = self._unit.along(v[0])
+        return rate, [turn]
+
+
+class Cosine(Coordinate):
+    """The cosine of the angle at the middle one of three points, ``cos = -u_1 . u_2``.
+
+    u_k is the direction of b_k. The cosine is smooth at 0 and pi.
+    """
+
+    def __init__(self, b1: Vector, b2: Vector) -> None:
+        self._first, self._second = first, second = _Unit(b1), _Unit(b2)
+        u, w = first.direction, second.direction
+        self._cosine = cosine = dot(u, w)
+        self.value = -cosine
+        self._across = combined(w, -cosine, u), combined(u, -cosine, w)
+        self.gradient = [
+            scaled(-unit.inverse, across)
+            for unit, across in zip((first, second), self._across, strict=True)
+        ]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        raise NotImplementedError
+
+
+class Angle(Coordinate):
+    """The angle at the middle one of three points, from 0 to pi.
+
+    With u the direction of b_1, w that of b_2, ``c = -u . w`` and the part ``p = -w - c u`` of -w
+    that is orthogonal to u, the angle is ``atan2(|p|, c)``.
+    """
+
+    def __init__(self, b1: Vector, b2: Vector) -> None:
+        self._first, self._second = first, second = _Unit(b1), _Unit(b2)
+        u, w = first.direction, second.direction
+        cosine = dot(u, w)
+        across = combined(w, -cosine, u)
+        square = dot(across, across)
+        bent = square > _smallest(square)
+        sine = torch.where(bent, square, 1.0).sqrt()
+        # Angles of points on a line are constants.
+        straight = torch.where(cosine.detach() > 0, torch.pi, 0.0).to(cosine)
+        self.value = torch.where(bent, torch.atan2(sine, torch.where(bent, -cosine, 0.0)), straight)
+        self._sine, self._cosine = torch.where(bent, sine, 0.0), cosine
+        self._cosecant = torch.where(bent, 1 / sine, 0.0)
+        self.gradient = [
+            scaled(first.inverse * self._cosecant, across),
+            scaled(second.inverse * self._cosecant, combined(u, -cosine, w)),
+        ]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        raise NotImplementedError
+
+
+class Dihedral(Coordinate):
+    """The dihedral angle of four points, from -pi to pi, with the sign of IUPAC (trans is pi).
+
+    It is the angle by which the first bond is turned clockwise to cover the last one, seen along
+    the middle bond. With u_k the direction of b_k, ``m = u_1 x u_2`` and ``n = u_2 x u_3`` it is
+    ``atan2(u_1 . n, m . n)``. The gradient is that of Blondel and Karplus, J. Comput. Chem. 17,
+    1132 (1996).
+    """
+
+    def __init__(self, b1: Vector, b2: Vector, b3: Vector) -> None:
+        self._units = units = [_Unit(b) for b in (b1, b2, b3)]
+        u1, u2, u3 = (unit.direction for unit in units)
+        m, n = cross(u1, u2), cross(u2, u3)
+        mm, nn = dot(m, m), dot(n, n)
+        bent = torch.minimum(mm, nn) > _smallest(mm)
+        y, x = dot(u1, n), dot(m, n)
+        self.value = torch.atan2(torch.where(bent, y, 0.0), torch.where(bent, x, 1.0))
+        self._inverses = [
+            torch.where(bent, 1 / torch.where(bent, square, 1.0), 0.0) for square in (mm, nn)
+        ]
+        self._normals = [scaled(f, a) for f, a in zip(self._inverses, (m, n), strict=True)]
+        self._cosines = dot(u1, u2), dot(u2, u3)
+        middle = [
+            -units[1].inverse * (self._cosines[0] * x + self._cosines[1] * y)
+            for x, y in zip(*self._normals, strict=True)
+        ]
+        self.gradient = [
+            scaled(units[0].inverse, self._normals[0]),
+            middle,
+            scaled(units[2].inverse, self._normals[1]),
+        ]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        raise NotImplementedError
+
+
+def _smallest(square: Tensor) -> float:
+    """Return the squared sine of an angle below which it is rounding errors."""
+    return (8 * torch.finfo(square.dtype).eps) ** 2

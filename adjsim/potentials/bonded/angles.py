@@ -1,0 +1,116 @@
+"""Angles of three atoms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim._geometry import Angle, Cosine
+from adjsim._typing import Array, Number
+from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.bonds import HarmonicBond
+
+
+class HarmonicAngle(BondedPotential):
+    """Harmonic angles, ``U = sum over angles of k/2 (theta - angle)^2``.
+
+    Theta is the angle at the middle atom, from 0 to pi. At 0 and pi the gradient of theta has no
+    direction and counts as zero. So for angles that are straight at rest, Hessian-vector products
+    are wrong on the straight line itself; there :class:`CosineAngle` is smooth. Force fields
+    without the factor 1/2 (Amber, CHARMM) give half of this k.
+
+    Args:
+        index: ``(angles, 3)``, the atoms of each angle, the middle one second.
+        k: stiffness, energy / radian^2; a number, one for each angle or one for each type.
+        angle: angle at rest, radians; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 3
+    steps = ((0, 1), (1, 2))
+    coordinate = Angle
+
+    k: Tensor
+    angle: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        k: Number,
+        angle: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("k", k)
+        self.register_term_parameter("angle", angle)
+
+    def element(self, x: Tensor) -> Tensor:
+        bend = x - self.term_parameter("angle", x)
+        return 0.5 * self.term_parameter("k", x) * bend * bend
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x) * (x - self.term_parameter("angle", x))
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x).expand_as(x)
+
+
+class CosineAngle(BondedPotential):
+    """Angles harmonic in their cosine, ``U = sum over angles of k/2 (cos theta - cos angle)^2``.
+
+    The force is smooth at 0 and pi too. See Mayo, Olafson and Goddard, J. Phys. Chem. 94, 8897
+    (1990). The curvature in theta at rest is k sin(angle)^2.
+
+    Args:
+        index: ``(angles, 3)``, the atoms of each angle, the middle one second.
+        k: stiffness, energy; a number, one for each angle or one for each type.
+        angle: angle at rest, radians; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 3
+    steps = ((0, 1), (1, 2))
+    coordinate = Cosine
+
+    k: Tensor
+    angle: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        k: Number,
+        angle: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("k", k)
+        self.register_term_parameter("angle", angle)
+
+    def element(self, x: Tensor) -> Tensor:
+        bend = x - torch.cos(self.term_parameter("angle", x))
+        return 0.5 * self.term_parameter("k", x) * bend * bend
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x) * (x - torch.cos(self.term_parameter("angle", x)))
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x).expand_as(x)
+
+
+class UreyBradley(HarmonicBond):
+    """Springs between the ends of angles, ``U = sum over angles of k/2 (r_13 - length)^2``.
+
+    Args:
+        index: ``(angles, 3)``, the atoms of each angle, the middle one second. It is not used, so
+            that the list is that of the angles.
+        k: stiffness, energy / length^2; a number, one for each angle or one for each type.
+        length: distance of the ends at rest; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 3
+    steps = ((0, 2),)

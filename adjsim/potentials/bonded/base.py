@@ -1,0 +1,210 @@
+"""Sums over listed groups of atoms: the base of bonds, angles, torsions and pairs of a molecule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from adjsim._box import checked_box, nearest_image
+from adjsim._geometry import Coordinate, Vector
+from adjsim._inputs import as_indices, outside_inference_mode
+from adjsim._params import register
+from adjsim._typing import Array, Energies, Number, Positions
+from adjsim.potentials.base import Potential, derivative
+from adjsim.potentials.bonded.selection import Selection
+
+# Atoms of the largest system, which bounds the tables of atoms.
+MOST_ATOMS = 2**26
+
+
+class BondedPotential(Potential):
+    """A sum over terms of ``element(x)``, with x an internal coordinate of the atoms of a term.
+
+    Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
+    (d2u/dx2) follow from it, or are written too. They are elementwise in x, ``(*batch, terms)``,
+    and read a parameter by ``self.term_parameter(name, x)``.
+
+    A parameter is a number, one for each term, or one for each type if ``types`` says the type of
+    each term. The gradient with respect to the parameter of a type is then one number.
+
+    Args:
+        index: ``(terms, members)`` integers, the atoms of each term.
+        types: ``(terms,)`` integers, the type of each term. None: terms have parameters of their
+            own.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; each displacement
+            between atoms of a term is to the nearest image.
+
+    Attributes:
+        members: the number of atoms of a term.
+        steps: the places in a term, first and last, of each displacement.
+        coordinate: the internal coordinate of these displacements, see :mod:`adjsim._geometry`.
+
+    Raises:
+        ValueError: an index of another shape, negative or too large, a term that names an atom
+            twice, types or parameters of other lengths. At evaluation: a term that names an atom
+            that the position does not have.
+    """
+
+    members: ClassVar[int]
+    steps: ClassVar[tuple[tuple[int, int], ...]]
+    coordinate: ClassVar[type[Coordinate]]
+    dim: ClassVar[int | None] = None
+
+    index: Tensor
+    types: Tensor | None
+    box: Tensor | None
+
+    def __init__(
+        self, index: Array, *, types: Array | None = None, box: Array | None = None
+    ) -> None:
+        super().__init__()
+        with outside_inference_mode():
+            found = _checked_index(index, self.members)
+            # Tables are made of index and types, so these are not part of the saved state.
+            self.register_buffer("index", found, persistent=False)
+            self.register_buffer(
+                "types", None if types is None else _checked_types(types, found), persistent=False
+            )
+            self.register_buffer("box", None if box is None else checked_box(box, None))
+            self._most = int(found.max())
+            self.atoms = Selection(found.T.flatten(), self._most + 1)
+
+    def element(self, x: Tensor) -> Tensor:
+        """Compute u(x), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no element(x).")
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Compute du/dx, elementwise."""
+        return derivative(self.element, x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        """Compute d2u/dx2, elementwise."""
+        return derivative(self.slope, x)
+
+    def forward(self, position: Positions) -> Energies:
+        return self.element(self.geometry(position).value.squeeze(-2)).sum(-1)
+
+    def geometry(self, position: Positions) -> Coordinate:
+        """Compute the internal coordinate of each term."""
+        return self.coordinate(*self.displacements(position))
+
+    def displacements(self, position: Positions) -> list[Vector]:
+        """Compute the displacements of each term."""
+        self._check_position(position)
+        places = self.members_of(position)
+        return [self._nearest(places[j] - places[i]) for i, j in self.steps]
+
+    def members_of(self, x: Tensor) -> Sequence[Tensor]:
+        """Return ``(*batch, dim, terms)`` of each member from ``(*batch, atoms, dim)``."""
+        columns = x.transpose(-1, -2)[..., : self._most + 1]
+        return self.atoms(columns).split(len(self.index), -1)
+
+    def _nearest(self, d: Tensor) -> Vector:
+        if self.box is None:
+            return [d]
+        return [x.squeeze(-2) for x in nearest_image([d.unsqueeze(-2)], self.box.to(d))]
+
+    def _check_position(self, position: Tensor) -> None:
+        atoms, dim = position.shape[-2:]
+        name = type(self).__name__
+        if self._most >= atoms:
+            term, place = divmod(int(self.index.argmax()), self.members)
+            raise ValueError(
+                f"term {term} of {name} names atom {int(self.index[term, place])} and position "
+                f"has {atoms} atoms, numbered from 0."
+            )
+        if self.dim is not None and dim != self.dim:
+            raise ValueError(f"{name} needs {self.dim} dimensions; position has dim {dim}.")
+
+    def register_term_parameter(
+        self, name: str, value: Number, *, positive: bool = False, columns: tuple[int, ...] = ()
+    ) -> None:
+        """Store a parameter: a number, one for each term or one for each type.
+
+        Args:
+            name, value, positive: as for a parameter of any potential.
+            columns: the shape of the parameter of one term.
+        """
+        register(self, name, value, positive=positive)
+        self._check_parameter(name, getattr(self, name), columns)
+
+    def _check_parameter(self, name: str, value: Tensor, columns: tuple[int, ...]) -> None:
+        lead = value.ndim - len(columns)
+        if tuple(value.shape[lead:]) != columns or lead not in (0, 1):
+            lead = -1
+        terms = len(self.index)
+        wanted = terms if self.types is None else int(self.types.max()) + 1
+        if lead == 0 or (lead == 1 and (len(value) in (1, wanted))):
+            return
+        if lead == 1 and self.types is not None and len(value) > wanted:
+            return
+        one = "a number" if not columns else str(columns)
+        many = "terms" if self.types is None else "types"
+        count = f"{terms} terms" if self.types is None else f"types up to {wanted - 1}"
+        raise ValueError(
+            f"{name} must be {one}, or ({', '.join(map(str, (many, *columns)))}"
+            f"{',' if not columns else ''}) with {count}; got shape {tuple(value.shape)}."
+        )
+
+    def register_points(self, name: str, value: Array) -> None:
+        """Store a point for each term, ``(terms, dim)``."""
+        register(self, name, value)
+        found: Tensor = getattr(self, name)
+        if found.ndim != 2 or len(found) != len(self.index):
+            raise ValueError(
+                f"{name} must be ({len(self.index)}, dim), a point for each term; got shape "
+                f"{tuple(found.shape)}."
+            )
+
+    def term_parameter(self, name: str, x: Tensor) -> Tensor:
+        """Return a parameter of each term, to broadcast against x."""
+        return self._of_terms(getattr(self, name).to(x))
+
+    def term_parameters(self, name: str, x: Tensor) -> list[Tensor]:
+        """Return a parameter with several columns, each as :meth:`term_parameter`."""
+        value: Tensor = getattr(self, name).to(x)
+        return [self._of_terms(column) for column in value.unbind(-1)]
+
+    def _of_terms(self, value: Tensor) -> Tensor:
+        if value.numel() == 1:
+            return value.reshape(())
+        return value if self.types is None else value.index_select(0, self.types)
+
+
+def _checked_index(index: Array, members: int) -> Tensor:
+    found = as_indices("index", index)
+    if members == 1 and found.ndim == 1:
+        found = found.unsqueeze(-1)
+    if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
+        raise ValueError(
+            f"index must be (terms, {members}), the atoms of each term, with at least one term; "
+            f"got shape {tuple(found.shape)}."
+        )
+    wrong = (found < 0) | (found >= MOST_ATOMS)
+    if bool(wrong.any()):
+        term, place = divmod(int(wrong.flatten().int().argmax()), members)
+        raise ValueError(
+            f"index must be atoms from 0 to {MOST_ATOMS - 1}; term {term} names atom "
+            f"{int(found[term, place])}."
+        )
+    ordered = found.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    if bool(twice.any()):
+        term = int(twice.int().argmax())
+        raise ValueError(
+            f"the atoms of a term must be different; term {term} is {found[term].tolist()}."
+        )
+    return found
+
+
+def _checked_types(types: Array, index: Tensor) -> Tensor:
+    found = as_indices("types", types)
+    if found.shape != index.shape[:1]:
+        raise ValueError(
+            f"types must be ({len(index)},), the type of each term; got shape {tuple(found.shape)}."
+        )
+    if int(found.min()) < 0:
+        raise ValueError(f"types must be numbered from 0; got {int(found.min())}.")
+    return found

@@ -1,0 +1,110 @@
+"""Bonds between two atoms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim._geometry import Distance
+from adjsim._typing import Array, Number
+from adjsim.potentials.bonded.base import BondedPotential
+
+
+class HarmonicBond(BondedPotential):
+    """Harmonic bonds, ``U = sum over bonds of k/2 (r - length)^2``.
+
+    Force fields without the factor 1/2 (Amber, CHARMM) give half of this k.
+
+    Args:
+        index: ``(bonds, 2)``, the atoms of each bond.
+        k: stiffness, energy / length^2; a number, one for each bond or one for each type.
+        length: length of the bond at rest; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 2
+    steps = ((0, 1),)
+    coordinate = Distance
+
+    k: Tensor
+    length: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        k: Number,
+        length: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("k", k)
+        self.register_term_parameter("length", length)
+
+    def element(self, x: Tensor) -> Tensor:
+        stretch = x - self.term_parameter("length", x)
+        return 0.5 * self.term_parameter("k", x) * stretch * stretch
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x) * (x - self.term_parameter("length", x))
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x).expand_as(x)
+
+
+class MorseBond(BondedPotential):
+    """Morse bonds, ``U = sum over bonds of depth (1 - exp(-width (r - length)))^2``.
+
+    The energy at rest is zero, and depth far away. The curvature at rest is 2 depth width^2. The
+    width of :class:`~adjsim.Morse`, which acts between all pairs, is 1/width here. See Morse, Phys.
+    Rev. 34, 57 (1929).
+
+    Args:
+        index: ``(bonds, 2)``, the atoms of each bond.
+        depth: energy to break the bond; a number, one for each bond or one for each type.
+        width: inverse width of the well, 1/length; likewise.
+        length: length of the bond at rest; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 2
+    steps = ((0, 1),)
+    coordinate = Distance
+
+    depth: Tensor
+    width: Tensor
+    length: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        depth: Number,
+        width: Number,
+        length: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("depth", depth)
+        self.register_term_parameter("width", width, positive=True)
+        self.register_term_parameter("length", length)
+
+    def element(self, x: Tensor) -> Tensor:
+        depth, _, e = self._exponential(x)
+        return depth * (1 - e) * (1 - e)
+
+    def slope(self, x: Tensor) -> Tensor:
+        depth, width, e = self._exponential(x)
+        return 2 * depth * width * e * (1 - e)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        depth, width, e = self._exponential(x)
+        return 2 * depth * width * width * e * (2 * e - 1)
+
+    def _exponential(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        depth, width, length = (
+            self.term_parameter(name, x) for name in ("depth", "width", "length")
+        )
+        return depth, width, torch.exp(width * (length - x))

@@ -1,0 +1,62 @@
+"""Impropers, which keep four atoms in a plane or at a chirality."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._geometry import Dihedral
+from adjsim._typing import Array, Number
+from adjsim.potentials.bonded.base import BondedPotential
+
+
+class HarmonicImproper(BondedPotential):
+    """Harmonic impropers, ``U = sum over impropers of k/2 d^2``.
+
+    d is the difference of the dihedral angle of the four atoms, in their given order, from
+    ``angle``, by at most half a turn. The force jumps where d is half a turn.
+
+    Args:
+        index: ``(impropers, 4)``, the atoms of each improper.
+        k: stiffness, energy / radian^2; a number, one for each improper or one for each type.
+        angle: dihedral angle at rest, radians; likewise.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 4
+    steps = ((0, 1), (1, 2), (2, 3))
+    coordinate = Dihedral
+    dim = 3
+
+    k: Tensor
+    angle: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        k: Number,
+        angle: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("k", k)
+        self.register_term_parameter("angle", angle)
+
+    def element(self, x: Tensor) -> Tensor:
+        difference = self._difference(x)
+        return 0.5 * self.term_parameter("k", x) * difference * difference
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x) * self._difference(x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self.term_parameter("k", x).expand_as(x)
+
+    def _difference(self, x: Tensor) -> Tensor:
+        d = x - self.term_parameter("angle", x)
+        turns = torch.round(d.detach() * (1 / (2 * math.pi)))
+        return d - 2 * math.pi * turns

@@ -1,0 +1,169 @@
+"""Listed pairs: those that a force field treats apart, such as the ends of torsions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._geometry import Distance, SquaredDistance
+from adjsim._inputs import as_flag, as_number, describe_type
+from adjsim._typing import Array, Number
+from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.pair import PairPotential
+
+
+class ScaledPairs(BondedPotential):
+    """A pair potential between listed pairs, ``U = sum over pairs of scale u(r)``.
+
+    u is that of the given potential, whose parameters are shared: the gradient with respect to an
+    epsilon has the contributions of both. The listed pairs should be among the exclusions of the
+    potential itself, which are ignored here. For numbers of pairs that do not follow from numbers
+    of atoms use :class:`ExplicitPairs`.
+
+    Args:
+        potential: a :class:`~adjsim.potentials.PairPotential`.
+        index: ``(pairs, 2)``, the atoms of each pair.
+        scale: a number, one for each pair or one for each type.
+        truncated: whether u ends at the cutoff of the potential. By default every listed pair has
+            its whole energy, at any distance.
+        types: see :class:`~adjsim.potentials.BondedPotential`.
+        box: likewise. None: the box of the potential.
+
+    Raises:
+        TypeError: a potential that is not a pair potential.
+    """
+
+    members = 2
+    steps = ((0, 1),)
+    coordinate = SquaredDistance
+
+    scale: Tensor
+
+    def __init__(
+        self,
+        potential: PairPotential,
+        index: Array,
+        scale: Number = 1.0,
+        *,
+        truncated: bool = False,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        if not isinstance(potential, PairPotential):
+            raise TypeError(
+                "potential must be a pair potential, such as LennardJones(...); got "
+                f"{describe_type(potential)}."
+            )
+        super().__init__(index, types=types, box=potential.box if box is None else box)
+        self.potential = potential
+        self.truncated = as_flag("truncated", truncated) and potential.cutoff is not None
+        self.register_term_parameter("scale", scale)
+
+    def element(self, x: Tensor) -> Tensor:
+        return self._scaled("energy", x)
+
+    def slope(self, x: Tensor) -> Tensor:
+        return self._scaled("slope", x)
+
+    def curvature(self, x: Tensor) -> Tensor:
+        return self._scaled("curvature", x)
+
+    def _scaled(self, formula: str, x: Tensor) -> Tensor:
+        pair, scale = self._of_pairs(), self.term_parameter("scale", x)
+        if not self.truncated:
+            return scale * getattr(pair, f"pair_{formula}")(x)
+        assert pair.cutoff is not None
+        inside = x < pair.cutoff**2
+        # Formulas that end at the cutoff may not be finite beyond it.
+        near = torch.where(inside, x, pair.safe_distance(x))
+        return torch.where(inside, scale * getattr(pair, f"truncated_{formula}")(near), 0.0)
+
+    def _of_pairs(self) -> PairPotential:
+        """Return the potential with the operands of the listed pairs."""
+        pair = self.potential
+        i, j = self.index.unbind(-1)
+        a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
+        values: dict[str, Tensor] = {}
+        for name, registered in (*pair._parameters.items(), *pair._buffers.items()):
+            if registered is None or name in ("box", "species"):
+                continue
+            if not registered.is_floating_point():
+                continue
+            value = pair.pair_table(name)
+            if value.numel() == 1:
+                values[name] = value.reshape(())
+            elif value.ndim == 1:
+                values[name] = value.index_select(0, i)
+                values[f"{name} of the other"] = value.index_select(0, j)
+            else:
+                values[name] = value[a, b]
+        return pair.with_operands(values)
+
+
+class ExplicitPairs(BondedPotential):
+    """Lennard-Jones and Coulomb energies of listed pairs, each with numbers of its own::
+
+        U = sum over pairs of 4 epsilon ((sigma/r)^12 - (sigma/r)^6) + constant product / r
+
+    These are the exceptions of OpenMM and the 1-4 pairs of CHARMM. The listed pairs should be among
+    the exclusions of the potentials of all pairs.
+
+    Args:
+        index: ``(pairs, 2)``, the atoms of each pair.
+        epsilon: depth of the well, energy; a number, one for each pair or one for each type.
+        sigma: distance where the Lennard-Jones energy is zero; likewise.
+        product: product of the two charges, with the scale of the pair; likewise.
+        constant: 1/(4 pi epsilon_0), see :class:`~adjsim.Coulomb`.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
+
+    members = 2
+    steps = ((0, 1),)
+    coordinate = Distance
+
+    epsilon: Tensor
+    sigma: Tensor
+    product: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        epsilon: Number,
+        sigma: Number,
+        product: Number = 0.0,
+        constant: float = 1.0,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, types=types, box=box)
+        self.register_term_parameter("epsilon", epsilon)
+        self.register_term_parameter("sigma", sigma)
+        self.register_term_parameter("product", product)
+        self.constant = as_number("constant", constant)
+        if not math.isfinite(self.constant):
+            raise ValueError(f"constant must be finite; got {constant}.")
+
+    def element(self, x: Tensor) -> Tensor:
+        epsilon, sixth, charge, inverse = self._powers(x)
+        return 4 * epsilon * sixth * (sixth - 1) + charge * inverse
+
+    def slope(self, x: Tensor) -> Tensor:
+        epsilon, sixth, charge, inverse = self._powers(x)
+        return (24 * epsilon * sixth * (1 - 2 * sixth) - charge * inverse) * inverse
+
+    def curvature(self, x: Tensor) -> Tensor:
+        epsilon, sixth, charge, inverse = self._powers(x)
+        well = 24 * epsilon * sixth * (26 * sixth - 7)
+        return (well + 2 * charge * inverse) * inverse * inverse
+
+    def _powers(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute epsilon, (sigma/r)^6, constant product and 1/r."""
+        epsilon, sigma, product = (
+            self.term_parameter(name, x) for name in ("epsilon", "sigma", "product")
+        )
+        inverse = 1 / x
+        square = (sigma * inverse) ** 2
+        return epsilon, square * square * square, self.constant * product, inverse
