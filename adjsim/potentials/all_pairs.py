@@ -9,10 +9,10 @@ q, w_ij = v_i - v_j::
     v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
 
 so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
-itself, pairs beyond the cutoff) get a safe distance before any division, so that values and
-gradients stay finite. Their contribution is zero: the difference of an atom with itself is zero,
-and pairs beyond the cutoff are masked. Internally coordinates come first, ``(dim, atoms, atoms)``,
-so that the last axis is long and vectorises.
+itself, pairs beyond the cutoff, exclusions) get a safe distance before any division, so that values
+and gradients stay finite. Their contribution is zero: the difference of an atom with itself is
+zero, and the others are masked. Internally coordinates come first, ``(dim, atoms, atoms)``, so that
+the last axis is long and vectorises.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from adjsim._box import differences, nearest_image
 from adjsim._grid import Grid
 from adjsim._layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
+from adjsim._pairs.exclusions import interacting
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import DeferredVJP, Pullback
 
@@ -86,7 +87,9 @@ def geometry(pair: PairPotential, position: Positions) -> tuple[list[Tensor], Te
     parts = split_coordinates(differences(position))
     if pair.box is not None:
         parts = nearest_image(parts, pair.box.to(position), exact=pair.cutoff is None)
-    s, included = sum_coordinates([x * x for x in parts]), distinct(position)
+    s = sum_coordinates([x * x for x in parts])
+    excluded = pair.exclusions
+    included = distinct(position) if excluded is None else interacting(excluded, s.shape[-1])
     if pair.cutoff is not None:
         # A comparison of numbers is faster than two masks, which compiled loops would widen.
         s = torch.where(included, s, torch.finfo(s.dtype).max)
@@ -125,11 +128,12 @@ def sum_coordinates(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _masked(pair: PairPotential, x: Tensor, included: Tensor) -> Tensor:
-    """Set pairs beyond the cutoff to zero.
+    """Set excluded pairs and pairs beyond the cutoff to zero.
 
     The pair of an atom with itself needs no mask, since its difference is zero.
     """
-    return x if pair.cutoff is None else torch.where(included, x, 0.0)
+    everything = pair.cutoff is None and pair.exclusions is None
+    return x if everything else torch.where(included, x, 0.0)
 
 
 def _sum_pairs(weight: Tensor, d: Sequence[Tensor], grid: Grid | None) -> Tensor:

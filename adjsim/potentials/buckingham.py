@@ -22,7 +22,7 @@ class Buckingham(RadialPotential):
         amplitude: A, energy; a number or ``(atoms, atoms)``, symmetric.
         length: decay length of the repulsion; likewise.
         dispersion: C, energy times length^6; likewise.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     amplitude: Tensor
@@ -39,8 +39,11 @@ class Buckingham(RadialPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         self.register_pair_parameter("amplitude", amplitude)
         self.register_pair_parameter("length", length, positive=True)
         self.register_pair_parameter("dispersion", dispersion)

@@ -25,7 +25,7 @@ class Coulomb(RadialPotential):
         charge: ``(atoms,)``.
         constant: 1/(4 pi epsilon_0) in the units of the simulation, energy times length over the
             square of a charge: 14.39964548 in eV, angstrom and elementary charges.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: charges that are not one number for each atom.
@@ -42,8 +42,11 @@ class Coulomb(RadialPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         register(self, "charge", charge)
         if self.charge.ndim != 1:
             raise ValueError(
@@ -84,7 +87,9 @@ class ReactionField(Coulomb):
         permittivity: e, relative to the inside; ``math.inf`` for a conductor.
         constant: see :class:`Coulomb`.
         cutoff: the radius of the sphere.
-        box, skin: see :class:`~adjsim.potentials.PairPotential`.
+        box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`. An excluded pair has
+            none of the three terms, as in OpenMM's ``NonbondedForce``. In a medium its two charges
+            would still act on each other through the medium; that part is left out.
     """
 
     def __init__(
@@ -96,8 +101,9 @@ class ReactionField(Coulomb):
         cutoff: float,
         box: Array | None = None,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(charge, constant, cutoff=cutoff, box=box, skin=skin)
+        super().__init__(charge, constant, cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
         e = as_number("permittivity", permittivity)
         if not e >= 1:
             raise ValueError(f"permittivity must be at least 1; got {permittivity}.")
@@ -136,7 +142,7 @@ class Wolf(Coulomb):
             changed more.
         constant: see :class:`Coulomb`.
         cutoff: the radius of the neutral sphere.
-        box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     def __init__(
@@ -149,8 +155,17 @@ class Wolf(Coulomb):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(charge, constant, cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            charge,
+            constant,
+            cutoff=cutoff,
+            box=box,
+            truncation=truncation,
+            skin=skin,
+            exclusions=exclusions,
+        )
         self.alpha = as_number("alpha", alpha)
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha must be zero or positive, and finite; got {alpha}.")

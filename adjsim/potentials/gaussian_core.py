@@ -19,7 +19,7 @@ class GaussianCore(PairPotential):
     Args:
         epsilon: energy of a pair at zero distance; a number or ``(atoms, atoms)``, symmetric.
         sigma: range, length; likewise.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     epsilon: Tensor
@@ -34,8 +34,11 @@ class GaussianCore(PairPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         self.register_pair_parameter("epsilon", epsilon)
         self.register_pair_parameter("sigma", sigma, positive=True)
 

@@ -23,6 +23,7 @@ class LennardJones(PairPotential):
             another truncation.
         box: periodic cell, ``(dim,)`` lengths or ``(dim, dim)`` rows. Without a cutoff every pair
             counts once, at its nearest image.
+        skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: epsilon or sigma is not symmetric, or is a vector. For a number per atom or
@@ -41,8 +42,11 @@ class LennardJones(PairPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         register(self, "epsilon", epsilon)
         register(self, "sigma", sigma, positive=True)
         self._check_parameters()

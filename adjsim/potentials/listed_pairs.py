@@ -3,10 +3,10 @@
 They evaluate large systems where the pair operator cannot: on a GPU, without a compiler, and for
 formulas that are not written in C++. The sums are those of :mod:`adjsim.potentials.all_pairs`.
 
-The list is a cache. It holds the pairs within the cutoff and a skin, and is built again once the
-two largest displacements since it was built sum to the skin. Of the list, the pairs within the
-cutoff alone are evaluated and summed, in ascending order. These pairs are a function of the
-position, so results are too, to the last bit, and nobody has to keep the list.
+The list is a cache. It holds the pairs within the cutoff and a skin, without exclusions, and is
+built again once the two largest displacements since it was built sum to the skin. Of the list, the
+pairs within the cutoff alone are evaluated and summed, in ascending order. These pairs are a
+function of the position, so results are too, to the last bit, and nobody has to keep the list.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from adjsim._box import nearest_image
 from adjsim._grid import Grid
 from adjsim._inputs import outside_inference_mode
 from adjsim._layout import is_tracing
+from adjsim._pairs.exclusions import check_exclusions
 from adjsim._pairs.kernel import ATOM, NUMBER, TABLE
 from adjsim._params import refuse_unknown
 from adjsim._state import in_transform
@@ -57,6 +58,7 @@ class Pairs:
 @dataclass(frozen=True)
 class _Listed:
     key: Any
+    exclusions: Tensor | None
     position: Tensor
     pairs: Pairs
 
@@ -226,8 +228,11 @@ def _find(pair: PairPotential, position: Tensor, finite: Tensor) -> Pairs:
     cell = None if box is None else tuple(box.flatten().tolist())
     reach, whole = pair.cutoff + skin, tuple(finite.flatten().tolist())
     key = (position.shape, position.dtype, position.device, reach, cell, whole)
+    excluded = pair.exclusions
+    if excluded is not None:
+        check_exclusions(excluded, position.shape[-2])
     with _lock:
-        known = [entry for entry in _lists if entry.key == key]
+        known = [entry for entry in _lists if entry.key == key and _excludes(entry, excluded)]
     old: _Listed | None = None
     for entry in known:
         moved = (position - entry.position).norm(dim=-1)
@@ -237,7 +242,9 @@ def _find(pair: PairPotential, position: Tensor, finite: Tensor) -> Pairs:
         if largest <= 4 * skin:
             old = entry  # The list of the same run, which it does not need again.
     with outside_inference_mode():
-        found = _Listed(key, position.clone(), _search(position, finite, box, reach))
+        kept = None if excluded is None else excluded.clone()
+        pairs = _search(position, finite, box, reach, excluded)
+        found = _Listed(key, kept, position.clone(), pairs)
     with _lock:
         _lists[:] = [found, *(entry for entry in _lists if entry is not old)][:KEPT]
         while len(_lists) > 1 and sum(len(entry.pairs.i) for entry in _lists) > PAIRS:
@@ -245,7 +252,16 @@ def _find(pair: PairPotential, position: Tensor, finite: Tensor) -> Pairs:
     return found.pairs
 
 
-def _search(position: Tensor, finite: Tensor, box: Tensor | None, reach: float) -> Pairs:
+def _excludes(entry: _Listed, exclusions: Tensor | None) -> bool:
+    """Return whether a list leaves out these exclusions and no others."""
+    if exclusions is None or entry.exclusions is None:
+        return exclusions is entry.exclusions
+    return torch.equal(exclusions, entry.exclusions)
+
+
+def _search(
+    position: Tensor, finite: Tensor, box: Tensor | None, reach: float, excluded: Tensor | None
+) -> Pairs:
     # Differences of positions far from the box are rounded.
     rounded = 16 * torch.finfo(position.dtype).eps * float(position.nan_to_num(0, 0, 0).abs().max())
     atoms, found = position.shape[-2], list[Tensor]()
@@ -253,6 +269,9 @@ def _search(position: Tensor, finite: Tensor, box: Tensor | None, reach: float) 
     for k, (q, whole) in enumerate(zip(systems, finite.flatten().tolist(), strict=True)):
         if whole:
             i, j = pairs_within(q, box, reach + rounded)
+            if excluded is not None:
+                allowed = ~torch.isin(i * atoms + j, excluded[:, 0] * atoms + excluded[:, 1])
+                i, j = i[allowed], j[allowed]
             found.append(torch.stack([torch.cat([i, j]), torch.cat([j, i])]) + k * atoms)
     i, j = torch.cat(found, 1) if found else torch.empty(2, 0, dtype=torch.int64).to(finite.device)
     order = torch.argsort(i * systems.shape[:2].numel() + j)

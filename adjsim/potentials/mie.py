@@ -20,7 +20,7 @@ class SoftSphere(PairPotential):
         sigma: length; likewise.
         exponent: a positive number, which is not trained. In three dimensions, with an exponent
             of 3 or less, the energy of a fluid grows without limit with the cutoff.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     epsilon: Tensor
@@ -36,8 +36,11 @@ class SoftSphere(PairPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         self.register_pair_parameter("epsilon", epsilon)
         self.register_pair_parameter("sigma", sigma, positive=True)
         self.exponent = _positive("exponent", exponent)
@@ -71,7 +74,7 @@ class Mie(SoftSphere):
         sigma: distance where the energy is zero, length; likewise.
         exponent: n of the repulsion, which is not trained.
         attraction: m of the attraction, below n, which is not trained.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     def __init__(
@@ -85,9 +88,17 @@ class Mie(SoftSphere):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
         super().__init__(
-            epsilon, sigma, exponent, cutoff=cutoff, box=box, truncation=truncation, skin=skin
+            epsilon,
+            sigma,
+            exponent,
+            cutoff=cutoff,
+            box=box,
+            truncation=truncation,
+            skin=skin,
+            exclusions=exclusions,
         )
         self.attraction = _positive("attraction", attraction)
         n, m = self.exponent, self.attraction

@@ -21,7 +21,7 @@ class Morse(RadialPotential):
         depth: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
         width: width of the well, length; likewise.
         distance: position of the minimum, length; likewise.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     depth: Tensor
@@ -38,8 +38,11 @@ class Morse(RadialPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         self.register_pair_parameter("depth", depth)
         self.register_pair_parameter("width", width, positive=True)
         self.register_pair_parameter("distance", distance, positive=True)

@@ -46,7 +46,7 @@ class LennardJonesMixture(LennardJones):
         mixing: the rule, :func:`~adjsim.potentials.lorentz_berthelot` or
             :func:`~adjsim.potentials.kong`, or any function of the same arguments that is symmetric
             in i and j.
-        cutoff, box, truncation, skin: as for :class:`LennardJones`.
+        cutoff, box, truncation, skin, exclusions: as for :class:`LennardJones`.
 
     Raises:
         ValueError: epsilon and sigma of different lengths, a species without parameters, a
@@ -64,8 +64,17 @@ class LennardJonesMixture(LennardJones):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            epsilon,
+            sigma,
+            cutoff=cutoff,
+            box=box,
+            truncation=truncation,
+            skin=skin,
+            exclusions=exclusions,
+        )
         self.mixing = mixing
         e, s = self.epsilon.detach(), self.sigma.detach()
         mixed = mixing(e[:, None], s[:, None], e, s)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from adjsim._box import checked_box, volume
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, describe_type, outside_inference_mode
+from adjsim._pairs.exclusions import checked_exclusions
 from adjsim._params import register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials import all_pairs, listed_pairs
@@ -42,15 +43,25 @@ class PairPotential(Potential):
         skin: how far beyond the cutoff the neighbour list of a large system reaches. It is built
             again when atoms have moved by half of it. None: chosen by the library. Results do not
             depend on it, to the last bit.
+        exclusions: ``(n, 2)`` integers, pairs of atoms that do not interact, in any order and as
+            often as they come: in a molecule, often the atoms one to three bonds apart. They
+            are stored with i < j, sorted, each once. None: all pairs interact. An excluded pair
+            has no energy at any image, nor any term that a truncation adds to it. The energy of a
+            charge in its own field (:class:`~adjsim.potentials.ReactionField`,
+            :class:`~adjsim.potentials.Wolf`) and
+            :func:`~adjsim.potentials.tail_corrections` do not depend on exclusions.
 
     Raises:
         ValueError: a cutoff above half the smallest perpendicular width of the box. The
             width is taken after tilted rows are replaced, which makes it as large as
             possible. Up to half this width no atom interacts with two images of another.
+            Exclusions that are not integers from 0, not pairs, or of an atom with itself, and,
+            when evaluated, of atoms that position does not have.
     """
 
     box: Tensor | None
     species: Tensor | None
+    exclusions: Tensor | None
     _operands: Mapping[str, Tensor] | None = None
 
     def __init__(
@@ -60,6 +71,7 @@ class PairPotential(Potential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
@@ -83,6 +95,8 @@ class PairPotential(Potential):
         with outside_inference_mode():
             self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
             self.register_buffer("species", None)
+            pairs = None if exclusions is None else checked_exclusions(exclusions)
+            self.register_buffer("exclusions", pairs)
         self._volume = None if self.box is None else float(volume(self.box))
 
     def pair_energy(self, s: Tensor) -> Tensor:

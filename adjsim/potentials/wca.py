@@ -21,7 +21,7 @@ class WCA(LennardJones):
     Args:
         epsilon: energy of a pair at the distance sigma; a scalar or ``(atoms, atoms)``, symmetric.
         sigma: length; likewise.
-        cutoff, box, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
         ValueError: a cutoff below 2^(1/6) sigma.
@@ -35,8 +35,9 @@ class WCA(LennardJones):
         cutoff: float | None = None,
         box: Array | None = None,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, skin=skin)
+        super().__init__(epsilon, sigma, cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
         end = 2 ** (1 / 6) * float(self.sigma.detach().max())
         if self.cutoff is not None and self.cutoff < end * (1 - 1e-12):
             raise ValueError(

@@ -20,7 +20,7 @@ class Yukawa(RadialPotential):
     Args:
         amplitude: A, energy times length; a number or ``(atoms, atoms)``, symmetric.
         length: screening length; likewise.
-        cutoff, box, truncation, skin: see :class:`~adjsim.potentials.PairPotential`.
+        cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
     amplitude: Tensor
@@ -35,8 +35,11 @@ class Yukawa(RadialPotential):
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
+        exclusions: Array | None = None,
     ) -> None:
-        super().__init__(cutoff=cutoff, box=box, truncation=truncation, skin=skin)
+        super().__init__(
+            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
+        )
         self.register_pair_parameter("amplitude", amplitude)
         self.register_pair_parameter("length", length, positive=True)
 
