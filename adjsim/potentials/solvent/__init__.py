@@ -1,0 +1,5 @@
+"""Implicit solvent."""
+
+from adjsim.potentials.solvent.generalized_born import GeneralizedBorn
+
+__all__ = ["GeneralizedBorn"]

@@ -1,0 +1,204 @@
+"""Generalised Born solvent after Onufriev, Bashford and Case."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._box import differences
+from adjsim._inputs import as_flag, as_number
+from adjsim._params import describe, register
+from adjsim._typing import Energies, Number, Positions
+from adjsim.potentials.all_pairs import distinct, split_coordinates, sum_coordinates
+from adjsim.potentials.base import Potential
+from adjsim.potentials.solvent.descreening import descreening
+
+# The rescaling of the descreening sum, model II of the paper ("OBC2").
+ALPHA, BETA, GAMMA = 1.0, 0.8, 4.85
+
+
+class GeneralizedBorn(Potential):
+    """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with a surface term.
+
+    ::
+
+        U      = -1/2 sum over i, j of tau(f_ij) q_i q_j / f_ij
+                 + sum over i of 4 pi surface (radius_i + probe)^2 (radius_i / B_i)^6
+        tau(f) = constant (1/solute - exp(-kappa f)/solvent)
+        f_ij^2 = r_ij^2 + B_i B_j exp(-r_ij^2 / (4 B_i B_j)),    so that f_ii = B_i
+        1/B_i  = 1/rho_i - tanh(psi_i - 0.8 psi_i^2 + 4.85 psi_i^3) / radius_i
+        psi_i  = rho_i sum over j != i of H(r_ij; rho_i, scale_j rho_j)
+        rho_i  = radius_i - offset
+
+    ========= ======================================================================
+    B         Born radius: the smaller, the more solvent there is around an atom
+    H         what atom j displaces of the solvent around atom i (see descreening.py)
+    tau / f   interaction through the polarised solvent, of pairs and of each atom with itself
+    ========= ======================================================================
+
+    U is the energy of solvation alone. Add the Coulomb energy of the solute, with the same charges,
+    in a medium of permittivity ``solute``. All pairs are summed, also those that are bonded: the
+    cost grows with the square of the number of atoms. The surface term estimates the exposed area
+    of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
+    Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
+
+    Two atoms at one position give NaN. The force is continuous where spheres begin to touch; its
+    derivative is not. With a cutoff the force jumps at it: use one only to reproduce such a run.
+
+    See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
+
+    Args:
+        charge: ``(atoms,)``.
+        radius: ``(atoms,)``, intrinsic radius, larger than the offset.
+        scale: ``(atoms,)``, share of an atom's radius that displaces solvent, zero or positive.
+        solute, solvent: permittivities inside and outside, at least 1.
+        constant: 1/(4 pi epsilon_0) in the units of the simulation; see
+            :class:`~adjsim.Coulomb`. The default, and 0.09 and 1.4 below, are for angstrom.
+        offset: length by which radii are reduced for the Born radii.
+        surface: energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per
+            square angstrom.
+        probe: radius of a solvent molecule.
+        kappa: inverse screening length of a dissolved salt, 1/length.
+        cutoff: pairs beyond it neither displace solvent nor interact; None: all pairs. The
+            interaction is shifted to zero there, as if f were the distance.
+        contained: whether an atom inside of another one's sphere gets the term that makes H the
+            integral there. OpenMM's ``GBSAOBCForce`` has it; its ``implicit/obc2.xml`` has not.
+
+    Raises:
+        ValueError: arrays that are not one number for each atom, a radius that is not above the
+            offset, a negative scale, a permittivity below 1, a negative kappa, probe or offset, a
+            cutoff that is not positive, a cutoff together with kappa, positions of another number
+            of atoms.
+    """
+
+    charge: Tensor
+    radius: Tensor
+    scale: Tensor
+    solute: Tensor
+    solvent: Tensor
+    surface: Tensor
+
+    def __init__(
+        self,
+        charge: Number,
+        radius: Number,
+        scale: Number,
+        *,
+        solute: Number = 1.0,
+        solvent: Number = 78.5,
+        constant: float = 1.0,
+        offset: float = 0.09,
+        surface: Number = 0.0,
+        probe: float = 1.4,
+        kappa: float = 0.0,
+        cutoff: float | None = None,
+        contained: bool = True,
+    ) -> None:
+        super().__init__()
+        register(self, "charge", charge)
+        register(self, "radius", radius)
+        register(self, "scale", scale)
+        register(self, "solute", solute)
+        register(self, "solvent", solvent)
+        register(self, "surface", surface)
+        self.constant = as_number("constant", constant)
+        self.offset = as_number("offset", offset)
+        self.probe = as_number("probe", probe)
+        self.kappa = as_number("kappa", kappa)
+        self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
+        self.contained = as_flag("contained", contained)
+        self._check_numbers()
+        self._check_atoms()
+
+    def _check_numbers(self) -> None:
+        for name in ("solute", "solvent", "surface"):
+            value: Tensor = getattr(self, name)
+            if value.ndim:
+                raise ValueError(f"{name} must be one number; got shape {tuple(value.shape)}.")
+            if name != "surface" and float(value.detach()) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, the permittivity of vacuum; got {describe(value)}."
+                )
+        if not math.isfinite(self.constant):
+            raise ValueError(f"constant must be finite; got {self.constant:g}.")
+        for name in ("offset", "probe", "kappa"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be zero or positive, and finite; got {getattr(self, name):g}."
+                )
+        if self.cutoff is not None and not 0 < self.cutoff < math.inf:
+            raise ValueError(
+                f"cutoff must be positive and finite, or None for all pairs; got {self.cutoff:g}."
+            )
+        if self.cutoff is not None and self.kappa:
+            raise ValueError(
+                f"a cutoff ({self.cutoff:g}) together with kappa ({self.kappa:g}) is not provided: "
+                "the shift at the cutoff would depend on the Born radii. Leave one of them out."
+            )
+
+    def _check_atoms(self) -> None:
+        shapes = [tuple(x.shape) for x in (self.charge, self.radius, self.scale)]
+        if len(shapes[0]) != 1 or len(set(shapes)) > 1:
+            raise ValueError(
+                "charge, radius and scale must be (atoms,), one number for each atom; got shapes "
+                f"{', '.join(map(str, shapes))}."
+            )
+        radius, scale = self.radius.detach(), self.scale.detach()
+        if not bool((radius > self.offset).all()):
+            atom = int(radius.argmin())
+            raise ValueError(
+                f"radius must be above the offset, {self.offset:g}; atom {atom} has "
+                f"{float(radius[atom]):g}. In nanometres the offset is 0.009."
+            )
+        if not bool((scale >= 0).all()):
+            atom = int(scale.argmin())
+            raise ValueError(
+                f"scale must be zero or positive; atom {atom} has {float(scale[atom]):g}."
+            )
+
+    def forward(self, position: Positions) -> Energies:
+        s, charge = self._squares(position), self.charge.to(position)
+        born = self._born_radii(s)
+        product = born.unsqueeze(-1) * born.unsqueeze(-2)
+        f = (s + product * torch.exp(-s / (4 * product))).sqrt()
+        pairs = self._strength(f) / f
+        if self.cutoff is not None:
+            shift = self._strength(f) / self.cutoff
+            pairs = torch.where(distinct(position), pairs - shift, pairs)
+            pairs = torch.where(s < self.cutoff**2, pairs, 0.0)
+        polar = -0.5 * (charge.unsqueeze(-1) * charge * pairs).sum((-1, -2))
+        radius = self.radius.to(position)
+        area = 4 * math.pi * (radius + self.probe).square() * (radius / born).pow(6)
+        return polar + self.surface.to(position) * area.sum(-1)
+
+    def born_radii(self, position: Positions) -> Tensor:
+        """Compute the Born radii, ``(*batch, atoms)``."""
+        return self._born_radii(self._squares(position))
+
+    def _strength(self, f: Tensor) -> Tensor:
+        """Compute tau."""
+        inside, outside = 1 / self.solute.to(f), 1 / self.solvent.to(f)
+        if self.kappa:
+            outside = outside * torch.exp(-self.kappa * f)
+        return self.constant * (inside - outside)
+
+    def _squares(self, position: Tensor) -> Tensor:
+        """Compute the squared distances, ``(*batch, atoms, atoms)``."""
+        if position.shape[-2] != len(self.charge):
+            raise ValueError(
+                f"charge is for {len(self.charge)} atoms and position has {position.shape[-2]}."
+            )
+        return sum_coordinates([x * x for x in split_coordinates(differences(position))])
+
+    def _born_radii(self, s: Tensor) -> Tensor:
+        radius = self.radius.to(s)
+        rho = radius - self.offset
+        included = distinct(s)
+        if self.cutoff is not None:
+            included = torch.where(included, s, math.inf) < self.cutoff**2
+        r = torch.where(included, s, 1.0).sqrt()
+        found = descreening(r, rho.unsqueeze(-1), self.scale.to(s) * rho, self.contained)
+        psi = rho * torch.where(included, found, 0.0).sum(-1)
+        return 1 / (1 / rho - torch.tanh(((GAMMA * psi - BETA) * psi + ALPHA) * psi) / radius)
