@@ -1,0 +1,172 @@
+"""What the Ewald sums have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._box import volume
+from adjsim._grid import Grid
+from adjsim._inputs import as_number, outside_inference_mode
+from adjsim._params import refuse_unknown, register
+from adjsim._typing import Array, Energies, Number, Positions
+from adjsim.potentials.base import ParameterVJP, Potential, Pullback, VJPSum
+from adjsim.potentials.ewald.autograd import ChargeSum, force_of
+from adjsim.potentials.ewald.excluded import ExcludedPairs, partners_of
+from adjsim.potentials.ewald.screened import ScreenedCoulomb
+from adjsim.potentials.ewald.splitting import checked_tolerance, splitting
+
+
+class EwaldSum(Potential):
+    """The energy of periodic point charges, as a sum in real and in reciprocal space.
+
+    Subclasses write ``reciprocal(position)``, which returns the reciprocal part.
+    """
+
+    charge: Tensor
+    cell: Tensor
+    partners: Tensor | None
+
+    def __init__(
+        self,
+        charge: Number,
+        *,
+        box: Array,
+        cutoff: float,
+        alpha: float | None,
+        tolerance: float,
+        exclusions: Array | None,
+        constant: float,
+        skin: float | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        for what, value in (("box", box), ("cutoff", cutoff)):
+            if value is None:
+                raise ValueError(f"{name} needs a {what}: its charges are periodic.")
+        self.tolerance = checked_tolerance(tolerance)
+        self.cutoff = as_number("cutoff", cutoff)
+        if not 0 < self.cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
+        self.alpha = splitting(alpha, self.cutoff, self.tolerance)
+        with outside_inference_mode():
+            register(self, "charge", charge)
+            # One tensor with two names: the charges of both parts are the same parameter.
+            self.real = ScreenedCoulomb(
+                self.charge, self.alpha, constant,
+                cutoff=self.cutoff, box=box, exclusions=exclusions, skin=skin,
+            )  # fmt: skip
+            reduced, excluded = self.real.box, self.real.exclusions
+            assert reduced is not None
+            if len(reduced) != 3:
+                raise ValueError(f"{name} is for three dimensions; box has {len(reduced)}.")
+            self.constant = self.real.constant
+            # The rows as they are given, along which waves and points are counted.
+            cell = torch.as_tensor(box, dtype=torch.float64, device=reduced.device).detach()
+            self.register_buffer("cell", torch.diag(cell) if cell.ndim == 1 else cell.clone())
+            partners = None if excluded is None else partners_of(excluded, len(self.charge))
+            self.register_buffer("partners", partners)
+        self._volume = float(volume(self.cell))
+
+    def lengths(self) -> list[float]:
+        """Return the lengths of the rows of the cell."""
+        return self.cell.norm(dim=1).tolist()
+
+    def reciprocal(self, position: Tensor) -> ChargeSum:
+        """Return the sum in reciprocal space."""
+        raise TypeError(f"{type(self).__name__} has no reciprocal(position).")
+
+    def forward(self, position: Positions) -> Energies:
+        charge = self._charges(position)
+        energy = self.real(position) + self._constant_energy(charge)
+        for part in self._parts(position):
+            energy = energy + part.energy(position, charge)
+        return energy
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        charge = self._charges(position)
+        value = self.real.force(position, grid)
+        for part in self._parts(position):
+            value = value + _rounded(force_of(part, position, charge), grid)
+        return value
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        value, real_product = self.real.force_vjp(position, parameters, grid)
+        with torch.enable_grad():
+            charge = self._charges(position)
+        refuse_unknown(charge, self, parameters, f"the force of {type(self).__name__}")
+        products: list[Callable[[Tensor], tuple[Tensor, Tensor]]] = []
+        with torch.no_grad():
+            for part in self._parts(position):
+                more, product = part.linearised(position, charge.detach())
+                value = value + _rounded(more, grid)
+                products.append(product)
+
+        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
+            along, rest = real_product(v)
+            with torch.no_grad():
+                found = [product(v) for product in products]
+            for more, _ in found:
+                along = along + more
+            cotangent = sum(weight for _, weight in found)
+            return along, VJPSum((rest, _to_parameters(charge, cotangent, parameters)))
+
+        return value, pullback
+
+    def virial(self, position: Positions) -> Tensor:
+        """Compute minus the derivative of the energy with respect to strain.
+
+        The cutoff, alpha and the numbers of waves or points stay as they are.
+        """
+        charge = self._charges(position)
+        unit = torch.eye(3, dtype=position.dtype, device=position.device)
+        value = self.real.virial(position) + self._background(charge) * unit
+        for part in self._parts(position):
+            value = value + part.virial(position, charge)
+        return value
+
+    def _charges(self, position: Tensor) -> Tensor:
+        charge = self.charge.to(position)
+        if position.shape[-2:] != (len(charge), 3):
+            raise ValueError(
+                f"charge is for {len(charge)} atoms in three dimensions; position has shape "
+                f"{tuple(position.shape)}."
+            )
+        return charge
+
+    def _parts(self, position: Tensor) -> list[ChargeSum]:
+        parts = [self.reciprocal(position)]
+        if self.partners is not None:
+            box = self.real.box
+            assert box is not None
+            parts.append(ExcludedPairs(self.partners, box.to(position), self.alpha, self.constant))
+        return parts
+
+    def _constant_energy(self, charge: Tensor) -> Tensor:
+        """Compute the energy of each charge in its own Gaussian, and of the background."""
+        own = self.constant * self.alpha / math.sqrt(math.pi) * charge.square().sum()
+        return self._background(charge) - own
+
+    def _background(self, charge: Tensor) -> Tensor:
+        factor = self.constant * math.pi / (2 * self._volume * self.alpha**2)
+        return -factor * charge.sum().square()
+
+
+def _rounded(force: Tensor, grid: Grid | None) -> Tensor:
+    return force if grid is None else grid.round(force.unsqueeze(-2)).squeeze(-2)
+
+
+def _to_parameters(
+    charge: Tensor, cotangent: Any, parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Propagate a cotangent of the charges to the parameters."""
+    if not parameters or not charge.requires_grad:
+        return [None] * len(parameters)
+    found = torch.autograd.grad(charge, parameters, cotangent, allow_unused=True, retain_graph=True)
+    return list(found)

@@ -1,0 +1,78 @@
+"""Ewald's sum over waves, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from adjsim._typing import Array, Number
+from adjsim.potentials.ewald.base import EwaldSum
+from adjsim.potentials.ewald.splitting import three_numbers, wave_numbers
+from adjsim.potentials.ewald.waves import Waves, waves
+
+
+class Ewald(EwaldSum):
+    """Point charges in a periodic box, by Ewald's sum::
+
+        U = constant (U_real + U_reciprocal - U_self - U_excluded - U_background)
+        U_real       = sum over i<j within the cutoff of q_i q_j erfc(alpha r) / r
+        U_reciprocal = 2 pi / V sum over k != 0 of exp(-k^2 / 4 alpha^2) / k^2 |S(k)|^2
+        U_self       = alpha / sqrt(pi) sum of q_i^2
+        U_excluded   = sum over excluded pairs of q_i q_j erf(alpha r) / r
+        U_background = pi / (2 V alpha^2) (sum of q_i)^2
+
+    S(k) = sum of q_i exp(i k . r_i), V is the volume, and the surroundings conduct. The last term
+    is a uniform background that makes a charged box neutral. See Ewald, Ann. Phys. 369, 253 (1921).
+
+    Each evaluation takes the number of atoms times the number of waves. From some hundred atoms on
+    use :class:`ParticleMeshEwald`.
+
+    Args:
+        charge: ``(atoms,)``.
+        box: ``(3,)`` lengths or ``(3, 3)`` rows.
+        cutoff: of the sum in real space, at most half the smallest perpendicular width of the box.
+        alpha: 1/length. None: ``sqrt(-log(2 tolerance)) / cutoff``, as OpenMM chooses it.
+        tolerance: the approximate relative error of forces, between 0 and 0.5.
+        kmax: the largest wave number, or one for each row of the box. None: from the tolerance, as
+            OpenMM chooses it.
+        exclusions: ``(pairs, 2)`` atoms that do not interact. Their nearest images are excluded.
+        constant: see :class:`~adjsim.potentials.Coulomb`.
+        skin: see :class:`~adjsim.potentials.PairPotential`.
+
+    Raises:
+        ValueError: charges that are not one number for each atom, no box, a box that is not
+            three-dimensional, a cutoff that is too large, a tolerance outside (0, 0.5).
+    """
+
+    vectors: Tensor
+    weight: Tensor
+
+    def __init__(
+        self,
+        charge: Number,
+        *,
+        box: Array,
+        cutoff: float,
+        alpha: float | None = None,
+        tolerance: float = 5e-4,
+        kmax: int | Sequence[int] | None = None,
+        exclusions: Array | None = None,
+        constant: float = 1.0,
+        skin: float | None = None,
+    ) -> None:
+        super().__init__(
+            charge, box=box, cutoff=cutoff, alpha=alpha, tolerance=tolerance,
+            exclusions=exclusions, constant=constant, skin=skin,
+        )  # fmt: skip
+        self.kmax = (
+            wave_numbers(self.alpha, self.lengths(), self.tolerance)
+            if kmax is None
+            else three_numbers("kmax", kmax, 0)
+        )
+        vectors, weight = waves(self.cell, self.kmax, self.alpha, self.constant)
+        self.register_buffer("vectors", vectors)
+        self.register_buffer("weight", weight)
+
+    def reciprocal(self, position: Tensor) -> Waves:
+        return Waves(self.vectors.to(position), self.weight.to(position), self.alpha)

@@ -1,0 +1,56 @@
+"""The part of an Ewald sum that is short-ranged."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._typing import Array, Number
+from adjsim.potentials.coulomb import Coulomb
+
+
+class ScreenedCoulomb(Coulomb):
+    """Point charges that Gaussians screen: ``u = constant q_i q_j erfc(alpha r) / r``.
+
+    The energy is not shifted at the cutoff, since the rest of an Ewald sum is its complement. Pairs
+    at the cutoff have about the energy ``2 tolerance constant q_i q_j / cutoff``.
+
+    Args:
+        charge, constant: see :class:`~adjsim.potentials.Coulomb`.
+        alpha: 1/length.
+        cutoff, box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    def __init__(
+        self,
+        charge: Number,
+        alpha: float,
+        constant: float,
+        *,
+        cutoff: float,
+        box: Array,
+        exclusions: Array | None,
+        skin: float | None,
+    ) -> None:
+        super().__init__(charge, constant, cutoff=cutoff, box=box, exclusions=exclusions, skin=skin)
+        self.alpha = alpha
+
+    def truncated_energy(self, s: Tensor) -> Tensor:
+        return self.pair_energy(s)
+
+    def radial_energy(self, r: Tensor) -> Tensor:
+        return self._products(r) * torch.erfc(self.alpha * r) / r
+
+    def radial_slope(self, r: Tensor) -> Tensor:
+        return -self._products(r) * (torch.erfc(self.alpha * r) / r + self._gaussian(r)) / r
+
+    def radial_curvature(self, r: Tensor) -> Tensor:
+        damped = torch.erfc(self.alpha * r) / r + self._gaussian(r)
+        rest = self.alpha**2 * self._gaussian(r)
+        return 2 * self._products(r) * (damped / (r * r) + rest)
+
+    def _gaussian(self, r: Tensor) -> Tensor:
+        factor = 2 * self.alpha / math.sqrt(math.pi)
+        return factor * torch.exp(-((self.alpha * r) ** 2))
