@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -107,7 +106,7 @@ def from_openmm(
         position,
         torch.zeros_like(position),
         torch.tensor(masses, dtype=torch.float64),
-        None if box is None else torch.from_numpy(np.array(box)),
+        None if box is None else torch.from_numpy(box),
         names.symbols,
     )
 
@@ -136,7 +135,7 @@ def to_openmm(potential: ForceFieldPotential, system: Any) -> Any:
         )
     check_system(system)
     written = copy.deepcopy(system)
-    parts = {name: part for name, part in potential.named_children()}
+    parts: dict[str, Any] = dict(potential.named_children())
     write_bonded(parts, written)
     write_nonbonded(parts, written)
     write_solvent(parts.get("solvent"), written)

@@ -41,6 +41,8 @@ class DispersionCorrection(Potential):
         ValueError: no box or no cutoff.
     """
 
+    share: Tensor
+
     def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
         super().__init__()
         box, cutoff = lennard_jones.box, lennard_jones.cutoff
@@ -84,8 +86,7 @@ class DispersionCorrection(Potential):
         epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
         sixth = sigma**6
         mean = 4 * epsilon * sixth * (sixth * self.twelfth - self.sixth)
-        share: Tensor = self.share
-        return self.factor / volume(self.lennard_jones.box) * (share * mean).sum()
+        return self.factor / volume(self.lennard_jones.box) * (self.share * mean).sum()
 
 
 def _integral(n: int, begin: float, cutoff: float) -> float:

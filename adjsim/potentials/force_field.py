@@ -46,7 +46,7 @@ class ForceFieldPotential(SumPotential):
         self.labels = {name: tuple(found) for name, found in (labels or {}).items()}
 
     @property
-    def parts(self) -> tuple[nn.Module, ...]:  # type: ignore[override]
+    def parts(self) -> tuple[nn.Module, ...]:
         """The parts in the order of their names, as in :class:`SumPotential`."""
         return tuple(part for part in self._modules.values() if part is not None)
 

@@ -146,4 +146,4 @@ def box_of_system(system: Any) -> np.ndarray | None:
         return None
     rows = lengths("box", system.getDefaultPeriodicBoxVectors())
     off_diagonal = rows - np.diag(np.diag(rows))
-    return rows if np.abs(off_diagonal).max() > 1e-12 else np.diag(rows)
+    return rows if np.abs(off_diagonal).max() > 1e-12 else np.diag(rows).copy()

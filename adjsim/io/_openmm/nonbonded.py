@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._typing import Array, Energies, Positions
-from adjsim.io._openmm.library import COULOMB, ENERGY, LENGTH, box_of_system, forces, plain
+from adjsim.io._openmm.library import COULOMB, LENGTH, box_of_system, forces, plain
+from adjsim.io._openmm.particles import UNITS, Particles
 from adjsim.io._openmm.types import Names, Types, grouped
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
@@ -22,10 +22,6 @@ from adjsim.potentials.pair import PairPotential
 from adjsim.potentials.truncation import SwitchedDistance, Truncation, Unshifted
 
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
-UNITS = np.array([1.0, LENGTH, ENERGY])
-"""Our units of a charge, sigma and epsilon in OpenMM's."""
-SAME = 1e-9
-"""How far, relative, the numbers of a 1-4 pair may be from their combination: rounding alone."""
 
 
 class UncorrectedReactionField(ReactionField):
@@ -35,74 +31,7 @@ class UncorrectedReactionField(ReactionField):
         return PairPotential.forward(self, position)
 
 
-@dataclass(frozen=True)
-class Particles:
-    """The numbers of a NonbondedForce, in our units.
-
-    Args:
-        charge, sigma, epsilon: ``(atoms,)``.
-        pairs: ``(exceptions, 2)``.
-        product, pair_sigma, pair_epsilon: ``(exceptions,)``; the product is of charges.
-    """
-
-    charge: np.ndarray
-    sigma: np.ndarray
-    epsilon: np.ndarray
-    pairs: np.ndarray
-    product: np.ndarray
-    pair_sigma: np.ndarray
-    pair_epsilon: np.ndarray
-
-    @classmethod
-    def of(cls, force: Any) -> Particles:
-        """Read a NonbondedForce."""
-        atoms = [
-            [plain(x) for x in force.getParticleParameters(k)]
-            for k in range(force.getNumParticles())
-        ]
-        numbers = np.array(atoms, dtype=np.float64) * UNITS
-        rows = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]
-        pairs = np.array([row[:2] for row in rows], dtype=np.int64).reshape(-1, 2)
-        values = np.array([[plain(x) for x in row[2:]] for row in rows], dtype=np.float64)
-        return cls(*numbers.T, pairs, *(values.reshape(-1, 3) * UNITS).T)
-
-    @property
-    def interacting(self) -> np.ndarray:
-        """Which exceptions are pairs with numbers of their own, and no exclusions."""
-        return (self.product != 0) | (self.pair_epsilon != 0)
-
-    def scales(self) -> tuple[float, float] | None:
-        """Return the factors of all 1-4 pairs, of charges and of epsilon, if there are any.
-
-        None: the numbers of a pair are not those of its atoms times one factor.
-        """
-        at = self.interacting
-        i, j = self.pairs[at].T
-        charges = _factor(self.product[at], self.charge[i] * self.charge[j])
-        depths = _factor(self.pair_epsilon[at], np.sqrt(self.epsilon[i] * self.epsilon[j]))
-        matters = self.pair_epsilon[at] != 0
-        difference = self.pair_sigma[at] - (self.sigma[i] + self.sigma[j]) / 2
-        same = np.abs(difference[matters]) <= SAME * self.pair_sigma[at][matters]
-        if charges is None or depths is None or not same.all():
-            return None
-        return charges, depths
-
-
-def _factor(found: np.ndarray, combined: np.ndarray) -> float | None:
-    """Return the one factor between two arrays, zero if all are zero, None if there is none."""
-    if not found.any():
-        return 0.0
-    largest = int(np.abs(combined).argmax())
-    if combined[largest] == 0:
-        return None
-    factor = float(found[largest] / combined[largest])
-    same = np.abs(found - factor * combined) <= SAME * np.abs(found)
-    return factor if same.all() else None
-
-
-def read_nonbonded(
-    system: Any, names: Names
-) -> tuple[dict[str, Potential], dict[str, tuple[str, ...]]]:
+def read_nonbonded(system: Any, names: Names) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Read the NonbondedForce of a system: its parts, and the labels of their types.
 
     Raises:
@@ -116,7 +45,7 @@ def read_nonbonded(
     _check(force)
     particles = Particles.of(force)
     box = box_of_system(system) if force.usesPeriodicBoundaryConditions() else None
-    parts: dict[str, Potential] = {}
+    parts: dict[str, Any] = {}
     labels: dict[str, tuple[str, ...]] = {}
     exclusions = torch.from_numpy(particles.pairs) if len(particles.pairs) else None
     if particles.epsilon.any():
@@ -227,7 +156,7 @@ def _coulomb(
 
 def _pairs(
     particles: Particles,
-    parts: dict[str, Potential],
+    parts: dict[str, Any],
     labels: dict[str, tuple[str, ...]],
     names: Names,
     box: Array | None,
@@ -244,7 +173,6 @@ def _pairs(
     found: dict[str, Potential] = {}
     if depths:
         mixture = parts["lennard_jones"]
-        assert isinstance(mixture, LennardJonesMixture)
         bare = LennardJonesMixture(mixture.species, mixture.epsilon, mixture.sigma, box=box)
         found["lennard_jones_14"] = ScaledPairs(bare, index, _scalar(depths))
     if charges:
@@ -280,7 +208,7 @@ def _scalar(value: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))
 
 
-def write_nonbonded(parts: dict[str, nn.Module], system: Any) -> None:
+def write_nonbonded(parts: dict[str, Any], system: Any) -> None:
     """Write charges, Lennard-Jones numbers and 1-4 pairs into the NonbondedForce of a system.
 
     Raises:

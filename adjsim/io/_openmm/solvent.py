@@ -96,7 +96,9 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
             f"the solvent is for {len(part.charge)} atoms and the system has "
             f"{force.getNumParticles()}."
         )
-    charge, radius, scale = (x.detach().cpu().double() for x in (part.charge, part.radius, part.scale))
+    charge, radius, scale = (
+        x.detach().cpu().double() for x in (part.charge, part.radius, part.scale)
+    )
     surface = float(part.surface.detach())
     if hasattr(force, "getNumEnergyTerms"):
         before = _of_custom(force).settings["surface"]
@@ -106,9 +108,8 @@ def write_solvent(part: nn.Module | None, system: Any) -> None:
                 "expressions: make the system with GBSAOBCForce to write it back."
             )
         small = radius / LENGTH - OFFSET
-        columns = {"charge": charge, "or": small, "sr": scale * small}
-        order = _names(force)
-        rows = torch.stack([columns[name] for name in order], 1).tolist()
+        named = {"charge": charge, "or": small, "sr": scale * small}
+        rows = torch.stack([named[name] for name in _names(force)], 1).tolist()
         for k, row in enumerate(rows):
             force.setParticleParameters(k, row)
         return
@@ -139,7 +140,10 @@ def _of_custom(force: Any) -> Solvent:
     Its formula of the descreening leaves out the term of an atom inside another one.
     """
     values = [force.getComputedValueParameters(k) for k in range(force.getNumComputedValues())]
-    known = [("I", DESCREENING, 1), ("B", BORN_RADIUS, 0)]
+    known = [
+        ("I", DESCREENING, force.ParticlePairNoExclusions),
+        ("B", BORN_RADIUS, force.SingleParticle),
+    ]
     found = [(name, _without_spaces(text), kind) for name, text, kind in values]
     plainly = (
         force.getNumGlobalParameters()
@@ -161,38 +165,42 @@ def _of_custom(force: Any) -> Solvent:
 
 def _settings(force: Any) -> dict[str, Any]:
     """Read the settings from the expressions of the energy."""
-    terms = [force.getEnergyTermParameters(k) for k in range(force.getNumEnergyTerms())]
-    surface, own, pair = 0.0, None, None
+    found: dict[str, re.Match[str]] = {}
     constants: dict[str, float] = {}
-    for text, kind in terms:
+    formulas = {
+        "own": (OWN, force.SingleParticle),
+        "surface": (SURFACE, force.SingleParticle),
+        "pair": (PAIR, force.ParticlePairNoExclusions),
+    }
+    for k in range(force.getNumEnergyTerms()):
+        text, kind = force.getEnergyTermParameters(k)
         body, constants = _split(_without_spaces(text))
-        if (match := _match(OWN, body)) and kind == force.SingleParticle and own is None:
-            own = 2 * float(match[1]) / 2, match[2]
-        elif (match := _match(SURFACE, body)) and kind == force.SingleParticle and not surface:
-            surface = float(match[1])
-        elif (match := _match(PAIR, body)) and pair is None and kind != force.SingleParticle:
-            pair = float(match[1]), match[2]
-            inverse = match[3]
-            cutoff = _cutoff(force)
-            if (inverse is None) != (cutoff is None) or (
-                inverse is not None and abs(float(inverse) * (cutoff or 0.0) / LENGTH - 1) > 1e-9
-            ):
-                raise _unknown("its cutoff is not the one of its expressions")
+        for name, (formula, wanted) in formulas.items():
+            match = _match(formula, body)
+            if match and kind == wanted and name not in found:
+                found[name] = match
+                break
         else:
-            raise _unknown(f"it has the term {text.split(';')[0]!r}")
-    if own is None or pair is None or own[0] != pair[0]:
+            raise _unknown(f"it has the term {body!r}")
+    if not {"own", "pair"} <= set(found) or found["own"][1] != found["pair"][1]:
         raise _unknown("it has no term of pairs or no term of single particles")
-    salted = own[1] != "1"
-    if salted != (pair[1] != "1") or salted != (constants["kappa"] > 0):
+    salted = constants["kappa"] > 0
+    if any((found[name][2] != "1") != salted for name in ("own", "pair")):
         raise _unknown("its terms have different kappa")
+    cutoff, inverse = _cutoff(force), found["pair"][3]
+    if (cutoff is None) != (inverse is None) or (
+        cutoff is not None and abs(float(inverse) * cutoff / LENGTH - 1) > 1e-9
+    ):
+        raise _unknown("its cutoff is not the one of its expressions")
+    surface = float(found["surface"][1]) if "surface" in found else 0.0
     return {
         "solute": constants["soluteDielectric"],
         "solvent": constants["solventDielectric"],
-        # 28.3919551 = 4 pi 2.25936, and the class multiplies by 4 pi.
+        # The potential multiplies by 4 pi, and the expression has the product.
         "surface": surface / (4 * np.pi) * ENERGY / LENGTH**2,
-        "constant": own[0] * ENERGY * LENGTH,
+        "constant": float(found["own"][1]) * ENERGY * LENGTH,
         "kappa": constants["kappa"] / LENGTH,
-        "cutoff": _cutoff(force),
+        "cutoff": cutoff,
         "contained": False,
     }
 
