@@ -85,7 +85,7 @@ def random_system(seed: int, method: str, scaled: bool, tilted: bool) -> tuple[A
     for force in (bonds, angles, torsions, series):
         force.setUsesPeriodicBoundaryConditions(image)
         system.addForce(force)
-    system.addForce(_nonbonded(rng, atoms, method, scaled, image))
+    system.addForce(_nonbonded(rng, positions, method, scaled, image))
     if not periodic:
         system.addForce(_solvent(rng, system.getForce(4), method))
     system.addForce(openmm.CMMotionRemover())
@@ -94,7 +94,7 @@ def random_system(seed: int, method: str, scaled: bool, tilted: bool) -> tuple[A
     return system, positions
 
 
-def _nonbonded(rng: Any, atoms: int, method: str, scaled: bool, image: bool) -> Any:
+def _nonbonded(rng: Any, positions: np.ndarray, method: str, scaled: bool, image: bool) -> Any:
     force = openmm.NonbondedForce()
     force.setNonbondedMethod(getattr(openmm.NonbondedForce, method))
     force.setCutoffDistance(0.6)
@@ -104,12 +104,17 @@ def _nonbonded(rng: Any, atoms: int, method: str, scaled: bool, image: bool) -> 
     force.setExceptionsUsePeriodicBoundaryConditions(image)
     if rng.random() < 0.5:
         force.setPMEParameters(4.0, 12, 15, 16)
+    atoms = len(positions)
     charge, sigma, epsilon = rng.normal(size=atoms), rng.uniform(0.1, 0.3, atoms), rng.random(atoms)
     # Some atoms have no charge or no well, as hydrogens in many force fields.
     charge[0], epsilon[1], sigma[1] = 0.0, 0.0, 0.0
     for row in zip(charge, sigma, epsilon, strict=True):
         force.addParticle(*row)
-    pairs = {tuple(sorted(rng.permutation(atoms)[:2].tolist())) for _ in range(10)}
+    pairs = {tuple(sorted(rng.permutation(atoms)[:2].tolist())) for _ in range(20)}
+    if not image:
+        # Excluded charges that are not nearest images are no molecule, see from_openmm.
+        near = np.linalg.norm(positions[:, None] - positions, axis=-1) < 0.5
+        pairs = {pair for pair in pairs if near[pair]}
     for number, (i, j) in enumerate(sorted(pairs)):
         if number % 2:
             force.addException(i, j, 0.0, 0.2, 0.0)
