@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from adjsim._state import in_transform
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import ForceField, SumPotential, refuse_written, version_of
+from adjsim.potentials.base import (
+    ForceField,
+    Potential,
+    SumPotential,
+    refuse_written,
+    version_of,
+)
+from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
 
 
 def check_potential(potential: nn.Module, position: Tensor) -> None:
@@ -16,7 +25,7 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
     Raises:
         ValueError: an energy that is not ``(*batch,)`` or not finite, such as that of two atoms at
             one place; a force that is not of the shape of position, or not finite; a potential that
-            writes into its argument.
+            writes into its argument; an energy of a force field that tells of wrong units.
     """
     # A copy, to find a potential that writes into its argument.
     copy = position.detach().clone()
@@ -34,6 +43,8 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
         )
     if not in_transform() and not bool(torch.isfinite(value).all()):
         raise ValueError(describe_not_finite(potential, copy, value, what))
+    if what == "energy" and not in_transform() and _has_units(potential):
+        refuse_high_energy(cast(Potential, potential), copy, value)
 
 
 def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
@@ -47,6 +58,12 @@ def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, w
         return f"{text}: {remedy}"
     i, j, distance = closest_atoms(position[system], _box_of(potential))
     return f"{text}. The closest atoms, {i} and {j}, are {distance:g} apart: move them, or {remedy}"
+
+
+def _has_units(potential: nn.Module) -> bool:
+    """Say whether a potential, or a part of a sum, is a force field in eV."""
+    parts = list(potential.parts) if isinstance(potential, SumPotential) else []
+    return any(isinstance(part, ForceFieldPotential) for part in (potential, *parts))
 
 
 def _box_of(potential: nn.Module) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 MixingRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -14,9 +15,11 @@ def lorentz_berthelot(
 ) -> tuple[Tensor, Tensor]:
     """Mix by ``epsilon = sqrt(epsilon_i epsilon_j)`` and ``sigma = (sigma_i + sigma_j) / 2``.
 
-    The rules overestimate the depth of the well between atoms of different sizes.
+    The rules overestimate the depth of the well between atoms of different sizes. The derivative
+    of the root is infinite at epsilon zero, as of hydrogen in many force fields. The gradient with
+    respect to such an epsilon is given as zero, so training leaves it at zero.
     """
-    return epsilon_i.sqrt() * epsilon_j.sqrt(), sigma_i / 2 + sigma_j / 2
+    return _root(epsilon_i) * _root(epsilon_j), sigma_i / 2 + sigma_j / 2
 
 
 def kong(
@@ -38,3 +41,8 @@ def kong(
     ]
     repulsion = ((roots[0] + roots[1]) / 2) ** 13
     return attraction * attraction / repulsion, (repulsion / attraction) ** (1 / 6)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Compute the square root, with derivative zero at zero."""
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())

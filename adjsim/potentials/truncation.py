@@ -70,6 +70,25 @@ class Shifted(Truncation):
 
 
 @dataclass(frozen=True)
+class Unshifted(Truncation):
+    """The energy ends at the cutoff as it is: ``v(s) = u(s)``.
+
+    Energy and force have a jump at the cutoff. The forces are those of :class:`Shifted`, whose
+    energy has no jump, so use this one only to meet the energies of a program that cuts off so, as
+    OpenMM does without a switch.
+    """
+
+    def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
+        return pair.pair_energy(s)
+
+    def slope(self, pair: PairPotential, s: Tensor) -> Tensor:
+        return pair.pair_slope(s)
+
+    def curvature(self, pair: PairPotential, s: Tensor) -> Tensor:
+        return pair.pair_curvature(s)
+
+
+@dataclass(frozen=True)
 class ForceShifted(Truncation):
     """Energy and force are shifted to zero at the cutoff r_c::
 
@@ -146,6 +165,53 @@ class Switched(Truncation):
     @staticmethod
     def _factor(x: Tensor) -> Tensor:
         return 1 - x * x * x * (10 - x * (15 - 6 * x))
+
+
+@dataclass(frozen=True)
+class SwitchedDistance(Truncation):
+    """The energy is multiplied by a polynomial of the distance, as OpenMM and CHARMM switch it::
+
+        v = u (1 - 10 x^3 + 15 x^4 - 6 x^5),     x = (r - a) / (r_c - a)
+
+    where r is the distance, r_c the cutoff and a ``start``, and x = 0 below ``start``. Energy,
+    force and the derivative of the force are continuous. :class:`Switched`, in the squared
+    distance, needs no root; use this one where the numbers of a force field have to be met.
+
+    Args:
+        start: the distance from which the energy is switched off, below the cutoff.
+    """
+
+    start: float
+
+    def check(self, cutoff: float) -> None:
+        Switched(self.start).check(cutoff)
+
+    def begin(self, cutoff: float) -> float:
+        return self.start
+
+    def energy(self, pair: PairPotential, s: Tensor) -> Tensor:
+        x, _ = self._share(pair, s)
+        return pair.pair_energy(s) * Switched._factor(x)
+
+    def slope(self, pair: PairPotential, s: Tensor) -> Tensor:
+        x, rate = self._share(pair, s)
+        return pair.pair_slope(s) * Switched._factor(x) + pair.pair_energy(s) * (rate * _first(x))
+
+    def curvature(self, pair: PairPotential, s: Tensor) -> Tensor:
+        x, rate = self._share(pair, s)
+        second = rate * rate * _second(x) - rate / (2 * s) * _first(x)
+        return (
+            pair.pair_curvature(s) * Switched._factor(x)
+            + pair.pair_slope(s) * (2 * rate * _first(x))
+            + pair.pair_energy(s) * second
+        )
+
+    def _share(self, pair: PairPotential, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute x, and dx/ds."""
+        assert pair.cutoff is not None
+        inverse = 1 / (pair.cutoff - self.start)
+        r = s.sqrt()
+        return ((r - self.start) * inverse).clamp(0.0, 1.0), 0.5 * inverse / r
 
 
 def _first(x: Tensor) -> Tensor:

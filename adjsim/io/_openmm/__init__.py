@@ -1,0 +1,1 @@
+"""How the forces of an ``openmm.System`` are read and written, one file a kind."""

@@ -1,0 +1,149 @@
+"""OpenMM itself, imported when it is used, its units in ours, and the systems that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ase import units
+
+ENERGY = units.kJ / units.mol
+"""kJ/mol, OpenMM's unit of energy, in eV."""
+LENGTH = 10.0
+"""A nanometre in angstrom."""
+COULOMB = 138.93545764438198 * ENERGY * LENGTH
+"""1/(4 pi epsilon_0) in eV angstrom per squared charge, with the constant of OpenMM's kernels, so
+that energies agree to rounding. It is within 2e-9 of CODATA's."""
+
+READ = (
+    "HarmonicBondForce",
+    "HarmonicAngleForce",
+    "PeriodicTorsionForce",
+    "RBTorsionForce",
+    "NonbondedForce",
+    "GBSAOBCForce",
+    "CustomGBForce",
+)
+IGNORED = ("CMMotionRemover",)
+
+
+def openmm() -> Any:
+    """Import OpenMM.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import openmm
+    except ImportError as missing:
+        raise ImportError(
+            "systems of OpenMM need the package openmm, which is not installed: pip install openmm"
+        ) from missing
+    return openmm
+
+
+def plain(quantity: Any) -> Any:
+    """Return a number, or numbers, in OpenMM's units: nm, ps, kJ/mol, amu, radians."""
+    unit = openmm().unit
+    if unit.is_quantity(quantity):
+        return quantity.value_in_unit_system(unit.md_unit_system)
+    return quantity
+
+
+def lengths(name: str, value: Any) -> np.ndarray:
+    """Return positions or vectors in angstrom, ``(n, 3)``.
+
+    Raises:
+        ValueError: another shape, numbers that are not finite.
+    """
+    try:
+        found = np.array([tuple(plain(row)) for row in plain(value)], dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be (atoms, 3), an openmm Quantity or numbers in nanometres; got "
+            f"{type(value).__name__}."
+        ) from error
+    if found.ndim != 2 or found.shape[1] != 3:
+        raise ValueError(f"{name} must be (atoms, 3); got shape {found.shape}.")
+    bad = np.flatnonzero(~np.isfinite(found).all(1))
+    if len(bad):
+        raise ValueError(
+            f"the {name} of atom {bad[0]} is {found[bad[0]].tolist()}, which is not finite."
+        )
+    return LENGTH * found
+
+
+def check_system(system: Any) -> None:
+    """Refuse a system with something that has no counterpart here, by name.
+
+    Raises:
+        TypeError: not an ``openmm.System``.
+        ValueError: no particles, constraints, virtual sites, particles without mass, forces that
+            are not read, several forces of a kind of which there is one.
+    """
+    if not isinstance(system, openmm().System):
+        raise TypeError(f"system must be an openmm.System; got {type(system).__name__}.")
+    atoms = system.getNumParticles()
+    if not atoms:
+        raise ValueError("the system has no particles.")
+    if system.getNumConstraints():
+        i, j, _ = system.getConstraintParameters(0)
+        raise ValueError(
+            f"the system has {system.getNumConstraints()} constraints, the first of atoms {i} and "
+            f"{j}, and constraints are not provided: make the system with "
+            "createSystem(..., constraints=None, rigidWater=False)."
+        )
+    for k in range(atoms):
+        if system.isVirtualSite(k):
+            raise ValueError(
+                f"particle {k} is a virtual site, and virtual sites are not provided: use a model "
+                "without them, such as SPC/Fw or TIP3P with rigidWater=False for water."
+            )
+        if not plain(system.getParticleMass(k)) > 0:
+            raise ValueError(
+                f"the mass of particle {k} is {plain(system.getParticleMass(k)):g}; every particle "
+                "needs a positive mass. To hold an atom, add an adjsim.PositionRestraint."
+            )
+    kinds = [kind_of(force) for force in system.getForces()]
+    for number, kind in enumerate(kinds):
+        if kind not in READ + IGNORED:
+            raise ValueError(f"{kind}, force {number} of the system, {_way_out(kind, number)}")
+    for group in (("NonbondedForce",), ("GBSAOBCForce", "CustomGBForce")):
+        if sum(kind in group for kind in kinds) > 1:
+            raise ValueError(f"the system has more than one {' or '.join(group)}; it may have one.")
+
+
+def _way_out(kind: str, number: int) -> str:
+    remove = f"system.removeForce({number})"
+    if kind.endswith("Barostat") or kind == "AndersenThermostat":
+        return (
+            f"is not a potential: remove it with {remove}, and choose the ensemble by the dynamics "
+            "of adjsim."
+        )
+    if kind == "DrudeForce" or kind.startswith(("Amoeba", "Hippo")):
+        return "is polarisable, which is not provided: use a force field with fixed charges."
+    return (
+        f"has no counterpart in adjsim: use a force field without it, such as amber14, or leave it "
+        f"out with {remove} and add a potential of your own."
+    )
+
+
+def kind_of(force: Any) -> str:
+    """Return the class of a force in OpenMM, for a subclass in Python too."""
+    return next(
+        c.__name__ for c in type(force).__mro__ if c.__module__ in ("openmm", "openmm.openmm")
+    )
+
+
+def forces(system: Any, *kinds: str) -> list[Any]:
+    """Return the forces of some classes, in their order."""
+    return [force for force in system.getForces() if kind_of(force) in kinds]
+
+
+def box_of_system(system: Any) -> np.ndarray | None:
+    """Return the box in angstrom: edge lengths, rows if it is tilted, None without one."""
+    if not system.usesPeriodicBoundaryConditions():
+        return None
+    rows = lengths("box", system.getDefaultPeriodicBoxVectors())
+    off_diagonal = rows - np.diag(np.diag(rows))
+    return rows if np.abs(off_diagonal).max() > 1e-12 else np.diag(rows).copy()

@@ -1,0 +1,146 @@
+"""Force fields from OpenMM, and their fitted numbers back to OpenMM.
+
+OpenMM itself is needed when a system is read or written: ``pip install openmm``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from adjsim.io._openmm.bonded import read_bonded, write_bonded
+from adjsim.io._openmm.library import box_of_system, check_system, lengths, plain
+from adjsim.io._openmm.nonbonded import read_nonbonded, write_nonbonded
+from adjsim.io._openmm.solvent import read_solvent, write_solvent
+from adjsim.io._openmm.types import Names
+from adjsim.io.ase import Structure
+from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
+
+
+def from_openmm(
+    system: Any, positions: Any, topology: Any = None
+) -> tuple[ForceFieldPotential, Structure]:
+    """Read the force field of an ``openmm.System``, in eV, angstrom and amu::
+
+        U = sum over bonds, angles, torsions, ... of their energies, as OpenMM computes them
+
+    Each number of the force field is an ``nn.Parameter`` of the potential, except multiplicities,
+    permittivities, cutoffs and settings of Ewald sums. A part is there if the system has it:
+
+    ==================== =================================== ====================================
+    part                 parameters                          OpenMM
+    ==================== =================================== ====================================
+    bonds                k, length                           HarmonicBondForce
+    angles               k, angle                            HarmonicAngleForce
+    torsions             k, phase                            PeriodicTorsionForce
+    ryckaert_bellemans   coefficients                        RBTorsionForce
+    lennard_jones        epsilon, sigma                      NonbondedForce
+    coulomb              charge                              NonbondedForce, every method but LJPME
+    lennard_jones_14     scale                               its exceptions
+    coulomb_14           scale                               its exceptions
+    pairs_14             epsilon, sigma, product             its exceptions
+    dispersion           those of lennard_jones              its dispersion correction
+    solvent              radius, scale, surface              GBSAOBCForce, or the CustomGBForce
+                                                             of ``implicit/obc2.xml``
+    ==================== =================================== ====================================
+
+    The name of a parameter begins with its part, such as ``bonds.k``.
+
+    Types. With a topology, terms of a part that have identical numbers and join the same elements
+    (in either direction) share a type: a parameter has one number for each type, so that its
+    gradient is one number. ``potential.labels["bonds"]`` says for each type which term has it
+    first, such as "ALA N-CA". Without a topology each term has numbers of its own. Lennard-Jones
+    numbers are always by type, since they are mixed by the rules of Lorentz and Berthelot; without
+    a topology a type is a set of identical numbers. Charges, radii and scales are by atom.
+
+    Exceptions with zero charge product and zero epsilon are exclusions. If the numbers of all
+    others are the combined numbers of their atoms times one factor for charges and one for epsilon,
+    as in Amber, they are scaled pairs: the two factors are parameters, and charges, epsilon and
+    sigma are those of the atoms. Otherwise they are pairs with numbers of their own.
+
+    The atoms of an exception are nearest images of each other in the reciprocal part of Ewald sums.
+    OpenMM takes their positions as they are; this is the same for whole molecules that are smaller
+    than half the box. Bonded terms take nearest images only if their force is periodic.
+
+    The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored.
+
+    Args:
+        system: an ``openmm.System`` without constraints, made with ``constraints=None,
+            rigidWater=False``.
+        positions: ``(atoms, 3)``, an OpenMM Quantity or, as in OpenMM, numbers in nanometres.
+        topology: the ``openmm.app.Topology``, for elements, names and types. Without it, elements
+            are those of the nearest mass.
+
+    Returns:
+        The potential, and the positions, masses, box and symbols. Momenta are zero; give
+        ``dynamics.init`` a position only to draw them.
+
+    Raises:
+        ImportError: OpenMM is not installed.
+        TypeError: not an ``openmm.System``.
+        ValueError: anything in the system that has no counterpart, by name (constraints, virtual
+            sites, other forces, barostats); positions or a topology for another number of atoms; an
+            energy of 1e6 eV or more, which tells of wrong units.
+    """
+    check_system(system)
+    masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]
+    position = torch.from_numpy(lengths("positions", positions))
+    if len(position) != len(masses):
+        raise ValueError(f"positions are of {len(position)} atoms; the system has {len(masses)}.")
+    names = Names.of(masses, topology)
+    bonded = read_bonded(system, names)
+    nonbonded, labels = read_nonbonded(system, names)
+    coulomb = nonbonded.get("coulomb")
+    solvent = read_solvent(system, None if coulomb is None else coulomb.charge)
+    parts: dict[str, nn.Module] = {name: part for name, (part, _) in bonded.items()}
+    parts.update(nonbonded)
+    if solvent is not None:
+        parts["solvent"] = solvent
+    if not parts:
+        raise ValueError("the system has no forces.")
+    labels.update({name: types.labels for name, (_, types) in bonded.items()})
+    potential = ForceFieldPotential(labels, **parts)
+    with torch.no_grad():
+        refuse_high_energy(potential, position, potential(position))
+    box = box_of_system(system)
+    return potential, Structure(
+        position,
+        torch.zeros_like(position),
+        torch.tensor(masses, dtype=torch.float64),
+        None if box is None else torch.from_numpy(box),
+        names.symbols,
+    )
+
+
+def to_openmm(potential: ForceFieldPotential, system: Any) -> Any:
+    """Write the numbers of a potential into a copy of the system that it was read from.
+
+    The system itself is not changed. Cutoffs, permittivities, multiplicities and masses are those
+    of the system.
+
+    Args:
+        potential: from :func:`from_openmm`, with the same terms, after a fit for instance.
+        system: the ``openmm.System`` that it was read from.
+
+    Returns:
+        An ``openmm.System``.
+
+    Raises:
+        TypeError: not a :class:`~adjsim.potentials.ForceFieldPotential`.
+        ValueError: a system with other terms, exceptions or atoms; a surface tension that was
+            changed and that a ``CustomGBForce`` holds in its expressions.
+    """
+    if not isinstance(potential, ForceFieldPotential):
+        raise TypeError(
+            f"to_openmm takes the potential of from_openmm; got {type(potential).__name__}."
+        )
+    check_system(system)
+    written = copy.deepcopy(system)
+    parts: dict[str, Any] = dict(potential.named_children())
+    write_bonded(parts, written)
+    write_nonbonded(parts, written)
+    write_solvent(parts.get("solvent"), written)
+    return written

@@ -1,0 +1,97 @@
+"""Force fields: sums of potentials whose parts have names, in eV and angstrom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._tree import closest_atoms
+from adjsim.potentials.base import Potential, SumPotential, force
+
+LARGEST_ENERGY = 1e6
+"""The energy in eV from which a start is refused. A bond has a few eV, so positions or parameters
+with such an energy are in other units, or atoms lie on top of each other."""
+
+
+class ForceFieldPotential(SumPotential):
+    """A sum of potentials with names, ``U = sum over parts of U_part``, in eV and angstrom.
+
+    The parameters of a part have names that begin with its name, such as ``bonds.k`` and
+    ``lennard_jones.epsilon``, and the part is an attribute, ``potential.bonds``. A part that is
+    replaced (``potential.bonds = other``) is replaced in the sum.
+
+    A tensor may belong to several parts: charges enter Coulomb's law, the scaled 1-4 pairs and the
+    solvent. It has one name, under the first of the parts, and one gradient.
+
+    Args:
+        labels: for each part with types, what its types are called, such as ``("ALA N-CA", ...)``:
+            row k of a parameter of this part is that of label k.
+        parts: potentials by name.
+
+    Raises:
+        ValueError: no parts.
+    """
+
+    def __init__(
+        self, labels: Mapping[str, Sequence[str]] | None = None, **parts: nn.Module
+    ) -> None:
+        # The parts are attributes of the sum itself, not entries of a list.
+        super(SumPotential, self).__init__()
+        if not parts:
+            raise ValueError("a force field needs at least one part.")
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.labels = {name: tuple(found) for name, found in (labels or {}).items()}
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The parts in the order of their names, as in :class:`SumPotential`."""
+        return tuple(part for part in self._modules.values() if part is not None)
+
+    @property
+    def box(self) -> Tensor | None:
+        """The box of the first part that has one."""
+        boxes = (getattr(part, "box", None) for part in self.parts)
+        return next((box for box in boxes if box is not None), None)
+
+
+def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -> None:
+    """Refuse a start whose energy tells of wrong units or of overlapping atoms.
+
+    Args:
+        potential: a force field, in eV and angstrom.
+        position: ``(*batch, atoms, dim)``.
+        energy: ``(*batch,)``, of the potential at the position.
+
+    Raises:
+        ValueError: an energy of :data:`LARGEST_ENERGY` or more, or not finite. It names the two
+            atoms on which the forces are largest.
+    """
+    if bool((energy.detach() < LARGEST_ENERGY).all()):
+        return
+    bad = ~(energy.detach() < LARGEST_ENERGY)
+    index = tuple(bad.nonzero()[0].tolist()) if energy.ndim else ()
+    q = position.detach()[index]
+    i, j, distance = _worst_atoms(potential, q)
+    where = f" of system {', '.join(map(str, index))}" if index else ""
+    raise ValueError(
+        f"the energy at the start{where} is {float(energy[index]):g} eV. The largest forces are on "
+        f"atoms {i} and {j}, {distance:g} angstrom apart. Check the units: positions are in "
+        "angstrom here, and bare numbers given to from_openmm in nanometres. If the units are "
+        "right, move atoms that overlap."
+    )
+
+
+def _worst_atoms(potential: Potential, q: Tensor) -> tuple[int, int, float]:
+    """Find the two atoms with the largest forces, or the closest ones if forces are not finite."""
+    box = getattr(potential, "box", None)
+    if len(q) < 2:
+        return 0, 0, 0.0
+    with torch.no_grad():
+        sizes = force(potential, q).norm(dim=-1)
+    if not bool(torch.isfinite(sizes).all()):
+        return closest_atoms(q, box)
+    i, j = sorted(sizes.topk(2).indices.tolist())
+    return i, j, closest_atoms(q[[i, j]], box)[2]
