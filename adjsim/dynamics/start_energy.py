@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from adjsim._module import refuse_written, version_of
 from adjsim._state import in_transform
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import ForceField, SumPotential, refuse_written, version_of
+from adjsim.potentials.base import ForceField, SumPotential
 
 
 def check_potential(potential: nn.Module, position: Tensor) -> None:
