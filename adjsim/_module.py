@@ -15,6 +15,7 @@ from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 # One lock for each module that has run. The table has a lock of its own; an entry is removed with
@@ -130,6 +131,21 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often torch has counted a write to a tensor."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None:
+    """Refuse a potential that has written into its argument since it had this version."""
+    if version_of(position) != version:
+        raise ValueError(
+            f"{type(potential).__name__} writes into the position that it is given, which would "
+            "change the state of the run (an assignment to a slice, or an operation such as "
+            "add_). Work on position.clone(), or avoid operations in place."
+        )
 
 
 @contextmanager

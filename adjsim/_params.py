@@ -107,10 +107,10 @@ def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], w
 
     An unknown tensor is neither in ``known`` nor registered on ``module``.
     """
-    if _unknown(output, known) is None:
+    if unknown_leaf(output, known) is None:
         return
     # Collecting the tensors of a module is slow, so it is done only if the fast check fails.
-    leaf = _unknown(output, [*known, *trainable(module).values()])
+    leaf = unknown_leaf(output, [*known, *trainable(module).values()])
     if leaf is not None:
         raise ValueError(
             f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not "
@@ -120,7 +120,7 @@ def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], w
         )
 
 
-def _unknown(output: Tensor, known: Sequence[Tensor]) -> Tensor | None:
+def unknown_leaf(output: Tensor, known: Sequence[Tensor]) -> Tensor | None:
     """Find a leaf that the output depends on and that is not known."""
     ids = {id(x) for x in known}
     return next((leaf for leaf in leaves(output, known) if id(leaf) not in ids), None)

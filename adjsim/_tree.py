@@ -49,6 +49,43 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
     return i, j
 
 
+def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Find all pairs of atoms within a radius of any size, with every periodic image of each.
+
+    A pair occurs in both orders. An atom is paired with its own images, and two atoms once for each
+    image that is near. The search runs on the CPU, in float64.
+
+    Args:
+        q: positions ``(atoms, dim)``, finite. Atoms may be outside the box.
+        cell: a box from :func:`~adjsim._box.checked_box`; None: no box.
+        radius: the largest distance.
+
+    Returns:
+        i, j ``(pairs,)`` and the integers n ``(pairs, dim)`` with ``|q_j + n cell - q_i|`` at most
+        the radius, on the device of the position, sorted by i, j and n.
+    """
+    points = q.detach().double().cpu().numpy()
+    whole = np.zeros_like(points)
+    if cell is None:
+        images, owners, offsets = points, np.arange(len(points)), whole
+    else:
+        rows = (torch.diag(cell) if cell.ndim == 1 else cell).cpu().numpy()
+        fractions = points @ np.linalg.inv(rows)
+        whole = np.floor(fractions)
+        margin = radius / perpendicular_widths(cell).cpu().numpy()
+        near, owners, offsets = _images(fractions - whole, margin)
+        points, images = (fractions - whole) @ rows, near @ rows
+    found = KDTree(points).sparse_distance_matrix(KDTree(images), radius, output_type="ndarray")
+    i, image = found["i"], found["j"]
+    j = owners[image]
+    n = np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)
+    other = (i != j) | (n != 0).any(1)
+    i, j, n = i[other], j[other], n[other]
+    order = np.lexsort((*n.T[::-1], j, i))
+    i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
+    return i, j, n
+
+
 def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
     """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
 
@@ -77,16 +114,29 @@ def _with_images(points: np.ndarray, cell: Tensor, radius: float) -> np.ndarray:
     fractions = points @ np.linalg.inv(rows)
     fractions -= np.floor(fractions)
     margin = radius / perpendicular_widths(cell).cpu().numpy()
+    images, atoms, _ = _images(fractions, margin)
+    tree = KDTree(images @ rows)
+    found = KDTree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
+    pairs = np.stack([found["i"], atoms[found["j"]]], 1)
+    return pairs[pairs[:, 0] < pairs[:, 1]]
+
+
+def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Repeat atoms of a cell, in fractions of it, up to a margin around it.
+
+    Returns:
+        The images, the atom of each, and the integers by which it is moved.
+    """
     cells = [range(-math.ceil(x), math.ceil(x) + 1) for x in margin]
     images: list[np.ndarray] = []
     atoms: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
     for offset in product(*cells):
-        moved = fractions + np.array(offset, dtype=np.float64)
+        by = np.array(offset, dtype=np.float64)
+        moved = fractions + by
         # A small excess keeps images that rounding would put beyond the margin.
         near = ((moved >= -margin - 1e-9) & (moved <= 1 + margin + 1e-9)).all(1)
         images.append(moved[near])
         atoms.append(np.flatnonzero(near))
-    tree = KDTree(np.concatenate(images) @ rows)
-    found = KDTree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
-    pairs = np.stack([found["i"], np.concatenate(atoms)[found["j"]]], 1)
-    return pairs[pairs[:, 0] < pairs[:, 1]]
+        offsets.append(np.broadcast_to(by, images[-1].shape))
+    return np.concatenate(images), np.concatenate(atoms), np.concatenate(offsets)

@@ -7,15 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from adjsim._module import refuse_written, version_of
 from adjsim._state import in_transform
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import (
-    ForceField,
-    Potential,
-    SumPotential,
-    refuse_written,
-    version_of,
-)
+from adjsim.potentials.base import ForceField, Potential, SumPotential
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from adjsim._grid import Grid, straight_through
 from adjsim._inputs import outside_inference_mode
 from adjsim._layout import materialise
-from adjsim._params import leaves, point_of_differentiation, refuse_unknown
+from adjsim._module import refuse_written, version_of
+from adjsim._params import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
 from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
 
@@ -291,10 +292,10 @@ def force_vjp(
     """
     position = materialise(position)
     version = version_of(position)
-    if not isinstance(potential, Potential):
-        value, pullback = _autograd_vjp(
-            lambda q: force(potential, q, t, grid), potential, position, parameters
-        )
+    if isinstance(potential, ForceField):
+        value, pullback = _autograd_vjp(lambda q: potential(t, q), potential, position, parameters)
+    elif not isinstance(potential, Potential):
+        value, pullback = energy_vjp(potential, position, parameters, grid)
     elif grid is None:
         value, pullback = potential.force_vjp(position, parameters)
     else:
@@ -303,19 +304,33 @@ def force_vjp(
     return value, lambda v: pullback(materialise(v))
 
 
-def version_of(x: Tensor) -> int:
-    """Return how often torch has counted a write to a tensor."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+def energy_vjp(
+    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
+) -> tuple[Tensor, Pullback]:
+    """Compute the force and its product by automatic differentiation of the energy alone.
 
-
-def refuse_written(potential: nn.Module, position: Tensor, version: int) -> None:
-    """Refuse a potential that has written into its argument since it had this version."""
-    if version_of(position) != version:
-        raise ValueError(
-            f"{type(potential).__name__} writes into the position that it is given, which would "
-            "change the state of the run (an assignment to a slice, or an operation such as "
-            "add_). Work on position.clone(), or avoid operations in place."
+    The energy is evaluated once, and with a grid once more; see :meth:`Potential.force`.
+    """
+    if torch.compiler.is_compiling() or in_transform():
+        return _autograd_vjp(
+            lambda q: _derived(potential, q, grid), potential, position, parameters
         )
+    with torch.enable_grad():
+        q = position.detach().requires_grad_()
+        total = potential(q).sum()
+        smooth = torch.zeros_like(q)
+        if total.requires_grad:
+            smooth = -torch.autograd.grad(total, q, create_graph=True, materialize_grads=True)[0]
+    # The graph of the energy has all leaves of that of the force, and is smaller.
+    if unknown_leaf(total, [q, *parameters]) is not None:
+        what = f"the force of {type(potential).__name__}"
+        refuse_unknown(smooth, potential, [q, *parameters], what)
+    value = smooth.detach()
+    if grid is not None:
+        # A derivative with a graph comes from other kernels, and may differ in the last bit.
+        with torch.no_grad():
+            value = -derivative(potential, position)
+    return value, _pullback(smooth, q, parameters)
 
 
 def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -365,11 +380,14 @@ def _autograd_vjp(
         q = position.detach().requires_grad_()
         value = function(q)
     refuse_unknown(value, module, [q, *parameters], f"the force of {type(module).__name__}")
+    return value.detach(), _pullback(value, q, parameters)
 
+
+def _pullback(value: Tensor, q: Tensor, parameters: Sequence[Tensor]) -> Pullback:
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         if not value.requires_grad:
-            return torch.zeros_like(position), [None] * len(parameters)
+            return torch.zeros_like(q), [None] * len(parameters)
         along, *rest = torch.autograd.grad(value, (q, *parameters), v, allow_unused=True)
-        return torch.zeros_like(position) if along is None else along, list[Tensor | None](rest)
+        return torch.zeros_like(q) if along is None else along, list[Tensor | None](rest)
 
-    return value.detach(), pullback
+    return pullback

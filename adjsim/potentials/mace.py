@@ -1,0 +1,106 @@
+"""MACE models, through the graph of :mod:`adjsim.potentials.graph`.
+
+This module does not import ``mace``: it takes a model that somebody has made or loaded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._box import checked_box
+from adjsim._inputs import as_indices
+from adjsim._params import point_of_differentiation
+from adjsim._typing import Array
+from adjsim.potentials.graph import GraphPotential
+
+
+class MACEPotential(GraphPotential):
+    """A MACE model (``mace-torch``): its energy in eV for positions in angstrom.
+
+    The model is one of ``mace.modules``, such as ``MACE`` or ``ScaleShiftMACE``, or one loaded by
+    ``torch.load``; an ASE calculator has it as ``calculator.models[0]``. Energies and forces equal
+    those of that calculator. All weights that require grad are trainable; call
+    ``model.requires_grad_(False)`` to freeze a model. Pretrained models are float32: convert them
+    with ``model.double()``, or wrap the potential in :class:`InPrecision`.
+
+    Put the model into eval mode. Models that need charges, spins, fields or several heads at once
+    are not taken.
+
+    Args:
+        model: the model. Its cutoff, ``model.r_max``, is that of the graph.
+        numbers: ``(atoms,)`` atomic numbers.
+        box: as for :class:`GraphPotential`, periodic in all directions.
+        head: index of the head whose energy is used, in a model with several.
+        skin: as for :class:`GraphPotential`.
+
+    Raises:
+        TypeError: not a MACE model.
+        ValueError: an element that the model does not know, a head that it does not have.
+
+    Reference: Batatia, Kovacs, Simm, Ortner and Csanyi, Advances in Neural Information Processing
+    Systems 35, 11423 (2022).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        numbers: Array,
+        *,
+        box: Array | None = None,
+        head: int = 0,
+        skin: float | None = None,
+    ) -> None:
+        needed = ("r_max", "atomic_numbers", "atomic_energies_fn")
+        missing = [name for name in needed if not hasattr(model, name)]
+        if missing:
+            raise TypeError(
+                f"{type(model).__name__} is not a MACE model: it has no {', '.join(missing)}. Give "
+                "other models to GraphPotential(model, cutoff)."
+            )
+        cell = torch.zeros(3, 3, dtype=torch.float64)
+        if box is not None:
+            cell = checked_box(box, None)
+            cell = torch.diag(cell) if cell.ndim == 1 else cell
+        known: list[int] = model.atomic_numbers.tolist()  # type: ignore[union-attr, operator]
+        given = as_indices("numbers", numbers).flatten()
+        unknown = sorted(set(given.tolist()) - set(known))
+        if unknown:
+            raise ValueError(f"the model does not know atomic numbers {unknown}; it knows {known}.")
+        heads = getattr(model, "heads", None) or ["Default"]
+        if not 0 <= head < len(heads):
+            raise ValueError(f"head must be one of 0 to {len(heads) - 1} ({heads}); got {head}.")
+        kinds = torch.tensor([known.index(n) for n in given.tolist()])
+        cutoff = float(model.r_max)  # type: ignore[arg-type]
+        adapted = _Adapter(model, len(known), head, cell)
+        super().__init__(adapted, cutoff, species=kinds, box=box, skin=skin)
+
+
+class _Adapter(nn.Module):
+    """Calls a MACE model with the inputs of a graph model, and returns the energies of atoms."""
+
+    cell: Tensor
+
+    def __init__(self, model: nn.Module, kinds: int, head: int, cell: Tensor) -> None:
+        super().__init__()
+        self.mace, self.kinds, self.head = model, kinds, head
+        self.register_buffer("cell", cell)
+
+    def forward(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Tensor) -> Tensor:
+        # MACE makes its inputs require grad. These are leaves of the call alone.
+        q = position if position.requires_grad else point_of_differentiation(position)
+        kinds = nn.functional.one_hot(species, self.kinds).to(position.dtype)
+        # The energies of atoms are wanted, so that all atoms may be one graph.
+        data = {
+            "positions": q,
+            "node_attrs": point_of_differentiation(kinds),
+            "edge_index": edges,
+            "shifts": shifts,
+            "unit_shifts": torch.zeros_like(shifts),
+            "cell": self.cell.to(position),
+            "batch": torch.zeros_like(species),
+            "ptr": edges.new_tensor([0, len(species)]),
+            "head": edges.new_tensor([self.head]),
+        }
+        # Some models sum these in float64, whatever their own precision.
+        return self.mace(data, compute_force=False)["node_energy"].to(position.dtype)
