@@ -345,6 +345,16 @@ def test_degenerate_geometry_is_finite(geometry, dtype):
         close(-slope, value, 64 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_positions_that_are_not_finite_are_not_hidden(wrong):
+    q = CHAIN.clone()
+    q[[1, 3, 4]] = wrong
+    for name, make in EVERY.items():
+        assert not bool(adjsim.force(make(), q).isfinite().all()), name
+        if math.isnan(wrong):
+            assert bool(make()(q).isnan()), name
+
+
 def test_undefined_angles_have_no_force():
     assert bool((adjsim.force(BONDED["angles"](), LINE) == 0).all())
     assert bool((adjsim.force(BONDED["torsions"](), LINE) == 0).all())
