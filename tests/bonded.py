@@ -110,6 +110,6 @@ EVERY = BONDED | RESTRAINTS
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     """Compare relative to the largest entry, since entries cancel."""
-    torch.testing.assert_close(
-        found.detach(), expected.detach(), rtol=0, atol=tolerance * float(expected.abs().max())
-    )
+    found, expected = found.detach(), expected.detach()
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
