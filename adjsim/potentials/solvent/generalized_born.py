@@ -189,7 +189,7 @@ class GeneralizedBorn(Potential):
                 along = Along(pairs, v)
                 product = along.force()
                 if not names:
-                    return product, [None] * len(parameters)
+                    return product, list[Tensor | None]([None] * len(parameters))
                 weights = along.weights(names)
             return product, DeferredVJP(self, self._numbers, weights, position.new_zeros(()))
 
