@@ -195,26 +195,38 @@ def test_rmsd_in_two_dimensions_and_one():
         assert gradcheck(lambda q, y=other: adjsim.aligned(q, y), leaf, rtol=1e-6, atol=1e-8)
 
 
-def test_first_and_second_derivatives_of_a_superposition():
-    """In positions, reference and weights, and along a line in forward mode."""
-    q, y = molecule(atoms=4).requires_grad_(), molecule(atoms=4, seed=2).requires_grad_()
-    w = masses()[:4].requires_grad_()
-    tangents = tuple(
-        molecule(atoms=4, seed=5 + i).reshape(-1)[: x.numel()].reshape(x.shape)
-        for i, x in enumerate((q, y, w))
-    )
-    for function in (
-        lambda q, y, w: adjsim.rmsd(q, y, weights=w),
-        lambda q, y, w: adjsim.aligned(q, y, weights=w)[:2],
-    ):
-        assert gradcheck(function, (q, y, w), rtol=1e-6, atol=1e-8)
-        assert gradgradcheck(function, (q, y, w), rtol=1e-6, atol=1e-7)
-        plain = tuple(x.detach() for x in (q, y, w))
-        value, forward = torch.func.jvp(function, plain, tangents)
-        weight = torch.ones_like(value)
-        grads = torch.autograd.grad(function(q, y, w), (q, y, w), weight)
-        known = sum((g * v).sum() for g, v in zip(grads, tangents, strict=True))
-        torch.testing.assert_close(forward.sum(), known, rtol=1e-12, atol=1e-13)
+SUPERPOSITIONS = {
+    "rmsd": lambda q, y, w: adjsim.rmsd(q, y, weights=w),
+    "aligned": lambda q, y, w: adjsim.aligned(q, y, weights=w)[:2],
+}
+
+
+def superposed():
+    """A position, a reference and weights."""
+    return molecule(atoms=4), molecule(atoms=4, seed=2), masses()[:4]
+
+
+@pytest.mark.parametrize("name", SUPERPOSITIONS)
+def test_first_and_second_derivatives_of_a_superposition(name):
+    inputs = [x.requires_grad_() for x in superposed()]
+    assert gradcheck(SUPERPOSITIONS[name], inputs, rtol=1e-6, atol=1e-8)
+    assert gradgradcheck(SUPERPOSITIONS[name], inputs, rtol=1e-6, atol=1e-7)
+
+
+# The first use of forward mode takes seconds.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUPERPOSITIONS)
+@pytest.mark.parametrize("shape", ["random", "linear"])
+def test_forward_mode_is_as_backward(name, shape):
+    q, y, w = superposed()
+    inputs = (q, y, w) if shape == "random" else (SHAPES["linear"](q), SHAPES["linear"](y), w)
+    tangents = (molecule(atoms=4, seed=5), molecule(atoms=4, seed=6), masses()[2:])
+    value, forward = torch.func.jvp(SUPERPOSITIONS[name], inputs, tangents)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    grads = torch.autograd.grad(SUPERPOSITIONS[name](*leaves).sum(), leaves)
+    known = sum((g * v).sum() for g, v in zip(grads, tangents, strict=True))
+    assert value.shape == forward.shape
+    torch.testing.assert_close(forward.sum(), known, rtol=1e-12, atol=1e-13)
 
 
 SHAPES = {
