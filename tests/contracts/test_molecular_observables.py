@@ -792,6 +792,7 @@ def test_the_curvature_at_the_reference():
         (lambda q: adjsim.distance_rmsd(q, q, [0, 1]), r"pairs must be \(n, 2\)"),
         (lambda q: adjsim.distance_rmsd(q, q, [[0.5, 1.0]]), "pairs must be integers"),
         (lambda q: adjsim.distance_rmsd(q[:, :1], q[:, :1]), "at least two atoms"),
+        (lambda q: adjsim.flexibility(q / 0), "position has NaN or infinite"),
         (lambda q: adjsim.flexibility(q[:1]), "at least two frames"),
         (lambda q: adjsim.flexibility(q[0]), r"position must be \(time, \*batch, atoms, dim\)"),
         (lambda q: adjsim.flexibility(q, [0.0] * 6), "not all zero"),
