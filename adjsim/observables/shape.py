@@ -153,8 +153,8 @@ def flexibility(
         ``(*batch, atoms)``, length.
 
     Raises:
-        ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have no
-            common shape, for which 200 repetitions do not converge.
+        ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
+            no common shape, for which 200 repetitions do not converge.
     """
     q = refuse_not_finite(as_frames("position", position))
     if len(q) < 2:
