@@ -68,10 +68,7 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     i, j, k, m = members("index", index, 4, q).unbind(-1)
     cell = optional_box(box)
     bonds = [vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m))]
-    angle = Dihedral(*[[bond.transpose(-1, -2)] for bond in bonds]).value.squeeze(-2)
-    # NaN is on no line, and an angle of zero would hide it.
-    finite = torch.stack(bonds).detach().isfinite().all(-1).all(0)
-    return torch.where(finite, angle, math.nan)
+    return Dihedral(*[[bond.transpose(-1, -2)] for bond in bonds]).value.squeeze(-2)
 
 
 def dihedral_distribution(angles: Array, at: Array, *, width: float | int) -> Tensor:

@@ -21,7 +21,12 @@ from adjsim.observables.members import (
     root,
     vectors,
 )
-from adjsim.observables.neighbours import all_pairs, optional_box, values_unknown
+from adjsim.observables.neighbours import (
+    all_pairs,
+    optional_box,
+    refuse_not_finite,
+    values_unknown,
+)
 
 # Rounding errors of the positions below which a difference of shapes is zero.
 ROUNDING = 16.0
@@ -148,10 +153,10 @@ def flexibility(
         ``(*batch, atoms)``, length.
 
     Raises:
-        ValueError: fewer than two frames, weights as in :func:`aligned`, or frames that have no
-            common shape, for which 200 repetitions do not converge.
+        ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
+            no common shape, for which 200 repetitions do not converge.
     """
-    q = as_frames("position", position)
+    q = refuse_not_finite(as_frames("position", position))
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
     w = _frame(weights, q)

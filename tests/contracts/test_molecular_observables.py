@@ -14,6 +14,7 @@ from scipy.spatial.transform import Rotation
 from scipy.special import i0
 from torch.autograd import gradcheck as every_entry
 from torch.autograd import gradgradcheck as every_second
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import adjsim
 
@@ -123,6 +124,28 @@ def test_gradients_batches_and_single_precision(name):
     torch.testing.assert_close(single.double(), value, rtol=1e-4, atol=1e-4)
 
 
+# The nearest images of tilted boxes are long recordings.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.marathon if "in a box" in name else pytest.mark.slow)
+        for name in OBSERVABLES
+    ],
+)
+def test_recorded_for_compilation(name):
+    """Value and gradient, recorded at one position, are those at another one."""
+    observable = OBSERVABLES[name]
+
+    def both(q):
+        leaf = q.detach().requires_grad_()
+        value = observable(leaf)
+        return value, torch.autograd.grad((value * value).sum(), leaf)[0]
+
+    recorded, q = make_fx(both)(molecule(seed=3)), molecule()
+    for found, known in zip(recorded(q), both(q), strict=True):
+        torch.testing.assert_close(found, known, rtol=1e-11, atol=1e-11)
+
+
 # --- superposition ---
 
 
@@ -172,16 +195,38 @@ def test_rmsd_in_two_dimensions_and_one():
         assert gradcheck(lambda q, y=other: adjsim.aligned(q, y), leaf, rtol=1e-6, atol=1e-8)
 
 
-def test_first_and_second_derivatives_of_a_superposition():
-    """In positions, reference and weights; forward mode and vectorised backward too."""
-    q, y = molecule(atoms=4).requires_grad_(), molecule(atoms=4, seed=2).requires_grad_()
-    w = masses()[:4].requires_grad_()
-    for function in (
-        lambda q, y, w: adjsim.rmsd(q, y, weights=w),
-        lambda q, y, w: adjsim.aligned(q, y, weights=w)[:2],
-    ):
-        assert gradcheck(function, (q, y, w), rtol=1e-6, atol=1e-8, check_forward_ad=True)
-        assert gradgradcheck(function, (q, y, w), rtol=1e-6, atol=1e-7)
+SUPERPOSITIONS = {
+    "rmsd": lambda q, y, w: adjsim.rmsd(q, y, weights=w),
+    "aligned": lambda q, y, w: adjsim.aligned(q, y, weights=w)[:2],
+}
+
+
+def superposed():
+    """A position, a reference and weights."""
+    return molecule(atoms=4), molecule(atoms=4, seed=2), masses()[:4]
+
+
+@pytest.mark.parametrize("name", SUPERPOSITIONS)
+def test_first_and_second_derivatives_of_a_superposition(name):
+    inputs = [x.requires_grad_() for x in superposed()]
+    assert gradcheck(SUPERPOSITIONS[name], inputs, rtol=1e-6, atol=1e-8)
+    assert gradgradcheck(SUPERPOSITIONS[name], inputs, rtol=1e-6, atol=1e-7)
+
+
+# The first use of forward mode takes seconds.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUPERPOSITIONS)
+@pytest.mark.parametrize("shape", ["random", "linear"])
+def test_forward_mode_is_as_backward(name, shape):
+    q, y, w = superposed()
+    inputs = (q, y, w) if shape == "random" else (SHAPES["linear"](q), SHAPES["linear"](y), w)
+    tangents = (molecule(atoms=4, seed=5), molecule(atoms=4, seed=6), masses()[2:])
+    value, forward = torch.func.jvp(SUPERPOSITIONS[name], inputs, tangents)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    grads = torch.autograd.grad(SUPERPOSITIONS[name](*leaves).sum(), leaves)
+    known = sum((g * v).sum() for g, v in zip(grads, tangents, strict=True))
+    assert value.shape == forward.shape
+    torch.testing.assert_close(forward.sum(), known, rtol=1e-12, atol=1e-13)
 
 
 SHAPES = {
@@ -666,14 +711,9 @@ def test_gradients_through_a_run(name, average):
         torch.testing.assert_close(found, known, rtol=1e-10, atol=1e-12)
 
 
-# Inductor takes seconds for each, and up to a minute for the dihedral angles.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("rmsd", marks=pytest.mark.slow),
-        *[pytest.param(name, marks=pytest.mark.marathon) for name in RUNS if name != "rmsd"],
-    ],
-)
+# Inductor takes up to a minute for each.
+@pytest.mark.marathon
+@pytest.mark.parametrize("name", RUNS)
 def test_compiled_averages(name):
     eager = run(name, adjsim.ReversibleAdjoint(), average=True)
     compiled = run(name, adjsim.ReversibleAdjoint(), average=True, compiled=True)
@@ -752,6 +792,7 @@ def test_the_curvature_at_the_reference():
         (lambda q: adjsim.distance_rmsd(q, q, [0, 1]), r"pairs must be \(n, 2\)"),
         (lambda q: adjsim.distance_rmsd(q, q, [[0.5, 1.0]]), "pairs must be integers"),
         (lambda q: adjsim.distance_rmsd(q[:, :1], q[:, :1]), "at least two atoms"),
+        (lambda q: adjsim.flexibility(q / 0), "position has NaN or infinite"),
         (lambda q: adjsim.flexibility(q[:1]), "at least two frames"),
         (lambda q: adjsim.flexibility(q[0]), r"position must be \(time, \*batch, atoms, dim\)"),
         (lambda q: adjsim.flexibility(q, [0.0] * 6), "not all zero"),
