@@ -40,11 +40,11 @@ def merge_pairs(graph: GraphModule) -> None:
 
 
 def _mode(node: Node) -> str:
-    return KERNELS[str(node.args[8])].layout.mode
+    return KERNELS[str(node.args[-1])].layout.mode
 
 
 def _same(force: Node, product: Node) -> bool:
-    kernels = KERNELS[str(force.args[8])], KERNELS[str(product.args[8])]
+    kernels = KERNELS[str(force.args[-1])], KERNELS[str(product.args[-1])]
     return kernels[0].shares_force(kernels[1]) and all(
         _origin(force.args[i]) == _origin(product.args[i]) for i in _SAME
     )

@@ -406,7 +406,7 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch
     def counted(graph):
         merge_pairs(graph)
         modes = [
-            kernels.KERNELS[node.args[7]].layout.mode
+            kernels.KERNELS[node.args[-1]].layout.mode
             for node in graph.graph.nodes
             if node.target is torch.ops.adjsim.pairs.default
         ]
