@@ -102,7 +102,7 @@ SALTS = {
 @pytest.mark.parametrize("salt", list(SALTS))
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(Ewald, {"kmax": 13}), (ParticleMeshEwald, {"grid": 32, "order": 10})],
+    [(Ewald, {"kmax": 13}), (ParticleMeshEwald, {"grid": 40, "order": 10})],
     ids=["ewald", "mesh"],
 )
 def test_madelung(salt, make, options):
