@@ -31,7 +31,7 @@ class ParticleMeshEwald(EwaldSum):
     order. That holds on the CPU; on a GPU atoms are added to the mesh in any order.
 
     ``compile=True`` compiles the rest of the step by torch's Inductor, which calls the mesh
-    part as it is: a C++ loop has no Fourier transform. Compilation takes minutes, and saves little.
+    part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
 
     Args:
         charge, box, cutoff, alpha, exclusions, constant, skin: see :class:`Ewald`.
