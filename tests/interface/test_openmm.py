@@ -60,12 +60,11 @@ def assert_equal_to_openmm(system, positions, topology=None, rtol=ROUNDING):
     "files",
     [
         (AMBER14,),
-        (AMBER14, OBC2),
-        ("amber14/protein.ff15ipq.xml",),
-        ("amber03.xml", "amber03_obc.xml"),
-        ("amber96.xml", "amber96_obc.xml"),
-        ("amber99sbildn.xml", "amber99_obc.xml"),
-        ("amberfb15.xml",),
+        pytest.param(("amber14/protein.ff15ipq.xml",), marks=pytest.mark.slow),
+        pytest.param(("amber03.xml", "amber03_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amber96.xml", "amber96_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amber99sbildn.xml", "amber99_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amberfb15.xml",), marks=pytest.mark.slow),
     ],
 )
 def test_dipeptide(files):
@@ -236,6 +235,7 @@ def test_options_of_the_custom_solvent(options):
     assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
 
 
+@pytest.mark.slow
 def test_custom_solvent_with_a_cutoff():
     system, positions, topology = molecule(
         "dipeptide.pdb",
@@ -248,6 +248,7 @@ def test_custom_solvent_with_a_cutoff():
     assert potential.solvent.cutoff == pytest.approx(5.0)
 
 
+@pytest.mark.slow
 def test_every_parameter_against_differences():
     """d/dtheta of the energy and of a projected force, along a random direction of each tensor."""
     system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
@@ -362,7 +363,7 @@ def check_differences(potential, structure, gradient, steps, groups):
         assert abs(difference) <= 1e-6 * products.abs().sum().item() + 2e-9, group
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 @pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
 def test_compiled_run(files):
     system, positions, topology = molecule("dipeptide.pdb", *files)
