@@ -60,12 +60,11 @@ def assert_equal_to_openmm(system, positions, topology=None, rtol=ROUNDING):
     "files",
     [
         (AMBER14,),
-        (AMBER14, OBC2),
-        ("amber14/protein.ff15ipq.xml",),
-        ("amber03.xml", "amber03_obc.xml"),
-        ("amber96.xml", "amber96_obc.xml"),
-        ("amber99sbildn.xml", "amber99_obc.xml"),
-        ("amberfb15.xml",),
+        pytest.param(("amber14/protein.ff15ipq.xml",), marks=pytest.mark.slow),
+        pytest.param(("amber03.xml", "amber03_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amber96.xml", "amber96_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amber99sbildn.xml", "amber99_obc.xml"), marks=pytest.mark.slow),
+        pytest.param(("amberfb15.xml",), marks=pytest.mark.slow),
     ],
 )
 def test_dipeptide(files):
@@ -236,6 +235,7 @@ def test_options_of_the_custom_solvent(options):
     assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
 
 
+@pytest.mark.slow
 def test_custom_solvent_with_a_cutoff():
     system, positions, topology = molecule(
         "dipeptide.pdb",
@@ -248,6 +248,7 @@ def test_custom_solvent_with_a_cutoff():
     assert potential.solvent.cutoff == pytest.approx(5.0)
 
 
+@pytest.mark.slow
 def test_every_parameter_against_differences():
     """d/dtheta of the energy and of a projected force, along a random direction of each tensor."""
     system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
@@ -297,66 +298,86 @@ def end_to_end(trajectory):
 
 
 @pytest.mark.slow
+def test_gradient_through_20_steps():
+    potential, structure, gradient = check_adjoints((AMBER14, OBC2), 20)
+    check_differences(potential, structure, gradient, 20, [list(gradient)])
+
+
+@pytest.mark.marathon
 @pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
 def test_gradient_through_100_steps(files):
+    potential, structure, gradient = check_adjoints(files, 100)
+    check_differences(potential, structure, gradient, 100, [[name] for name in gradient])
+
+
+DT = 0.5 * units.fs
+SOLVER, EXACT = adjsim.BAOAB(DT), adjsim.Splitting("BAOAB", DT, exact=True)
+
+
+def check_adjoints(files, steps):
+    """Compare the adjoints, and return the gradient of the run of floating-point numbers."""
     system, positions, topology = molecule("dipeptide.pdb", *files)
     potential, structure = from_openmm(system, displaced(positions), topology)
     named = dict(potential.named_parameters())
-    dt = 0.5 * units.fs
-    solver, exact = adjsim.BAOAB(dt), adjsim.Splitting("BAOAB", dt, exact=True)
-    cases = {
-        "direct": (adjsim.DirectAdjoint(), solver),
-        "checkpoint": (adjsim.CheckpointAdjoint(), solver),
-        "exact direct": (adjsim.DirectAdjoint(), exact),
-        "reversible": (adjsim.ReversibleAdjoint(), exact),
-    }
-    found = {}
-    for case, (adjoint, how) in cases.items():
-        loss = end_to_end(run(potential, structure, adjoint, how))
-        found[case] = torch.autograd.grad(loss, list(named.values()))
-    for case, other, tolerance in (
-        ("checkpoint", "direct", 1e-12),
-        ("reversible", "exact direct", 1e-10),
-    ):
-        for name, x, y in zip(named, found[case], found[other], strict=True):
-            assert (x - y).abs().max() <= tolerance * y.abs().max(), (case, name)
+
+    def gradient(adjoint, solver):
+        loss = end_to_end(run(potential, structure, adjoint, solver, steps))
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+    direct = gradient(adjsim.DirectAdjoint(), SOLVER)
+    checkpoint = gradient(adjsim.CheckpointAdjoint(), SOLVER)
+    lattice = gradient(adjsim.DirectAdjoint(), EXACT)
+    reversible = gradient(adjsim.ReversibleAdjoint(), EXACT)
+    for name in named:
+        for x, y, tolerance in (
+            (checkpoint[name], direct[name], 1e-12),
+            (reversible[name], lattice[name], 1e-10),
+        ):
+            assert (x - y).abs().max() <= tolerance * y.abs().max(), name
+    return potential, structure, direct
+
+
+def check_differences(potential, structure, gradient, steps, groups):
+    """Compare a gradient with differences along a random direction of each group of parameters."""
+    named = dict(potential.named_parameters())
     generator = torch.Generator().manual_seed(3)
     start = {name: x.detach().clone() for name, x in named.items()}
     directions = {
         name: x * torch.randn(x.shape, generator=generator, dtype=torch.float64)
         for name, x in start.items()
     }
-    for name, x in named.items():
+    h, losses = 1e-5, []
+    for group in groups:
         losses = []
-        for h in (1e-4, -1e-4):
+        for step in (h, -h):
             with torch.no_grad():
-                x.copy_(start[name] + h * directions[name])
-                losses.append(
-                    float(end_to_end(run(potential, structure, cases["direct"][0], solver)))
-                )
-        with torch.no_grad():
-            x.copy_(start[name])
-        products = found["direct"][list(named).index(name)] * directions[name]
-        # Positions of 10 angstrom are known to 1e-15, so the difference is to 1e-10.
-        assert (
-            abs((losses[0] - losses[1]) / 2e-4 - float(products.sum()))
-            <= 1e-6 * float(products.abs().sum()) + 1e-10
-        ), name
+                for name in group:
+                    named[name].copy_(start[name] + step * directions[name])
+                end = run(potential, structure, adjsim.DirectAdjoint(), SOLVER, steps)
+                losses.append(end_to_end(end).item())
+                for name in group:
+                    named[name].copy_(start[name])
+        products = torch.cat([(gradient[name] * directions[name]).flatten() for name in group])
+        difference = (losses[0] - losses[1]) / (2 * h) - products.sum().item()
+        # Distances of 10 angstrom are known to 1e-14, and divided by the step.
+        assert abs(difference) <= 1e-6 * products.abs().sum().item() + 2e-9, group
 
 
-@pytest.mark.slow
-def test_compiled_run():
-    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+@pytest.mark.marathon
+@pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
+def test_compiled_run(files):
+    system, positions, topology = molecule("dipeptide.pdb", *files)
     potential, structure = from_openmm(system, displaced(positions), topology)
-    solver = adjsim.BAOAB(0.5 * units.fs)
     ends, gradients = [], []
     for compiled in (False, True):
         trajectory = run(
-            potential, structure, adjsim.CheckpointAdjoint(), solver, 20, compile=compiled
+            potential, structure, adjsim.ReversibleAdjoint(), EXACT, 20, compile=compiled
         )
         ends.append(trajectory.position[-1].detach())
-        gradients.append(torch.autograd.grad(end_to_end(trajectory), list(potential.parameters())))
-    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
+        loss = end_to_end(trajectory)
+        gradients.append(torch.autograd.grad(loss, list(potential.parameters())))
+    assert trajectory.stats["compiled_forward"] == "C++"
+    assert torch.equal(*ends)
     for x, y in zip(*gradients, strict=True):
         assert (x - y).abs().max() <= 1e-10 * y.abs().max()
 
