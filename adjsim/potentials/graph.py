@@ -71,6 +71,13 @@ class _GraphModel(nn.Module):
         name = type(self.model).__name__
         try:
             value: Any = self.model(position.reshape(-1, dim), edges.pairs, shifts, species)
+        except IndexError as error:
+            if species is None:
+                raise
+            raise ValueError(
+                f"{name} looks up an index that it does not have. Species are "
+                f"{int(species.min())} to {int(species.max())}; the model may know fewer."
+            ) from error
         except RuntimeError as error:
             known = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
             if not known or known == {position.dtype}:
@@ -136,8 +143,9 @@ class GraphPotential(_GraphModel, Potential):
 
     Raises:
         TypeError: a model that is not an ``nn.Module``, or does not return a tensor.
-        ValueError: a cutoff that is not positive, species for another number of atoms, a model that
-            returns another shape, or another dtype than that of the position.
+        ValueError: a cutoff that is not positive, species for another number of atoms or that the
+            model does not know, a model that returns another shape, or another dtype than that of
+            the position.
     """
 
     def forward(self, position: Positions) -> Energies:

@@ -484,6 +484,8 @@ def test_errors():
         GraphPotential(model, 1.0, species=[[0, 1]])
     with pytest.raises(ValueError, match="species is for 3 atoms and position has 8"):
         GraphPotential(model, 1.0, species=[0, 1, 0])(q)
+    with pytest.raises(ValueError, match="Species are 0 to 2; the model may know fewer"):
+        GraphPotential(model, 1.0, species=[0, 1, 2, 0, 0, 0, 0, 0])(q)
     with pytest.raises(ValueError, match="box has 2 dimensions and position 3"):
         GraphPotential(model, 1.0, box=[3.0, 3.0])(q)
     with pytest.raises(ValueError, match=r"parameters of float32 and position is float64.*InPre"):

@@ -1,7 +1,7 @@
 """Growth of the resident set over one forward and backward pass, or one estimate, in bytes.
 
-A case is an adjoint, a number of steps and a problem ("exact", "batch", "langevin" or
-"generalised"); "score" or "pathwise", a number of steps and one of replicas; or an adjoint of
+A case is an adjoint, a number of steps and a problem ("exact", "batch", "langevin", "generalised"
+or "graph"); "score" or "pathwise", a number of steps and one of replicas; or an adjoint of
 solve_ivp, a number of periods and "ivp".
 """
 
@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 import adjsim
+from adjsim.potentials.graph import GraphPotential
+from adjsim.potentials.learnt import MessagePassing
 from adjsim.systems import cluster
 
 
@@ -87,6 +89,13 @@ def differentiated(adjoint_name: str, problem: str) -> Callable[[int], object]:
         )
         zeros = torch.zeros(4096, 1, 3, dtype=torch.float64)
         start, dt = dynamics.init(zeros + 1, zeros), 0.01
+    elif problem == "graph":
+        model = MessagePassing(2.2, hidden=16)
+        sites = 1.5 * torch.cartesian_prod(*[torch.arange(4.0)] * 3)
+        dynamics = adjsim.Hamiltonian(GraphPotential(model, 2.2, box=[6.0] * 3), 10.0)
+        noise = torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(0))
+        position, momentum = (sites + 0.1 * noise[0]).double(), noise[1].double()
+        start, dt = dynamics.init(position, momentum), 0.01
     else:
         dynamics = adjsim.Hamiltonian(adjsim.Harmonic(torch.nn.Parameter(torch.tensor(1.0))))
         zeros = torch.zeros(512, 13, 3, dtype=torch.float64)
