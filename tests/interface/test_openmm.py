@@ -346,21 +346,25 @@ def check_differences(potential, structure, gradient, steps, groups):
         name: x * torch.randn(x.shape, generator=generator, dtype=torch.float64)
         for name, x in start.items()
     }
-    h, losses = 1e-5, []
     for group in groups:
-        losses = []
-        for step in (h, -h):
-            with torch.no_grad():
-                for name in group:
-                    named[name].copy_(start[name] + step * directions[name])
-                end = run(potential, structure, adjsim.DirectAdjoint(), SOLVER, steps)
-                losses.append(end_to_end(end).item())
-                for name in group:
-                    named[name].copy_(start[name])
         products = torch.cat([(gradient[name] * directions[name]).flatten() for name in group])
-        difference = (losses[0] - losses[1]) / (2 * h) - products.sum().item()
-        # Distances of 10 angstrom are known to 1e-14, and divided by the step.
-        assert abs(difference) <= 1e-6 * products.abs().sum().item() + 2e-9, group
+
+        def within(h, group=group, products=products):
+            losses = []
+            for step in (h, -h):
+                with torch.no_grad():
+                    for name in group:
+                        named[name].copy_(start[name] + step * directions[name])
+                    end = run(potential, structure, adjsim.DirectAdjoint(), SOLVER, steps)
+                    losses.append(end_to_end(end).item())
+                    for name in group:
+                        named[name].copy_(start[name])
+            difference = (losses[0] - losses[1]) / (2 * h) - products.sum().item()
+            # Distances of 10 angstrom are known to 1e-14, and divided by the step.
+            return abs(difference) <= 1e-6 * products.abs().sum().item() + 2e-14 / h
+
+        # The force of the solvent has kinks where spheres touch: a step across one is too long.
+        assert within(1e-5) or within(1e-6), group
 
 
 @pytest.mark.marathon
