@@ -25,14 +25,26 @@ from adjsim.potentials.bonded import (
 )
 from adjsim.potentials.buckingham import Buckingham
 from adjsim.potentials.coulomb import Coulomb, ReactionField, Wolf
+from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.force_field import ForceFieldPotential
 from adjsim.potentials.gaussian_core import GaussianCore
+from adjsim.potentials.graph import GraphForce, GraphPotential
+from adjsim.potentials.learnt import (
+    ForceModel,
+    InPrecision,
+    MessagePassing,
+    PairNetwork,
+    RadialBasis,
+)
 from adjsim.potentials.lennard_jones import LennardJones
+from adjsim.potentials.mace import MACEPotential
 from adjsim.potentials.mie import Mie, SoftSphere
 from adjsim.potentials.mixing import kong, lorentz_berthelot
 from adjsim.potentials.morse import Morse
 from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
 from adjsim.potentials.pair import PairPotential
 from adjsim.potentials.radial import RadialPotential
+from adjsim.potentials.solvent import GeneralizedBorn
 from adjsim.potentials.tail import tail_corrections
 from adjsim.potentials.truncation import ForceShifted, Shifted, Switched, Truncation
 from adjsim.potentials.wca import WCA
@@ -47,26 +59,38 @@ __all__ = [
     "CosineAngle",
     "Coulomb",
     "DoubleWell",
+    "Ewald",
     "ExplicitPairs",
     "FlatBottomRestraint",
     "ForceField",
+    "ForceFieldPotential",
+    "ForceModel",
     "ForceShifted",
     "GaussianCore",
+    "GeneralizedBorn",
+    "GraphForce",
+    "GraphPotential",
     "Harmonic",
     "HarmonicAngle",
     "HarmonicBond",
     "HarmonicImproper",
+    "InPrecision",
     "LennardJones",
     "LennardJonesMixture",
+    "MACEPotential",
+    "MessagePassing",
     "Mie",
     "Morse",
     "MorseBond",
     "MullerBrown",
     "NobleGas",
+    "PairNetwork",
     "PairPotential",
+    "ParticleMeshEwald",
     "PeriodicTorsion",
     "PositionRestraint",
     "Potential",
+    "RadialBasis",
     "RadialPotential",
     "ReactionField",
     "RyckaertBellemans",
