@@ -130,8 +130,11 @@ class PairOperator:
 
     @property
     def printed(self) -> bool:
-        """Whether all pairs are evaluated by loops of a compiled step, which are faster."""
-        return self.layout.skin is None and is_tracing()
+        """Whether all pairs are evaluated by loops of a compiled step, which are faster.
+
+        The loops cannot sum gradients of a table over the pairs of two species.
+        """
+        return self.layout.skin is None and is_tracing() and TABLE not in self.layout.kinds
 
     def energy(self, position: Positions) -> Energies:
         """Compute the energy, differentiable."""

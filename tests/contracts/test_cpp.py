@@ -318,17 +318,18 @@ def test_what_is_not_printed_is_refused(name):
     loop, carry = spec(REFUSED[name]), (torch.zeros_like(REFUSED[name](x)),)
     parts = Parts(
         start=loops._trace(
-            lambda steps, x, carry: [torch.zeros_like(steps), carry], steps, x, *carry
+            lambda steps, x, carry: [torch.zeros_like(steps), carry], slice(2), steps, x, *carry
         ),
-        more=loops._trace(lambda k, count: [k < count], steps, steps),
+        more=loops._trace(lambda k, count: [k < count], slice(0), steps, steps),
         body=loops._trace(
             lambda k, carry, steps, x: [k + 1, *loop.body(Constants(steps, (x,)), k, (carry,))[1]],
+            slice(2, None),
             steps,
             *carry,
             steps,
             x,
         ),
-        finish=loops._trace(lambda carry, steps, x: [carry], *carry, steps, x),
+        finish=loops._trace(lambda carry, steps, x: [carry], slice(1, None), *carry, steps, x),
     )
     assert isinstance(parts.start, Part)
     with pytest.raises(UnprintableError):

@@ -463,9 +463,10 @@ class Returns(nn.Module):
 )
 def test_models_without_a_right_energy(value, error, message):
     dynamics = adjsim.Hamiltonian(GraphPotential(Returns(value), CUTOFF))
+    start = dynamics.init(lattice(), torch.zeros(8, 3))
     # Before any step.
     with pytest.raises(error, match=message):
-        dynamics.init(lattice(), torch.zeros(8, 3))
+        adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.VelocityVerlet(1.0))
 
 
 def test_errors():

@@ -587,8 +587,9 @@ def test_mixed_up_units():
     dynamics = adjsim.Langevin(potential, structure.mass, 0.025, 0.1)
     for whole in (potential, potential + adjsim.Harmonic(0.01)):
         dynamics = adjsim.Langevin(whole, structure.mass, 0.025, 0.1)
+        start = dynamics.init(batch, torch.zeros_like(batch))
         with pytest.raises(ValueError, match=r"start of system 1 is .*atoms 0 and 21, 0.001"):
-            dynamics.init(batch, torch.zeros_like(batch))
+            adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.BAOAB(1.0))
 
 
 def test_without_openmm(monkeypatch):
