@@ -1,5 +1,6 @@
 """Public calls are checked against their annotations; every test runs in float64 on one thread."""
 
+import jaxtyping
 import pytest
 import torch
 
@@ -16,3 +17,11 @@ def _setting():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def unchecked():
+    """Leave arguments of wrong types to the library, which has errors of its own for them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -448,6 +448,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("make", "message"), BAD, ids=[m for _, m in BAD])
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):

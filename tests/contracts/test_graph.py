@@ -469,6 +469,7 @@ def test_models_without_a_right_energy(value, error, message):
         adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.VelocityVerlet(1.0))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_errors():
     model, q = graph().model, lattice()
     with pytest.raises(ValueError, match="cutoff must be positive and finite; got 0"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jaxtyping
 import pytest
 import torch
 
@@ -24,13 +23,8 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _unchecked():
-    """The type checks of the tests cannot be traced by the compiler."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
+# The type checks of the tests cannot be traced by the compiler.
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 STEPS = [Case(*row, exact) for row in ROWS for exact in (False, True)]
 

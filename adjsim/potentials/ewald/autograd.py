@@ -6,7 +6,7 @@ Autograd then keeps the positions and charges of a sum, and none of its intermed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from adjsim._state import in_transform
 
 
+@runtime_checkable
 class ChargeSum(Protocol):
     """A part of the energy of charges, with its derivatives in closed form."""
 
