@@ -91,16 +91,14 @@ def test_every_adjoint_gives_one_gradient(make, exact):
 
 @pytest.mark.parametrize(
     ("make", "exact", "replicas"),
-    slow_but(
-        lambda make, exact, replicas: make is bent,
-        [
-            (bent, False, ()),
-            (short, True, ()),
-            (short, False, (20,)),
-            (butane, False, (2,)),
-            (butane, True, ()),
-        ],
-    ),
+    [
+        pytest.param(bent, False, (), marks=pytest.mark.slow),
+        pytest.param(short, True, (), marks=pytest.mark.slow),
+        *(
+            pytest.param(*row, marks=pytest.mark.marathon)
+            for row in ((short, False, (20,)), (butane, False, (2,)), (butane, True, ()))
+        ),
+    ],
 )
 def test_compiled_runs_equal_eager_ones(make, exact, replicas):
     options = {"exact": exact, "steps": 12, "replicas": replicas}
@@ -118,7 +116,7 @@ def test_compiled_runs_equal_eager_ones(make, exact, replicas):
     ("make", "steps", "compile"),
     [
         (short, 100, False),
-        pytest.param(butane, 2000, False, marks=pytest.mark.slow),
+        pytest.param(butane, 2000, False, marks=pytest.mark.marathon),
         pytest.param(butane, 2000, True, marks=pytest.mark.slow),
         pytest.param(butane, 100_000, True, marks=pytest.mark.marathon),
     ],
