@@ -1,0 +1,286 @@
+"""Molecules against OpenMM: microseconds a step, in one run, on one thread.
+
+Alanine dipeptide (22 atoms) in vacuum and in generalised Born solvent (OBC2), a peptide of 20
+residues in OBC2, both of amber14, and 216 flexible water molecules (SPC/Fw) with particle-mesh
+Ewald. Velocity Verlet, 0.5 fs, float64; OpenMM's CPU platform has mixed precision. All sides begin
+with the same positions and momenta, and forces are first compared with OpenMM's Reference platform.
+Rounds alternate between the sides; the smallest time of each side counts. A gradient is a whole
+run, forward and backward, with respect to every number of the force field and the start, in
+constant memory.
+
+Needs ``pip install -c constraints.txt -e ".[test]"``.
+Run: python benchmarks/molecules.py [case ...], python benchmarks/molecules.py million
+"""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openmm
+import torch
+from ase import units
+from openmm import app, unit
+from torch import Tensor, nn
+
+import adjsim
+from adjsim.io import Structure, from_openmm
+
+DATA = Path(__file__).parents[1] / "examples" / "data"
+DT, KT, ROUNDS = 0.5, 300 * units.kB, 5
+FS = units.fs
+# The offset of the radii of implicit/obc2.xml, in nm.
+OFFSET = 0.009
+AMBER = "amber14-all.xml"
+# Of OpenMM's forces, in kJ/mol/nm.
+FORCE = 0.1 * units.kJ / units.mol
+# The largest allowed difference of forces, relative to the largest force: that of the method for
+# particle-mesh Ewald, whose tolerance is 5e-4, and rounding of OpenMM's constants elsewhere.
+MESH, ROUNDING = 1e-3, 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A molecular system, and the targets of its ratios to OpenMM and to its own forward run."""
+
+    file: str
+    fields: tuple[str, ...]
+    options: dict[str, Any]
+    steps: int
+    over_openmm: float
+    over_forward: float | None = 3.5
+    agree: float = ROUNDING
+
+
+OPEN = {"nonbondedMethod": app.NoCutoff}
+CASES = {
+    "dipeptide": Case("dipeptide.pdb", (AMBER,), OPEN, 4000, 1.0),
+    "dipeptide OBC2": Case("dipeptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 2000, 1.0),
+    "peptide OBC2": Case("peptide.pdb", (AMBER, "implicit/obc2.xml"), OPEN, 100, 1.0),
+    "water": Case(
+        "water.pdb",
+        (str(DATA / "spcfw.xml"),),
+        {"nonbondedMethod": app.PME, "nonbondedCutoff": 0.9 * unit.nanometer},
+        40,
+        4.0,
+        None,
+        MESH,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Molecules:
+    """A case as it is run."""
+
+    system: Any
+    potential: nn.Module
+    structure: Structure
+    momentum: Tensor
+    steps: int
+
+    def dynamics(self) -> adjsim.Hamiltonian:
+        return adjsim.Hamiltonian(self.potential, self.structure.mass)
+
+    def context(self, platform: str, system: Any = None) -> Any:
+        system = self.system if system is None else system
+        options = {"Threads": "1"} if platform == "CPU" else {}
+        integrator = openmm.VerletIntegrator(DT * unit.femtosecond)
+        chosen = openmm.Platform.getPlatformByName(platform)
+        context = openmm.Context(system, integrator, chosen, options)
+        context.setPositions(self.structure.position.numpy() * unit.angstrom)
+        velocity = self.momentum / self.structure.mass.unsqueeze(-1) * FS
+        context.setVelocities(velocity.numpy() * unit.angstrom / unit.femtosecond)
+        return context
+
+
+def molecules(case: Case) -> Molecules:
+    pdb = app.PDBFile(str(DATA / case.file))
+    field = app.ForceField(*case.fields)
+    system = field.createSystem(
+        pdb.topology, constraints=None, rigidWater=False, removeCMMotion=False, **case.options
+    )
+    potential, structure = from_openmm(system, pdb.positions, pdb.topology)
+    dynamics = adjsim.Hamiltonian(potential, structure.mass)
+    with torch.no_grad():
+        momentum = dynamics.thermal_momentum(structure.position, KT, 0)
+    made = Molecules(system, potential, structure, momentum, case.steps)
+    state = made.context("Reference").getState(getForces=True)
+    reference = torch.tensor(state.getForces(asNumpy=True)._value) * FORCE
+    error = (adjsim.force(potential, structure.position).detach() - reference).abs().max()
+    error = float(error / reference.abs().max())
+    assert error < case.agree, error
+    print(f"forces differ from OpenMM's Reference platform by {error:.1e} of the largest")
+    return made
+
+
+Side = Callable[[], dict[str, float]]
+
+
+def forward(made: Molecules, exact: bool) -> Side:
+    # Compiled loops belong to a dynamics.
+    dynamics = made.dynamics()
+    start = dynamics.init(made.structure.position, made.momentum)
+
+    def run() -> dict[str, float]:
+        begun = time.perf_counter()
+        with torch.no_grad():
+            adjsim.simulate(
+                dynamics,
+                start,
+                [0.0, made.steps * DT * FS],
+                solver=adjsim.Splitting("BAB", DT * FS, exact=exact),
+                compile=True,
+            )
+        return {"forward": (time.perf_counter() - begun) / made.steps}
+
+    return run
+
+
+def gradient(made: Molecules, exact: bool) -> Side:
+    inputs = [x.clone().requires_grad_() for x in (made.structure.position, made.momentum)]
+    dynamics, steps = made.dynamics(), max(10, made.steps // 4)
+    wanted = [*dynamics.parameters(), *inputs]
+
+    def run() -> dict[str, float]:
+        begun = time.perf_counter()
+        found = adjsim.simulate(
+            dynamics,
+            dynamics.init(*inputs),
+            [0.0, steps * DT * FS],
+            solver=adjsim.Splitting("BAB", DT * FS, exact=exact),
+            # A plain run this long may not be retraced; its time is what is measured.
+            adjoint=adjsim.ReversibleAdjoint(tol=1e300),
+            compile=True,
+        )
+        middle = time.perf_counter()
+        torch.autograd.grad(found.final.position.square().sum(), wanted, allow_unused=True)
+        end = time.perf_counter()
+        return {"forward": (middle - begun) / steps, "gradient": (end - begun) / steps}
+
+    return run
+
+
+def with_obc_force(system: Any) -> Any | None:
+    """Return the system with OpenMM's own force of OBC2 in place of its file's custom force.
+
+    Both are the same function, and which one is faster depends on the platform.
+    """
+    twin = copy.deepcopy(system)
+    for number, custom in enumerate(twin.getForces()):
+        if isinstance(custom, openmm.CustomGBForce):
+            own = openmm.GBSAOBCForce()
+            for k in range(custom.getNumParticles()):
+                charge, radius, scaled = custom.getParticleParameters(k)
+                own.addParticle(charge, radius + OFFSET, scaled / radius)
+            twin.removeForce(number)
+            twin.addForce(own)
+            return twin
+    return None
+
+
+def in_openmm(made: Molecules, system: Any) -> Side:
+    context = made.context("CPU", system)
+    integrator = context.getIntegrator()
+
+    def run() -> dict[str, float]:
+        begun = time.perf_counter()
+        integrator.step(made.steps)
+        context.getState(getPositions=True)
+        return {"forward": (time.perf_counter() - begun) / made.steps}
+
+    return run
+
+
+def measure(sides: dict[str, Side]) -> dict[str, dict[str, float]]:
+    """Run the sides in alternating rounds, and return their smallest times."""
+    best: dict[str, dict[str, float]] = {name: side() for name, side in sides.items()}
+    for _ in range(ROUNDS):
+        for name, side in sides.items():
+            for what, seconds in side().items():
+                best[name][what] = min(best[name][what], seconds)
+    return best
+
+
+def compare(name: str) -> None:
+    case = CASES[name]
+    made = molecules(case)
+    sides = {
+        "adjsim": forward(made, False),
+        "adjsim gradient": gradient(made, False),
+        "OpenMM CPU": in_openmm(made, made.system),
+    }
+    own = with_obc_force(made.system)
+    if own is not None:
+        sides["OpenMM CPU, GBSAOBCForce"] = in_openmm(made, own)
+    if case.over_forward is not None:
+        sides["adjsim, exact"] = forward(made, True)
+        sides["adjsim gradient, exact"] = gradient(made, True)
+    best = measure(sides)
+    reference = min(best[side]["forward"] for side in best if side.startswith("OpenMM"))
+    target = "no target" if case.over_forward is None else f"target {case.over_forward}"
+    print(
+        f"\n{name}, {len(made.structure.position)} atoms, {len(list(made.potential.parameters()))} "
+        f"parameters; forward over OpenMM: target {case.over_openmm}; gradient over own forward: "
+        f"{target}"
+    )
+    print(f"| {'side':24} | us a step | over OpenMM | gradient, us | over forward |")
+    print("|---|---|---|---|---|")
+    for side, found in best.items():
+        row = f"| {side:24} | {1e6 * found['forward']:9.1f} | {found['forward'] / reference:.3f} |"
+        if "gradient" in found:
+            whole, plain = found["gradient"], found["forward"]
+            row += f" {1e6 * whole:9.1f} | {whole / plain:.2f} |"
+        else:
+            row += " | |"
+        print(row, flush=True)
+
+
+def million() -> None:
+    """Measure the memory of an exact gradient through a million steps of the dipeptide."""
+    made = molecules(CASES["dipeptide"])
+    dynamics = adjsim.Langevin(made.potential, made.structure.mass, KT, 0.001 / FS)
+    inputs = [x.clone().requires_grad_() for x in (made.structure.position, made.momentum)]
+
+    def run(steps: int) -> float:
+        begun = time.perf_counter()
+        found = adjsim.simulate(
+            dynamics,
+            dynamics.init(*inputs),
+            [0.0, steps * DT * FS],
+            solver=adjsim.Splitting("BAOAB", DT * FS, exact=True),
+            adjoint=adjsim.ReversibleAdjoint(),
+            compile=True,
+            generator=0,
+        )
+        wanted = [*dynamics.parameters(), *inputs]
+        torch.autograd.grad(found.final.position.square().sum(), wanted, allow_unused=True)
+        assert found.stats["reconstruction_error"] == 0
+        return time.perf_counter() - begun
+
+    run(1000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = run(10**6)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(f"a million exact BAOAB steps of the dipeptide, forward and backward: {seconds:.0f} s, ")
+    print(f"the resident set grew by {grown:.1f} MB; the start came back bit for bit")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    words = sys.argv[1:]
+    if words == ["million"]:
+        million()
+        return
+    for name in words or CASES:
+        compare(name)
+
+
+if __name__ == "__main__":
+    main()
