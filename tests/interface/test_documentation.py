@@ -28,8 +28,10 @@ def test_sessions_print_what_the_page_shows():
     assert not failed
 
 
-@pytest.mark.parametrize("page", ["index", "initial_value_problems", "extending"])
-def test_blocks_of_code_run(page, capsys):
+@pytest.mark.parametrize("page", ["index", "initial_value_problems", "extending", "molecules"])
+def test_blocks_of_code_run(page, capsys, monkeypatch):
+    # Files are named as from the root of the repository.
+    monkeypatch.chdir(DOCS.parent)
     names: dict = {"__name__": page}
     blocks = [
         re.sub(r"^   ", "", block, flags=re.MULTILINE)
