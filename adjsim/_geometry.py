@@ -131,53 +131,89 @@ class Distance(Coordinate):
 
 
 class Cosine(Coordinate):
-    """The cosine of the angle at the middle one of three points, ``cos = -u_1 . u_2``.
+    """The cosine of the angle at the middle one of three points, ``-u_1 . u_2``.
 
     u_k is the direction of b_k. The cosine is smooth at 0 and pi.
     """
 
     def __init__(self, b1: Vector, b2: Vector) -> None:
-        self._first, self._second = first, second = _Unit(b1), _Unit(b2)
+        self._units = first, second = _Unit(b1), _Unit(b2)
         u, w = first.direction, second.direction
-        self._cosine = cosine = dot(u, w)
-        self.value = -cosine
-        self._across = combined(w, -cosine, u), combined(u, -cosine, w)
+        self._product = c = dot(u, w)
+        self._across = combined(w, -c, u), combined(u, -c, w)
+        self.value = -c
         self.gradient = [
             scaled(-unit.inverse, across)
-            for unit, across in zip((first, second), self._across, strict=True)
+            for unit, across in zip(self._units, self._across, strict=True)
         ]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        raise NotImplementedError
+        (u, w), c = (unit.direction for unit in self._units), self._product
+        (r1, du), (r2, dw) = (unit.along(x) for unit, x in zip(self._units, v, strict=True))
+        dc = dot(du, w) + dot(u, dw)
+        across = (
+            subtracted(combined(dw, -dc, u), scaled(c, du)),
+            subtracted(combined(du, -dc, w), scaled(c, dw)),
+        )
+        # The gradient is -across / length.
+        turned = [
+            scaled(-unit.inverse, combined(change, -rate * unit.inverse, old))
+            for unit, change, rate, old in zip(
+                self._units, across, (r1, r2), self._across, strict=True
+            )
+        ]
+        return -dc, turned
 
 
 class Angle(Coordinate):
     """The angle at the middle one of three points, from 0 to pi.
 
-    With u the direction of b_1, w that of b_2, ``c = -u . w`` and the part ``p = -w - c u`` of -w
-    that is orthogonal to u, the angle is ``atan2(|p|, c)``.
+    With u and w the directions of b_1 and b_2, ``c = u . w`` and the part ``p = w - c u`` of w that
+    is orthogonal to u, the angle is ``atan2(|p|, -c)``.
     """
 
     def __init__(self, b1: Vector, b2: Vector) -> None:
-        self._first, self._second = first, second = _Unit(b1), _Unit(b2)
+        self._units = first, second = _Unit(b1), _Unit(b2)
         u, w = first.direction, second.direction
-        cosine = dot(u, w)
-        across = combined(w, -cosine, u)
+        self._product = c = dot(u, w)
+        across = combined(w, -c, u)
         square = dot(across, across)
         bent = square > _smallest(square)
         sine = torch.where(bent, square, 1.0).sqrt()
-        # Angles of points on a line are constants.
-        straight = torch.where(cosine.detach() > 0, torch.pi, 0.0).to(cosine)
-        self.value = torch.where(bent, torch.atan2(sine, torch.where(bent, -cosine, 0.0)), straight)
-        self._sine, self._cosine = torch.where(bent, sine, 0.0), cosine
-        self._cosecant = torch.where(bent, 1 / sine, 0.0)
+        # The angle of points on a line is a constant.
+        straight = torch.where(c.detach() > 0, torch.pi, 0.0).to(c)
+        self.value = torch.where(bent, torch.atan2(sine, torch.where(bent, -c, 0.0)), straight)
+        self._sine, self._cosecant = (
+            torch.where(bent, sine, 0.0),
+            torch.where(bent, 1 / sine, 0.0),
+        )
+        #: Unit vectors orthogonal to b_1 and b_2, in the plane of both.
+        self._normals = (
+            scaled(self._cosecant, across),
+            scaled(self._cosecant, combined(u, -c, w)),
+        )
         self.gradient = [
-            scaled(first.inverse * self._cosecant, across),
-            scaled(second.inverse * self._cosecant, combined(u, -cosine, w)),
+            scaled(unit.inverse, normal)
+            for unit, normal in zip(self._units, self._normals, strict=True)
         ]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        raise NotImplementedError
+        (u, w), c = (unit.direction for unit in self._units), self._product
+        (r1, du), (r2, dw) = (unit.along(x) for unit, x in zip(self._units, v, strict=True))
+        rate = dot(self.gradient[0], v[0]) + dot(self.gradient[1], v[1])
+        # Since c = -cos and |p| = sin.
+        dc, ds = self._sine * rate, -c * rate
+        across = (
+            subtracted(combined(dw, -dc, u), scaled(c, du)),
+            subtracted(combined(du, -dc, w), scaled(c, dw)),
+        )
+        turned: list[Vector] = []
+        for unit, change, r, normal in zip(
+            self._units, across, (r1, r2), self._normals, strict=True
+        ):
+            turn = scaled(self._cosecant, combined(change, -ds, normal))
+            turned.append(scaled(unit.inverse, combined(turn, -r * unit.inverse, normal)))
+        return rate, turned
 
 
 class Dihedral(Coordinate):
@@ -186,7 +222,8 @@ class Dihedral(Coordinate):
     It is the angle by which the first bond is turned clockwise to cover the last one, seen along
     the middle bond. With u_k the direction of b_k, ``m = u_1 x u_2`` and ``n = u_2 x u_3`` it is
     ``atan2(u_1 . n, m . n)``. The gradient is that of Blondel and Karplus, J. Comput. Chem. 17,
-    1132 (1996).
+    1132 (1996): with M = m / m^2 and N = n / n^2, ``M / r_1``, ``-(u_1 . u_2 M + u_2 . u_3 N) /
+    r_2`` and ``N / r_3``.
     """
 
     def __init__(self, b1: Vector, b2: Vector, b3: Vector) -> None:
@@ -200,20 +237,35 @@ class Dihedral(Coordinate):
         self._inverses = [
             torch.where(bent, 1 / torch.where(bent, square, 1.0), 0.0) for square in (mm, nn)
         ]
+        self._crosses = m, n
         self._normals = [scaled(f, a) for f, a in zip(self._inverses, (m, n), strict=True)]
-        self._cosines = dot(u1, u2), dot(u2, u3)
-        middle = [
-            -units[1].inverse * (self._cosines[0] * x + self._cosines[1] * y)
-            for x, y in zip(*self._normals, strict=True)
-        ]
+        self._products = dot(u1, u2), dot(u2, u3)
+        ends = [scaled(self._products[k], self._normals[k]) for k in range(2)]
         self.gradient = [
             scaled(units[0].inverse, self._normals[0]),
-            middle,
+            scaled(-units[1].inverse, added(*ends)),
             scaled(units[2].inverse, self._normals[1]),
         ]
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
-        raise NotImplementedError
+        units, (first, middle, last) = self._units, self.gradient
+        u = [unit.direction for unit in units]
+        found = [unit.along(x) for unit, x in zip(units, v, strict=True)]
+        rates, du = [r for r, _ in found], [d for _, d in found]
+        normals: list[Vector] = []
+        ends: list[Vector] = []
+        for k in range(2):
+            change = added(cross(du[k], u[k + 1]), cross(u[k], du[k + 1]))
+            double, normal = 2 * dot(self._crosses[k], change), self._normals[k]
+            normals.append(scaled(self._inverses[k], combined(change, -double, normal)))
+            dc = dot(du[k], u[k + 1]) + dot(u[k], du[k + 1])
+            ends.append(combined(scaled(dc, normal), self._products[k], normals[k]))
+        changes = normals[0], [-x for x in added(*ends)], normals[1]
+        turned: list[Vector] = [
+            scaled(unit.inverse, combined(change, -rate, old))
+            for unit, change, rate, old in zip(units, changes, rates, self.gradient, strict=True)
+        ]
+        return dot(first, v[0]) + dot(middle, v[1]) + dot(last, v[2]), turned
 
 
 def _smallest(square: Tensor) -> float:

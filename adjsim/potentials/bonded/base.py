@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from adjsim._box import checked_box, nearest_image
-from adjsim._geometry import Coordinate, Vector
+from adjsim._geometry import Coordinate, Vector, combined, scaled, subtracted
+from adjsim._grid import Grid
 from adjsim._inputs import as_indices, outside_inference_mode
+from adjsim._layout import is_tracing
 from adjsim._params import register
 from adjsim._typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import Potential, derivative
+from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
 from adjsim.potentials.bonded.selection import Selection
 
 # Atoms of the largest system, which bounds the tables of atoms.
@@ -38,7 +41,7 @@ class BondedPotential(Potential):
 
     Attributes:
         members: the number of atoms of a term.
-        steps: the places in a term, first and last, of each displacement.
+        steps: the places in a term, first and last, of each displacement; -1 is a fixed point.
         coordinate: the internal coordinate of these displacements, see :mod:`adjsim._geometry`.
 
     Raises:
@@ -69,7 +72,10 @@ class BondedPotential(Potential):
             )
             self.register_buffer("box", None if box is None else checked_box(box, None))
             self._most = int(found.max())
-            self.atoms = Selection(found.T.flatten(), self._most + 1)
+            self.by_type = nn.ModuleDict()
+            # The middle atom of an angle has no part in a spring between the ends.
+            self.used = sorted({p for step in self.steps for p in step if p >= 0})
+            self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
 
     def element(self, x: Tensor) -> Tensor:
         """Compute u(x), elementwise."""
@@ -84,27 +90,112 @@ class BondedPotential(Potential):
         return derivative(self.slope, x)
 
     def forward(self, position: Positions) -> Energies:
-        return self.element(self.geometry(position).value.squeeze(-2)).sum(-1)
+        return self.element(self.geometry(position).value).sum((-1, -2))
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        x = self.geometry(position)
+        return self._join(self._pulls(x, self.slope(x.value), grid), position)
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            x = self.geometry(position)
+            slope = self.slope(x.value)
+            value = self._join(self._pulls(x, slope, grid), position)
+
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            with torch.no_grad():
+                rate, turned = x.along(*self.differences(v))
+                second = -self.curvature(x.value) * rate
+                changes = [
+                    combined(scaled(second, g), -slope, turn)
+                    for g, turn in zip(x.gradient, turned, strict=True)
+                ]
+                return self._join(changes, v), self.parameter_vjp(x, rate, position, v)
+
+        return value, pullback
+
+    def parameter_vjp(
+        self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
+    ) -> DeferredVJP:
+        """Return the product of v with the derivative of the force by the parameters.
+
+        ``rate`` is the derivative of the coordinate along v.
+        """
+        return DeferredVJP(self, self.slope, -rate, x.value)
+
+    def virial(self, position: Positions) -> Tensor:
+        """Compute ``sum of F_k b_k`` over terms and displacements, ``(*batch, dim, dim)``.
+
+        F_k is minus the derivative of the energy with respect to the displacement b_k. This is
+        minus the derivative of the energy with respect to strain, with a box and without one.
+        """
+        b = self.displacements(position)
+        x = self.coordinate(*b)
+        pulls = self._pulls(x, self.slope(x.value), None)
+        products = [
+            torch.einsum("...at,...bt->...ab", whole(f), whole(d))
+            for f, d in zip(pulls, b, strict=True)
+        ]
+        return torch.stack(products).sum(0)
 
     def geometry(self, position: Positions) -> Coordinate:
         """Compute the internal coordinate of each term."""
         return self.coordinate(*self.displacements(position))
 
     def displacements(self, position: Positions) -> list[Vector]:
-        """Compute the displacements of each term."""
+        """Compute the displacements of each term, to nearest images."""
         self._check_position(position)
-        places = self.members_of(position)
-        return [self._nearest(places[j] - places[i]) for i, j in self.steps]
+        found = self.differences(position)
+        return found if self.box is None else [self._nearest(d) for d in found]
 
-    def members_of(self, x: Tensor) -> Sequence[Tensor]:
-        """Return ``(*batch, dim, terms)`` of each member from ``(*batch, atoms, dim)``."""
-        columns = x.transpose(-1, -2)[..., : self._most + 1]
-        return self.atoms(columns).split(len(self.index), -1)
+    def differences(self, x: Tensor) -> list[Vector]:
+        """Compute the differences between the members of each term of any ``x_i``."""
+        places = self.members_of(x)
+        return [subtracted(places[j], places[i]) for i, j in self.steps]
 
-    def _nearest(self, d: Tensor) -> Vector:
+    def members_of(self, x: Tensor) -> dict[int, Vector]:
+        """Return, from ``(*batch, atoms, dim)``, the vectors of each member that is used."""
+        columns = x.transpose(-1, -2)[..., : self.atoms.count]
+        rows = self.atoms(columns).split(len(self.index), -1)
+        # Coordinates apart let a compiled loop compute all of them together.
+        return {
+            place: list(row.split(1, -2)) if is_tracing() else [row]
+            for place, row in zip(self.used, rows, strict=True)
+        }
+
+    def _nearest(self, d: Vector) -> Vector:
         if self.box is None:
-            return [d]
-        return [x.squeeze(-2) for x in nearest_image([d.unsqueeze(-2)], self.box.to(d))]
+            return d
+        parts = nearest_image([x.unsqueeze(-2) for x in d], self.box.to(d[0]))
+        return [x.squeeze(-2) for x in parts]
+
+    def _pulls(self, x: Coordinate, slope: Tensor, grid: Grid | None) -> list[Vector]:
+        """Compute minus the derivative of the energy by each displacement.
+
+        Rounded to a grid, they are added and subtracted exactly, so that a sum over atoms is zero.
+        """
+        pulls = [scaled(-slope, g) for g in x.gradient]
+        if grid is None:
+            return pulls
+        rounding = Grid(grid.spacing.squeeze(-1)) if grid.spacing.ndim else grid
+        return [[rounding.round(part) for part in pull] for pull in pulls]
+
+    def _join(self, pulls: Sequence[Vector], like: Tensor) -> Tensor:
+        """Sum the pulls of displacements on their ends, to ``(*batch, atoms, dim)``."""
+        members: dict[int, Tensor] = {}
+        for (i, j), pull in zip(self.steps, pulls, strict=True):
+            joined = whole(pull)
+            members[i] = members[i] - joined if i in members else -joined
+            members[j] = members[j] + joined if j in members else joined
+        rows = self.atoms.transpose(torch.cat([members[place] for place in self.used], -1))
+        rest = like.shape[-2] - self.atoms.count
+        if rest > 0:
+            # Atoms behind the last one that a term names.
+            none = torch.zeros_like(rows[..., :1]).expand(*rows.shape[:-1], rest)
+            rows = torch.cat([rows, none], -1)
+        return rows.transpose(-1, -2)
 
     def _check_position(self, position: Tensor) -> None:
         atoms, dim = position.shape[-2:]
@@ -128,7 +219,11 @@ class BondedPotential(Potential):
             columns: the shape of the parameter of one term.
         """
         register(self, name, value, positive=positive)
-        self._check_parameter(name, getattr(self, name), columns)
+        found: Tensor = getattr(self, name)
+        self._check_parameter(name, found, columns)
+        if self.types is not None and found.ndim > len(columns):
+            # The transpose of a selection depends on the number of types.
+            self.by_type[str(len(found))] = Selection(self.types, len(found))
 
     def _check_parameter(self, name: str, value: Tensor, columns: tuple[int, ...]) -> None:
         lead = value.ndim - len(columns)
@@ -136,7 +231,7 @@ class BondedPotential(Potential):
             lead = -1
         terms = len(self.index)
         wanted = terms if self.types is None else int(self.types.max()) + 1
-        if lead == 0 or (lead == 1 and (len(value) in (1, wanted))):
+        if lead == 0 or (lead == 1 and len(value) in (1, wanted)):
             return
         if lead == 1 and self.types is not None and len(value) > wanted:
             return
@@ -147,16 +242,6 @@ class BondedPotential(Potential):
             f"{name} must be {one}, or ({', '.join(map(str, (many, *columns)))}"
             f"{',' if not columns else ''}) with {count}; got shape {tuple(value.shape)}."
         )
-
-    def register_points(self, name: str, value: Array) -> None:
-        """Store a point for each term, ``(terms, dim)``."""
-        register(self, name, value)
-        found: Tensor = getattr(self, name)
-        if found.ndim != 2 or len(found) != len(self.index):
-            raise ValueError(
-                f"{name} must be ({len(self.index)}, dim), a point for each term; got shape "
-                f"{tuple(found.shape)}."
-            )
 
     def term_parameter(self, name: str, x: Tensor) -> Tensor:
         """Return a parameter of each term, to broadcast against x."""
@@ -170,7 +255,12 @@ class BondedPotential(Potential):
     def _of_terms(self, value: Tensor) -> Tensor:
         if value.numel() == 1:
             return value.reshape(())
-        return value if self.types is None else value.index_select(0, self.types)
+        return value if self.types is None else self.by_type[str(len(value))](value)
+
+
+def whole(vector: Vector) -> Tensor:
+    """Join the coordinates of a vector, ``(*batch, dim, terms)``."""
+    return vector[0] if len(vector) == 1 else torch.cat(list(vector), -2)
 
 
 def _checked_index(index: Array, members: int) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._geometry import Distance, SquaredDistance
-from adjsim._inputs import as_flag, as_number, describe_type
+from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
+from adjsim.potentials.bonded.selection import Selection
 from adjsim.potentials.pair import PairPotential
 
 
@@ -60,6 +61,9 @@ class ScaledPairs(BondedPotential):
         self.potential = potential
         self.truncated = as_flag("truncated", truncated) and potential.cutoff is not None
         self.register_term_parameter("scale", scale)
+        self.operands = nn.ModuleDict()
+        with outside_inference_mode():
+            self._select_operands()
 
     def element(self, x: Tensor) -> Tensor:
         return self._scaled("energy", x)
@@ -80,26 +84,56 @@ class ScaledPairs(BondedPotential):
         near = torch.where(inside, x, pair.safe_distance(x))
         return torch.where(inside, scale * getattr(pair, f"truncated_{formula}")(near), 0.0)
 
+    def _select_operands(self) -> None:
+        """Prepare the selection of numbers of atoms, and of entries of tables, for the pairs."""
+        pair, (i, j) = self.potential, self.index.unbind(-1)
+        if pair.species is not None:
+            if self._most >= len(pair.species):
+                raise ValueError(
+                    f"index names atom {self._most} and the potential has species of "
+                    f"{len(pair.species)} atoms."
+                )
+            a, b = pair.species[i], pair.species[j]
+        else:
+            a, b = i, j
+        for name in self._operand_names():
+            value = pair.pair_table(name)
+            if value.numel() == 1:
+                continue
+            count = len(value)
+            atoms = value.ndim == 1
+            if (atoms or pair.species is None) and self._most >= count:
+                raise ValueError(
+                    f"index names atom {self._most} and {name} of the potential is for {count} "
+                    "atoms."
+                )
+            if atoms:
+                self.operands[f"{name} i"] = Selection(i, count)
+                self.operands[f"{name} j"] = Selection(j, count)
+            else:
+                self.operands[f"{name} ij"] = Selection(a * count + b, count * count)
+
+    def _operand_names(self) -> list[str]:
+        tensors = (*self.potential._parameters.items(), *self.potential._buffers.items())
+        return [
+            name
+            for name, x in tensors
+            if x is not None and x.is_floating_point() and name not in ("box", "species")
+        ]
+
     def _of_pairs(self) -> PairPotential:
         """Return the potential with the operands of the listed pairs."""
-        pair = self.potential
-        i, j = self.index.unbind(-1)
-        a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
         values: dict[str, Tensor] = {}
-        for name, registered in (*pair._parameters.items(), *pair._buffers.items()):
-            if registered is None or name in ("box", "species"):
-                continue
-            if not registered.is_floating_point():
-                continue
-            value = pair.pair_table(name)
+        for name in self._operand_names():
+            value = self.potential.pair_table(name)
             if value.numel() == 1:
                 values[name] = value.reshape(())
             elif value.ndim == 1:
-                values[name] = value.index_select(0, i)
-                values[f"{name} of the other"] = value.index_select(0, j)
+                values[name] = self.operands[f"{name} i"](value)
+                values[f"{name} of the other"] = self.operands[f"{name} j"](value)
             else:
-                values[name] = value[a, b]
-        return pair.with_operands(values)
+                values[name] = self.operands[f"{name} ij"](value.flatten())
+        return self.potential.with_operands(values)
 
 
 class ExplicitPairs(BondedPotential):

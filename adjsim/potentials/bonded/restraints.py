@@ -5,46 +5,81 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Distance, Vector
-from adjsim._typing import Array, Number
-from adjsim.potentials.bonded.base import BondedPotential
+from adjsim._geometry import Coordinate, Distance, Vector, subtracted
+from adjsim._params import register
+from adjsim._typing import Array, Number, Positions
+from adjsim.potentials.base import DeferredVJP
+from adjsim.potentials.bonded.base import BondedPotential, whole
 
 
-class _Restraint(BondedPotential):
-    """A restraint to points: the displacement of a term is that of its atom from its point."""
+class Restraint(BondedPotential):
+    """A sum over restrained atoms of ``element(r)``, with r the distance of an atom from its point.
+
+    Args:
+        index: ``(atoms,)``, the restrained atoms.
+        position: ``(atoms, dim)``, the point of each.
+        types, box: see :class:`~adjsim.potentials.BondedPotential`.
+    """
 
     members = 1
-    steps = ()
+    steps = ((-1, 0),)
     coordinate = Distance
 
-    k: Tensor
     position: Tensor
 
     def __init__(
         self,
         index: Array,
-        k: Number,
-        position: Array,
+        position: Number,
         *,
         types: Array | None = None,
         box: Array | None = None,
     ) -> None:
         super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_points("position", position)
+        register(self, "position", position)
+        if self.position.ndim != 2 or len(self.position) != len(self.index):
+            raise ValueError(
+                f"position must be ({len(self.index)}, dim), a point for each restrained atom; got "
+                f"shape {tuple(self.position.shape)}."
+            )
 
-    def displacements(self, position: Tensor) -> list[Vector]:
+    def displacements(self, position: Positions) -> list[Vector]:
         self._check_position(position)
-        (places,) = self.members_of(position)
-        return [self._nearest(places - self.position.to(places).T)]
+        if position.shape[-1] != self.position.shape[-1]:
+            raise ValueError(
+                f"{type(self).__name__} has points of dim {self.position.shape[-1]} and position "
+                f"has dim {position.shape[-1]}."
+            )
+        return self._from_points(self.members_of(position)[0])
 
-    def virial(self, position: Tensor) -> Tensor:
+    def differences(self, x: Tensor) -> list[Vector]:
+        return [self.members_of(x)[0]]
+
+    def parameter_vjp(
+        self, x: Coordinate, rate: Tensor, position: Tensor, v: Tensor
+    ) -> DeferredVJP:
+        # The points are parameters too, and do not enter by the slope.
+        along, place = (whole(self.members_of(y)[0]) for y in (v, position))
+        return DeferredVJP(self, self._pull, along, place)
+
+    def _pull(self, place: Tensor) -> Tensor:
+        """Compute the force on the restrained atoms, ``(*batch, dim, terms)``."""
+        x = self.coordinate(*self._from_points([place]))
+        (pull,) = self._pulls(x, self.slope(x.value), None)
+        return whole(pull)
+
+    def _from_points(self, places: Vector) -> list[Vector]:
+        points = self.position.to(places[0]).T
+        rows = points.split([part.shape[-2] for part in places])
+        return [self._nearest(subtracted(places, rows))]
+
+    def virial(self, position: Positions) -> Tensor:
         raise TypeError(
             f"{type(self).__name__} has no virial(position): its points do not move with the box."
         )
 
 
-class PositionRestraint(_Restraint):
+class PositionRestraint(Restraint):
     """Harmonic restraints, ``U = sum over atoms of k/2 |q - position|^2``.
 
     Args:
@@ -54,6 +89,20 @@ class PositionRestraint(_Restraint):
         position: ``(atoms, dim)``, the point of each restrained atom.
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
+
+    k: Tensor
+
+    def __init__(
+        self,
+        index: Array,
+        k: Number,
+        position: Number,
+        *,
+        types: Array | None = None,
+        box: Array | None = None,
+    ) -> None:
+        super().__init__(index, position, types=types, box=box)
+        self.register_term_parameter("k", k)
 
     def element(self, x: Tensor) -> Tensor:
         return 0.5 * self.term_parameter("k", x) * x * x
@@ -65,7 +114,7 @@ class PositionRestraint(_Restraint):
         return self.term_parameter("k", x).expand_as(x)
 
 
-class FlatBottomRestraint(_Restraint):
+class FlatBottomRestraint(Restraint):
     """Restraints to balls, ``U = sum over atoms of k/2 max(0, |q - position| - radius)^2``.
 
     Args:
@@ -77,19 +126,21 @@ class FlatBottomRestraint(_Restraint):
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
+    k: Tensor
     radius: Tensor
 
     def __init__(
         self,
         index: Array,
         k: Number,
-        position: Array,
+        position: Number,
         radius: Number,
         *,
         types: Array | None = None,
         box: Array | None = None,
     ) -> None:
-        super().__init__(index, k, position, types=types, box=box)
+        super().__init__(index, position, types=types, box=box)
+        self.register_term_parameter("k", k)
         self.register_term_parameter("radius", radius)
 
     def element(self, x: Tensor) -> Tensor:

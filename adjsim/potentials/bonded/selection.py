@@ -6,6 +6,8 @@ a fixed order, and compiled loops can contain them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,14 +37,72 @@ class Selection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Select ``(*batch, entries)`` from ``(*batch, count)``."""
-        return x.index_select(-1, self.index)
+        if not torch.is_grad_enabled():
+            return x.index_select(-1, self.index)
+        return _Select.apply(x, *self._tensors())
 
     def transpose(self, x: Tensor) -> Tensor:
         """Sum ``(*batch, entries)`` to ``(*batch, count)``."""
-        for name in self.tables:
-            table: Tensor = getattr(self, name)
-            x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-1)
-        return x
+        if not torch.is_grad_enabled():
+            return _sum(x, *self._tensors())
+        return _Sum.apply(x, *self._tensors())
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.index, *(getattr(self, name) for name in self.tables)
+
+
+def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+    for table in tables:
+        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-1)
+    return x
+
+
+class _Select(torch.autograd.Function):
+    """The selection, whose derivative reads the tables too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        return x.index_select(-1, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        return _Sum.apply(cotangents[0], *tensors), *(None for _ in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _Select.apply(tangents[0], *ctx.saved_tensors)
+
+
+class _Sum(torch.autograd.Function):
+    """The transpose of the selection."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
+        return _sum(x, index, *tables)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        return _Select.apply(cotangents[0], *tensors), *(None for _ in tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return _Sum.apply(tangents[0], *ctx.saved_tensors)
 
 
 def _tables(index: Tensor, count: int) -> list[Tensor]:
