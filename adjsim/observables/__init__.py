@@ -1,18 +1,40 @@
 """Observables: quantities measured on trajectories."""
 
 from adjsim.observables.averages import Mean, autocorrelation_time, mean_with_error
+from adjsim.observables.conformation import (
+    dihedral_distribution,
+    dihedral_histogram,
+    dihedrals,
+    end_to_end_distance,
+    ramachandran,
+)
 from adjsim.observables.distributions import (
     angular_distribution,
     radial_distribution,
     smooth_radial_distribution,
 )
-from adjsim.observables.fluctuations import compressibility, heat_capacity
+from adjsim.observables.fluctuations import compressibility, dielectric_constant, heat_capacity
 from adjsim.observables.kinetics import (
     first_passage_time,
     mean_squared_displacement,
     velocity_autocorrelation,
 )
+from adjsim.observables.moments import (
+    density,
+    dipole,
+    gyration_tensor,
+    principal_moments,
+    straightness,
+)
 from adjsim.observables.neighbours import neighbour_pairs
+from adjsim.observables.proximity import (
+    closest_distances,
+    contacts,
+    hydrogen_bonds,
+    native_contacts,
+    residue_distances,
+)
+from adjsim.observables.shape import aligned, distance_rmsd, flexibility, rmsd
 from adjsim.observables.structure import (
     bond_order,
     coordination_number,
@@ -26,24 +48,44 @@ from adjsim.observables.transport import diffusion_coefficient, viscosity
 
 __all__ = [
     "Mean",
+    "aligned",
     "angular_distribution",
     "autocorrelation_time",
     "bond_order",
+    "closest_distances",
     "compressibility",
+    "contacts",
     "coordination_number",
+    "density",
+    "dielectric_constant",
     "diffusion_coefficient",
+    "dihedral_distribution",
+    "dihedral_histogram",
+    "dihedrals",
+    "dipole",
+    "distance_rmsd",
+    "end_to_end_distance",
     "first_passage_time",
+    "flexibility",
+    "gyration_tensor",
     "heat_capacity",
+    "hydrogen_bonds",
     "kinetic_temperature",
     "mean_squared_displacement",
     "mean_with_error",
+    "native_contacts",
     "nearest_neighbour_distance",
     "neighbour_pairs",
     "pair_distances",
     "pressure",
+    "principal_moments",
     "radial_distribution",
     "radius_of_gyration",
+    "ramachandran",
+    "residue_distances",
+    "rmsd",
     "smooth_radial_distribution",
+    "straightness",
     "stress",
     "structure_factor",
     "velocity_autocorrelation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -112,6 +114,56 @@ def compressibility(
     centred = squares - squares.mean()
     slope = (values * centred).sum(-1) / (centred * centred).sum()
     return ((values.mean(-1) - slope * squares.mean()) / (number * temperature)).to(s)
+
+
+def dielectric_constant(
+    dipoles: Float[Tensor, "time *batch dim"] | Array,
+    volume: float | int,
+    kT: Number,
+    constant: float | int = 1.0,
+) -> Energies:
+    """Compute the static dielectric constant from fluctuations of the dipole of a periodic box::
+
+        epsilon = 1 + 4 pi constant / (3 V kT) (<M^2> - <M>^2)
+
+    This is for electrostatics of a lattice with a conductor around it (Ewald sums, particle mesh
+    Ewald). With a reaction field or a cutoff the fluctuations are different (Neumann, Mol. Phys.
+    50, 841 (1983)).
+
+    The mean dipole of a fluid is zero, and ``<M>^2`` is its error. As in :func:`heat_capacity`, the
+    variance is divided by ``frames - 1``, which is too small by a factor of about
+    ``1 - tau / frames`` for frames that are correlated over tau frames. Dipoles forget their
+    direction slowly (5 to 10 ps in water), so runs of a thousand times that are needed. Take the
+    error from independent replicas, by :func:`adjsim.mean_with_error`.
+
+    Args:
+        dipoles: ``(time, *batch, 3)``, the :func:`adjsim.dipole` of all molecules, which are
+            whole and neutral. A molecule may not jump by a box length if it is charged.
+        volume: the volume of the box.
+        kT: the temperature, energy; one number or ``(*batch,)``. It may carry a gradient.
+        constant: the Coulomb constant, energy x length / charge^2: 14.39964548 in eV and
+            angstrom.
+
+    Returns:
+        ``(*batch,)``, dimensionless.
+
+    Raises:
+        ValueError: fewer than two frames, dipoles that are not of three dimensions, a volume, a kT
+            or a constant that is not positive, a kT of another shape.
+    """
+    m = as_tensor("dipoles", dipoles)
+    size, strength = as_number("volume", volume), as_number("constant", constant)
+    if m.ndim < 2 or len(m) < 2 or m.shape[-1] != 3:
+        raise ValueError(
+            f"dipoles must be (time, *batch, 3), of at least two frames; got shape {tuple(m.shape)}"
+            "."
+        )
+    for name, value in (("volume", size), ("constant", strength)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive; got {value:g}.")
+    temperature = checked_temperature(kT, m, m.shape[1:-1])
+    spread = m.var(0, correction=1).sum(-1)
+    return 1 + 4 * math.pi * strength / (3 * size * temperature) * spread
 
 
 def checked_temperature(kT: Number, like: Tensor, batch: torch.Size) -> Tensor:

@@ -111,10 +111,10 @@ def _shifts(q: Tensor, i: Tensor, j: Tensor, cell: Tensor | None) -> Tensor:
     return (torch.round((d - near.squeeze(-1).T) @ torch.linalg.inv(rows)) @ rows).to(q)
 
 
-def refuse_not_finite(q: Tensor) -> Tensor:
-    """Return positions, and refuse NaN and infinity, which a histogram would leave out."""
+def refuse_not_finite(q: Tensor, name: str = "position") -> Tensor:
+    """Return numbers, and refuse NaN and infinity, which a histogram would leave out."""
     if not values_unknown() and not bool(torch.isfinite(q).all()):
-        raise ValueError("position has NaN or infinite entries.")
+        raise ValueError(f"{name} has NaN or infinite entries.")
     return q
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from adjsim._inputs import as_number, as_tensor, as_whole
 from adjsim._layout import outside_tracing
 from adjsim._typing import Array, Energies, PositionsLike
+from adjsim.observables.members import root
 from adjsim.observables.neighbours import (
     Pairs,
     all_pairs,
@@ -30,7 +31,7 @@ def radius_of_gyration(position: PositionsLike) -> Energies:
     """
     q = as_tensor("position", position)
     centered = q - q.mean(-2, keepdim=True)
-    return _root((centered**2).sum(-1).mean(-1))
+    return root((centered**2).sum(-1).mean(-1))
 
 
 def pair_distances(position: PositionsLike, box: Array | None = None) -> Tensor:
@@ -157,14 +158,7 @@ def _bond_order(direction: Tensor, weight: Tensor, degree: int) -> Tensor:
             total = total + norm * mean * mean
         real, imaginary = real * x - imaginary * y, real * y + imaginary * x
         diagonal *= 2 * m + 1
-    return _root(total)
-
-
-def _root(squares: Tensor) -> Tensor:
-    """Compute the root of a sum of squares, whose gradient is zero where all of them are zero."""
-    # The root of zero has no derivative, so zeros are replaced before it.
-    zero = squares == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
+    return root(total)
 
 
 def _legendre(z: Tensor, degree: int, m: int, diagonal: float) -> Tensor:

@@ -1,0 +1,182 @@
+"""Conformations of chains: distances of ends, dihedral angles and their distributions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim._inputs import as_number, as_tensor, as_whole
+from adjsim._layout import outside_tracing
+from adjsim._typing import Array, Energies, PositionsLike
+from adjsim.observables.members import length, members, positions, vectors
+from adjsim.observables.neighbours import optional_box, refuse_not_finite
+
+# Rounding errors below which three atoms of a torsion are on a line.
+ROUNDING = 16.0
+
+
+def end_to_end_distance(position: PositionsLike, first: int = 0, last: int = -1) -> Energies:
+    """Compute the distance between two atoms of a chain, ``(*batch,)``.
+
+    There is no nearest image, since a chain may be longer than half a box: positions must not be
+    wrapped into it. The gradient of a distance of zero is taken as zero.
+
+    Args:
+        position: ``(*batch, atoms, dim)``.
+        first: index of an atom; a negative one counts from the end.
+        last: index of another.
+
+    Raises:
+        ValueError: an index out of range, or two of the same atom.
+    """
+    q = positions("end_to_end_distance", position)
+    atoms = q.shape[-2]
+    ends = [as_whole(name, i) for name, i in (("first", first), ("last", last))]
+    for name, i in zip(("first", "last"), ends, strict=True):
+        if not -atoms <= i < atoms:
+            raise ValueError(
+                f"{name} must be the index of one of {atoms} atoms, from {-atoms} to {atoms - 1}; "
+                f"got {i}."
+            )
+    if ends[0] % atoms == ends[1] % atoms:
+        raise ValueError(f"first and last are the same atom, {ends[0] % atoms} of {atoms}.")
+    return length(q[..., ends[1], :] - q[..., ends[0], :])
+
+
+def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -> Tensor:
+    """Compute dihedral angles, radians between -pi and pi, ``(*batch, n)``.
+
+    The angle of atoms i, j, k, l is that between the planes of i, j, k and of j, k, l. It is zero
+    in the cis and pi in the trans conformation, and positive if, looking from j to k, the front
+    bond turns clockwise to the rear one (IUPAC).
+
+    Angles jump by 2 pi at trans. Average their cosines and sines, or use
+    :func:`dihedral_distribution`. Where three atoms are on a line up to rounding errors, the angle
+    does not exist: it is given as zero, without a gradient. Near such a line the gradient grows as
+    one over the distance from it.
+
+    Args:
+        position: ``(*batch, atoms, 3)``.
+        index: ``(n, 4)`` indices of atoms.
+        box: the periodic box, if there is one; the nearest image of each bond is taken.
+
+    Raises:
+        ValueError: an index out of range, an atom twice in one angle, positions that are not of
+            three dimensions.
+    """
+    q = positions("dihedrals", position, dim=3)
+    i, j, k, m = members("index", index, 4, q).unbind(-1)
+    cell = optional_box(box)
+    a, b, c = (vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m)))
+    before, after = torch.linalg.cross(a, b), torch.linalg.cross(b, c)
+    line = _on_a_line(before, a, b) | _on_a_line(after, b, c)
+    y = length(b) * (a * after).sum(-1)
+    x = (before * after).sum(-1)
+    return torch.atan2(torch.where(line, 0.0, y), torch.where(line, 1.0, x))
+
+
+def _on_a_line(normal: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    small = (ROUNDING * torch.finfo(a.dtype).eps) ** 2
+    squares = [(x.detach() ** 2).sum(-1) for x in (normal, a, b)]
+    return squares[0] <= small * squares[1] * squares[2]
+
+
+def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:
+    """Compute a differentiable distribution of angles on the circle, per radian::
+
+        p(a) = mean over angles of exp(k cos(a - angle)) / (2 pi I_0(k)),  k = 1 / width^2
+
+    The kernel is that of von Mises, the Gaussian of the circle: it has no jump at pi, and the
+    integral of p over the circle is one. It multiplies the n-th Fourier coefficient of the
+    distribution by ``I_n(k) / I_0(k)``, about ``exp(-n^2 width^2 / 2)``. The exact histogram is
+    :func:`dihedral_histogram`.
+
+    Args:
+        angles: ``(*batch, n)``, radians, such as those of :func:`dihedrals`; the mean is over n.
+            For one angle of many frames give ``(frames,)``.
+        at: ``(points,)`` angles.
+        width: width of the kernel, radians.
+
+    Returns:
+        ``(*batch, points)``. Memory is that of n numbers for each point.
+
+    Raises:
+        ValueError: no angles, a width that is not positive.
+    """
+    return _kernels(*_angles("angles", angles, at), width).mean(-2)
+
+
+def ramachandran(phi: Array, psi: Array, at: Array, *, width: float) -> Tensor:
+    """Compute a differentiable distribution of pairs of angles, per square radian::
+
+        p(a, b) = mean over pairs of K(a - phi) K(b - psi)
+
+    K is the kernel of :func:`dihedral_distribution`. The integral of p over the torus is one.
+
+    Args:
+        phi: ``(*batch, n)``, radians; the mean is over n.
+        psi: ``(*batch, n)``, the angles that belong to phi.
+        at: ``(points,)`` angles of both axes.
+        width: width of the kernel, radians.
+
+    Returns:
+        ``(*batch, points, points)``, phi first.
+
+    Raises:
+        ValueError: phi and psi of different shapes, or none; a width that is not positive.
+    """
+    first, points = _angles("phi", phi, at)
+    second, _ = _angles("psi", psi, at)
+    if first.shape != second.shape:
+        raise ValueError(
+            f"phi and psi must have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
+        )
+    a, b = _kernels(first, points, width), _kernels(second, points, width)
+    return a.transpose(-1, -2) @ b / first.shape[-1]
+
+
+def dihedral_histogram(angles: Array, bins: int) -> Tensor:
+    """Compute the distribution of angles in equal bins from -pi to pi, per radian, ``(bins,)``.
+
+    All axes are averaged. It is a histogram and has no gradient; :func:`dihedral_distribution` has
+    one. Angles may be outside of -pi to pi, and pi itself is in the first bin, with -pi. The
+    integral is one.
+
+    Raises:
+        ValueError: no angles, NaN or infinite ones, fewer than one bin.
+    """
+    x, number = as_tensor("angles", angles).detach().double(), as_whole("bins", bins)
+    if x.numel() == 0:
+        raise ValueError(f"dihedral_histogram needs an angle; angles have shape {tuple(x.shape)}.")
+    if number < 1:
+        raise ValueError(f"bins must be at least 1; got {number}.")
+    refuse_not_finite(x, "angles")
+    place = torch.remainder(x + math.pi, 2 * math.pi) * (number / (2 * math.pi))
+    counts = torch.bincount(place.long().clamp(max=number - 1).flatten(), minlength=number)
+    return counts.double() * (number / (2 * math.pi * x.numel()))
+
+
+def _angles(name: str, angles: Array, at: Array) -> tuple[Tensor, Tensor]:
+    x = as_tensor(name, angles)
+    with outside_tracing():
+        points = as_tensor("at", at)
+    if x.ndim < 1 or x.shape[-1] == 0:
+        raise ValueError(f"{name} must be (*batch, n) of at least one; got {tuple(x.shape)}.")
+    if points.ndim != 1 or len(points) == 0:
+        raise ValueError(f"at must be (points,) angles; got shape {tuple(points.shape)}.")
+    return x, points.to(x)
+
+
+def _kernels(angles: Tensor, at: Tensor, width: float) -> Tensor:
+    """Compute the kernels of all angles at all points, ``(*batch, n, points)``."""
+    size = as_number("width", width)
+    if not 0 < size < math.inf:
+        raise ValueError(f"width must be positive, in radians; got {size}.")
+    with outside_tracing():
+        k = 1 / size**2
+        scaled = float(torch.special.i0e(torch.tensor(k, dtype=torch.float64)))
+    # exp(k cos(x)) / exp(k) without the cancellation in cos(x) - 1.
+    half = torch.sin((at - angles.unsqueeze(-1)) / 2)
+    return torch.exp(-2 * k * half * half) / (2 * math.pi * scaled)

@@ -1,0 +1,134 @@
+"""Atoms and groups of a molecule, named by their indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim._box import nearest_image
+from adjsim._inputs import as_indices, as_tensor
+from adjsim._layout import outside_tracing
+from adjsim._typing import Array, Number, PositionsLike
+from adjsim.observables.neighbours import values_unknown
+
+
+def positions(what: str, position: PositionsLike, dim: int | None = None) -> Tensor:
+    """Convert positions, and refuse another shape.
+
+    Raises:
+        ValueError: positions that are not ``(*batch, atoms, dim)``, no atoms, another dimension
+            than ``dim``.
+    """
+    q = as_tensor("position", position)
+    if q.ndim < 2 or q.shape[-2] == 0 or q.shape[-1] == 0:
+        raise ValueError(
+            f"position of {what} must be (*batch, atoms, dim) of at least one atom; got shape "
+            f"{tuple(q.shape)}."
+        )
+    if dim is not None and q.shape[-1] != dim:
+        raise ValueError(f"{what} is for {dim} dimensions; position has {q.shape[-1]}.")
+    return q
+
+
+def reference_like(q: Tensor, reference: Array) -> Tensor:
+    """Convert a reference structure ``(atoms, dim)``, or one for each system of the batch."""
+    with outside_tracing():
+        y = as_tensor("reference", reference)
+    if not _fits(y, q):
+        raise ValueError(
+            f"reference must be {tuple(q.shape[-2:])} or one such for each system of a position "
+            f"of shape {tuple(q.shape)}; got shape {tuple(y.shape)}."
+        )
+    return y.to(q)
+
+
+def _fits(y: Tensor, q: Tensor) -> bool:
+    if y.ndim < 2 or y.ndim > q.ndim or y.shape[-2:] != q.shape[-2:]:
+        return False
+    batch = q.shape[q.ndim - y.ndim : -2]
+    return all(a in (1, b) for a, b in zip(y.shape[:-2], batch, strict=True))
+
+
+def atom_weights(name: str, value: Number, q: Tensor) -> Tensor:
+    """Convert masses or weights, one number or one for each atom, to ``(atoms, 1)``.
+
+    Raises:
+        ValueError: another shape, a negative or infinite weight, weights that are all zero.
+    """
+    with outside_tracing():
+        w = as_tensor(name, value)
+    atoms = q.shape[-2]
+    if w.ndim > 0 and tuple(w.shape) not in ((atoms,), (atoms, 1)):
+        raise ValueError(
+            f"{name} must be one number or ({atoms},), one for each atom; got shape "
+            f"{tuple(w.shape)}."
+        )
+    if not values_unknown() and not bool((w.isfinite() & (w >= 0)).all() & (w > 0).any()):
+        raise ValueError(
+            f"{name} must be zero or positive, and not all zero; got {w.detach().tolist()}."
+        )
+    return (w.reshape(-1, 1) if w.ndim else w.expand(atoms, 1)).to(q)
+
+
+def members(name: str, index: Any, columns: int, q: Tensor) -> Tensor:
+    """Convert the indices of atoms, ``(n, columns)``; the atoms of a row are different.
+
+    Raises:
+        ValueError: another shape, no rows, an index below zero or not below the number of atoms, a
+            row that names an atom twice.
+    """
+    atoms = q.shape[-2]
+    with outside_tracing():
+        found = as_indices(name, index)
+        if found.ndim != 2 or found.shape[1] != columns or len(found) == 0:
+            raise ValueError(
+                f"{name} must be (n, {columns}) indices of atoms with n at least 1; got shape "
+                f"{tuple(found.shape)}."
+            )
+        check_range(name, found, atoms)
+        ordered = found.sort(-1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+        if bool(twice.any()):
+            row = int(twice.nonzero()[0])
+            raise ValueError(f"{name}[{row}] names an atom twice: {found[row].tolist()}.")
+        return found.to(q.device)
+
+
+def check_range(name: str, index: Tensor, atoms: int, lowest: int = 0) -> None:
+    """Refuse indices that are not those of an atom."""
+    outside = (index < lowest) | (index >= atoms)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{name} has the index {int(index[outside][0])}, and the {atoms} atoms are counted "
+            f"from 0 to {atoms - 1}."
+        )
+
+
+def vectors(q: Tensor, start: Tensor, end: Tensor, cell: Tensor | None) -> Tensor:
+    """Compute the vectors from atoms to atoms, to the nearest image, ``(*batch, n, dim)``."""
+    return nearest(q.index_select(-2, end) - q.index_select(-2, start), cell)
+
+
+def nearest(d: Tensor, cell: Tensor | None) -> Tensor:
+    """Move differences ``(*batch, n, dim)`` to the nearest image."""
+    if cell is None:
+        return d
+    (near,) = nearest_image([d.transpose(-1, -2).unsqueeze(-1)], cell.to(d))
+    return near.squeeze(-1).transpose(-1, -2)
+
+
+def length(d: Tensor) -> Tensor:
+    """Compute the lengths of vectors ``(..., dim)``; those of length zero have no gradient."""
+    return root((d * d).sum(-1))
+
+
+def root(squares: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """Compute the root of a sum of squares, zero without a gradient where it is ``noise`` at most.
+
+    The root of zero has no derivative. The derivative of the root of rounding errors is a vector of
+    length one in a random direction.
+    """
+    zero = squares <= noise
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())

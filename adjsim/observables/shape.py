@@ -1,0 +1,264 @@
+"""Differences between shapes of one molecule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from adjsim._typing import Array, Energies, Number, PositionsLike
+from adjsim.observables.kinetics import as_frames
+from adjsim.observables.members import (
+    atom_weights,
+    length,
+    members,
+    positions,
+    reference_like,
+    root,
+    vectors,
+)
+from adjsim.observables.neighbours import all_pairs, optional_box, values_unknown
+
+# Rounding errors of the positions below which a difference of shapes is zero.
+ROUNDING = 16.0
+# Alignments to the mean structure, which converge by a factor of about (fluctuation / size)^2.
+ALIGNMENTS = 200
+
+
+def rmsd(
+    position: PositionsLike,
+    reference: Array,
+    *,
+    weights: Number | None = None,
+    align: bool = True,
+) -> Energies:
+    """Compute the root mean squared deviation from a reference structure::
+
+        rmsd^2 = min over R, t of sum_i w_i |R q_i + t - reference_i|^2 / sum_i w_i
+
+    R is a proper rotation, so a molecule and its mirror image differ (Kabsch, Acta Cryst. A 32, 922
+    (1976)). At the minimum the derivative with respect to R is zero, so the gradient needs no
+    derivative of R: it is right where singular values coincide, as in planar, linear and symmetric
+    molecules. First and second derivatives are those of the minimum, higher ones are not.
+
+    - At zero the rmsd has a kink like that of ``|x|``. Its gradient is taken as zero there, and up
+      to 16 rounding errors of the positions. A minimiser needs ``rmsd**2``, whose gradient is
+      continuous, but is taken as zero in the same place.
+    - Where several rotations are equally good, as for a straight chain and a bent reference, the
+      rmsd has a kink too. The gradient is that of the mean of these rotations, so it has no
+      preferred direction around the chain. Second derivatives leave these rotations out.
+
+    Args:
+        position: ``(*batch, atoms, dim)``, not wrapped into a box.
+        reference: ``(atoms, dim)``, or one for each system. It may carry a gradient.
+        weights: ``(atoms,)``, such as the masses, or zero for atoms that are left out; None: equal.
+        align: whether to minimise over R and t; if not, R is one and t is zero.
+
+    Returns:
+        ``(*batch,)``, length.
+
+    Raises:
+        ValueError: a reference or weights of another size, weights that are negative or all zero.
+    """
+    q = positions("rmsd", position)
+    y, w = reference_like(q, reference), _shares(weights, q)
+    if not align:
+        return root((w * (q - y) ** 2).sum((-1, -2)))
+    x, y, noise = _centred(q, w), _centred(y, w), _noise(w, q, y)
+    fit = _fit(x, y, w)
+    turned = x @ fit.rotation
+    # The minimum to second order in the change of the inertia, which is zero in value.
+    change = _change(fit.axes.transpose(-1, -2) @ _products(turned, y, w) @ fit.axes)
+    gain = (change - change.transpose(-1, -2)) ** 2 * fit.compliance
+    squares = (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2
+    if q.shape[-1] > 1:
+        several = change.diagonal(dim1=-2, dim2=-1)[..., -2:].sum(-1)
+        squares = squares + 2 * torch.where(fit.several, several, 0.0)
+    return root(squares, noise)
+
+
+def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
+    """Move and turn a structure to the place where it is closest to a reference.
+
+    The rotation and the translation are those of :func:`rmsd`. First and second derivatives are
+    those of the minimum, higher ones are not. A rotation that is not determined, as that of a
+    linear molecule about its axis, has no derivative, which is taken as zero.
+
+    Args:
+        position: ``(*batch, atoms, dim)``, not wrapped into a box.
+        reference: ``(atoms, dim)``, or one for each system.
+        weights: ``(atoms,)``, or None for equal ones.
+
+    Returns:
+        ``(*batch, atoms, dim)``.
+
+    Raises:
+        ValueError: as :func:`rmsd`.
+    """
+    q = positions("aligned", position)
+    y, w = reference_like(q, reference), _shares(weights, q)
+    centre = (w * y).sum(-2, keepdim=True)
+    return _superposed(_centred(q, w), y - centre, w) + centre
+
+
+def flexibility(
+    position: Float[Tensor, "time *batch atoms dim"] | Array, weights: Number | None = None
+) -> Float[Tensor, "*batch atoms"]:
+    """Compute the root mean squared fluctuation (RMSF) of each atom about its mean position::
+
+        rmsf_i = sqrt(mean over time of |x_i - mean of x_i|^2)
+
+    x are positions :func:`aligned` to their own mean. Alignment and mean are repeated from the
+    first frame until the mean is constant to rounding errors, which takes ten repetitions or so for
+    a folded molecule. Atoms that move much less than the others, given by the weights, make a
+    better frame.
+
+    The gradient is that of all repetitions. It is taken as zero for an atom that does not move.
+    Memory of a gradient is that of some ten trajectories for each repetition.
+
+    Args:
+        position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
+        weights: ``(atoms,)`` of the alignment, such as the masses; None: equal.
+
+    Returns:
+        ``(*batch, atoms)``, length.
+
+    Raises:
+        ValueError: fewer than two frames, weights as in :func:`rmsd`, or frames that have no common
+            shape, for which 200 repetitions do not converge.
+    """
+    q = as_frames("position", position)
+    if len(q) < 2:
+        raise ValueError("flexibility needs at least two frames; position has one.")
+    w = _shares(weights, q)
+    x, noise = _centred(q, w), (w * q.detach() ** 2).sum((-1, -2)).mean(0).unsqueeze(-1)
+    turned, mean = x, x[0]
+    for _ in range(ALIGNMENTS):
+        turned, before = _superposed(x, mean, w), mean
+        mean = turned.mean(0)
+        if _converged(mean, before):
+            break
+    else:
+        if not values_unknown():
+            raise ValueError(
+                f"the mean structure still changes after {ALIGNMENTS} alignments: the frames have "
+                "no common shape. Give weights that are zero for the flexible part."
+            )
+    rounding = (ROUNDING * torch.finfo(q.dtype).eps) ** 2
+    return root(((turned - mean) ** 2).sum(-1).mean(0), rounding * noise)
+
+
+def distance_rmsd(
+    position: PositionsLike,
+    reference: Array,
+    pairs: Array | None = None,
+    *,
+    box: Array | None = None,
+) -> Energies:
+    """Compute the root mean squared difference of distances within the molecule::
+
+        drmsd^2 = mean over pairs of (|q_i - q_j| - |reference_i - reference_j|)^2
+
+    It needs no alignment, and does not tell a molecule from its mirror image. Its gradient is taken
+    as zero where it is zero, and that of a distance of zero likewise.
+
+    Args:
+        position: ``(*batch, atoms, dim)``.
+        reference: ``(atoms, dim)``, or one for each system.
+        pairs: ``(n, 2)`` indices of atoms; None: all pairs.
+        box: the periodic box of both structures, if there is one.
+
+    Returns:
+        ``(*batch,)``, length.
+
+    Raises:
+        ValueError: a reference of another size, an index out of range, a single atom.
+    """
+    q = positions("distance_rmsd", position)
+    y, cell = reference_like(q, reference), optional_box(box)
+    if pairs is None:
+        if q.shape[-2] < 2:
+            raise ValueError("distance_rmsd needs at least two atoms; position has one.")
+        now, then = (length(all_pairs(x, cell).vector.transpose(-1, -2)) for x in (q, y))
+    else:
+        first, second = members("pairs", pairs, 2, q).unbind(-1)
+        now, then = (length(vectors(x, first, second, cell)) for x in (q, y))
+    return root(((now - then) ** 2).mean(-1))
+
+
+class _Fit(NamedTuple):
+    """The rotation that takes x to y, ``x @ rotation``, and its stiffness; all are constants.
+
+    ``axes`` are those in which the inertia ``sum w x y`` of the turned x is diagonal. A turn by a
+    small angle in the plane of axes a and b costs ``(s_a + s_b) angle^2 / 2``; ``compliance`` is
+    the inverse, and zero where the turn costs nothing. ``several``: whether there is such a plane.
+    """
+
+    rotation: Tensor
+    axes: Tensor
+    compliance: Tensor
+    several: Tensor
+
+
+def _fit(x: Tensor, y: Tensor, w: Tensor) -> _Fit:
+    with forward_ad._set_fwd_grad_enabled(False):
+        u, s, v = torch.linalg.svd(_products(x, y, w).detach())
+        last = torch.where(torch.linalg.det(u @ v) < 0, -1.0, 1.0).to(s)
+        signs = torch.cat([torch.ones_like(s[..., 1:]), last.unsqueeze(-1)], -1)
+        s = s * signs
+        stiffness = s.unsqueeze(-1) + s.unsqueeze(-2)
+        # Singular values have rounding errors of the size of the largest.
+        free = stiffness <= ROUNDING * torch.finfo(s.dtype).eps * s[..., :1, None]
+        compliance = torch.where(free, 0.0, 1 / torch.where(free, 1.0, stiffness))
+        several = free[..., -2:, -1].all(-1) if s.shape[-1] < 2 else free[..., -2, -1]
+        return _Fit((u * signs.unsqueeze(-2)) @ v, v.transpose(-1, -2), compliance, several)
+
+
+def _superposed(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """Turn centred positions x to centred positions y."""
+    fit = _fit(x, y, w)
+    turned = x @ fit.rotation
+    # Two steps of Newton's method about a constant minimum: they turn by zero, but carry the first
+    # and second derivatives.
+    for _ in range(2):
+        tilt = fit.axes.transpose(-1, -2) @ _products(turned, y, w) @ fit.axes
+        angle = _change(tilt - tilt.transpose(-1, -2)) * fit.compliance
+        turn = fit.axes @ angle @ fit.axes.transpose(-1, -2)
+        turned = turned + turned @ turn + turned @ turn @ turn / 2
+    return turned
+
+
+def _products(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    return (w * x).transpose(-1, -2) @ y
+
+
+def _change(x: Tensor) -> Tensor:
+    """Subtract the value and keep the derivatives, in forward mode too."""
+    with forward_ad._set_fwd_grad_enabled(False):
+        constant = x.detach().clone()
+    return x - constant
+
+
+def _shares(weights: Number | None, q: Tensor) -> Tensor:
+    w = atom_weights("weights", 1.0 if weights is None else weights, q)
+    return w / w.sum()
+
+
+def _centred(x: Tensor, w: Tensor) -> Tensor:
+    return x - (w * x).sum(-2, keepdim=True)
+
+
+def _noise(w: Tensor, *structures: Tensor) -> Tensor:
+    """Compute the mean square of the rounding errors below which an rmsd is zero."""
+    squares = sum((w * x.detach() ** 2).sum((-1, -2)) for x in structures)
+    return (ROUNDING * torch.finfo(w.dtype).eps) ** 2 * torch.as_tensor(squares)
+
+
+def _converged(mean: Tensor, before: Tensor) -> bool:
+    if values_unknown():
+        return False
+    size, moved = mean.detach().abs().max(), (mean - before).detach().abs().max()
+    return bool(moved <= 10 * ROUNDING * torch.finfo(mean.dtype).eps * size)
