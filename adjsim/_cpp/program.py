@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.library import compiled
+from adjsim._cpp.once import Once
 from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
@@ -30,20 +31,23 @@ STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
     2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
     3: (IndexError, "a compiled step indexed a tensor out of range."),
+    4: (ValueError, "exclusions have an atom that position does not have."),
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """A graph, and the captured tensors that are its last inputs.
+    """A graph, and its last inputs: captured tensors, and values of constants alone.
 
     Attributes:
         graph: the graph.
         baked: the captured tensors.
+        once: the values of constants alone.
     """
 
     graph: GraphModule
     baked: Sequence[Tensor] = ()
+    once: Sequence[Once] = ()
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,14 @@ def program(
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
     shapes = [(x.shape, x.dtype) for x in carry]
-    InputPointers = ctypes.c_void_p * (len(constants) + len(text.baked) + len(carry))
+    InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * len(carry)
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
 
     def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        inputs = [x.contiguous() for x in (*constants, *text.baked, *carry)]
+        fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
+        inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(
             InputPointers(*(x.data_ptr() for x in inputs)),
             OutputPointers(*(x.data_ptr() for x in results)),
@@ -102,6 +107,13 @@ def program(
     return loop
 
 
+def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the last inputs of parts of a loop, for its constants."""
+    once = dict.fromkeys(x for part in parts for x in part.once)
+    values = {x: x.value(constants) for x in once}
+    return [[*part.baked, *(values[x] for x in part.once)] for part in parts]
+
+
 class _Program:
     """The C++ source of a loop.
 
@@ -109,7 +121,7 @@ class _Program:
         source: the source, with
             ``int run(const void* const* inputs, void* const* outputs, void* const* functions)``.
         parallel: whether it has a loop that threads share.
-        baked: the captured tensors of the graphs, which are inputs after the constants.
+        fixed: the number of inputs after the constants: captured tensors and values of constants.
         addresses: the addresses of the functions that it calls.
     """
 
@@ -126,7 +138,6 @@ class _Program:
         self.threads = threads
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
-        self.baked: list[Tensor] = []
         self.addresses: list[int] = []
         self.declarations: set[str] = set()
         self.work = 0
@@ -136,13 +147,13 @@ class _Program:
         next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
-        start_baked = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
+        start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
         self._function("more", parts.more, [number, count], [], "bool")
-        body_baked = self._function(
+        body_fixed = self._function(
             "body", parts.body, [number, *current, *consts], next_carry, "int64_t"
         )
-        finish_baked = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
-        all_constants = [*consts, *start_baked, *body_baked, *finish_baked]
+        finish_fixed = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
+        all_constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
         self.source = "\n".join(
             [
                 HEADER,
@@ -151,9 +162,9 @@ class _Program:
                 *self.functions,
                 *self._run(
                     consts,
-                    start_baked,
-                    body_baked,
-                    finish_baked,
+                    start_fixed,
+                    body_fixed,
+                    finish_fixed,
                     carry_in,
                     current,
                     next_carry,
@@ -161,7 +172,7 @@ class _Program:
             ]
         )
         self.parallel = "omp parallel" in self.source
-        assert len(all_constants) == len(constants) + len(self.baked)
+        self.fixed = len(all_constants) - len(constants)
 
     def _function(
         self, name: str, part: Part, inputs: list[Buffer], outputs: list[Buffer], result: str | None
@@ -171,11 +182,11 @@ class _Program:
         It writes the outputs. If ``result`` is a C++ type, it returns the first output.
 
         Returns:
-            the buffers of the captured tensors, which are its last inputs.
+            the buffers of its last inputs: captured tensors, and values of constants alone.
         """
-        baked = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(part.baked)]
-        self.baked += part.baked
-        inputs = [*inputs, *baked]
+        examples = [*part.baked, *(x.example for x in part.once)]
+        fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
+        inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large)
         kept = lowering.outputs[1:] if result else lowering.outputs
@@ -215,19 +226,19 @@ class _Program:
                 ]
             )
         )
-        return baked
+        return fixed
 
     def _run(
         self,
         consts: list[Buffer],
-        start_baked: list[Buffer],
-        body_baked: list[Buffer],
-        finish_baked: list[Buffer],
+        start_fixed: list[Buffer],
+        body_fixed: list[Buffer],
+        finish_fixed: list[Buffer],
         carry_in: list[Buffer],
         current: list[Buffer],
         next_carry: list[Buffer],
     ) -> list[str]:
-        constants = [*consts, *start_baked, *body_baked, *finish_baked]
+        constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -262,12 +273,12 @@ class _Program:
         lines += [
             f"char* work = memory + {at};",
             "int refused = 0;",
-            f"int64_t k = {call('start', *consts, *carry_in, *start_baked, *current)};",
+            f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
             f"while ({call('more', 'k', consts[0])}) {{",
-            f"k = {call('body', 'k', *current, *consts, *body_baked, *next_carry)};",
+            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry)};",
             *(f"std::swap({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
-            f"{call('finish', *current, *consts, *finish_baked, *results)};",
+            f"{call('finish', *current, *consts, *finish_fixed, *results)};",
         ]
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',

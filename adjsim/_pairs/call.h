@@ -25,13 +25,15 @@ struct Call {
   // Of the library of neighbour lists; unused by kernels that evaluate all pairs.
   void* (*acquire)(const struct Call*, int64_t width, const struct List** lists);
   void (*release)(void*);
+  const int64_t* exclusions;  // (excluded, 2) atoms that do not interact; used if EXCLUDED is defined
+  int64_t excluded;
 };
 
 // The neighbours of the atoms of one system, for blocks of W atoms side by side. Atoms are numbered
 // by place, in the order of `atom`. Step k of a block b has, at index[start[b] + k * W], the places
 // of the W neighbours; the neighbours of an atom come in ascending order of their own numbers. An
 // atom with fewer neighbours than others of its block is its own neighbour in the last steps, from
-// full[b] on.
+// full[b] on. Excluded pairs are not in the list.
 struct List {
   const int *atom, *index;
   const int64_t *start, *steps, *full;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from adjsim._cpp.once import ONCE
 from adjsim._inputs import as_tensor
 from adjsim._layout import is_tracing
 from adjsim._typing import Array
@@ -55,18 +56,46 @@ def check_exclusions(exclusions: Tensor, atoms: int) -> None:
         )
 
 
-def interacting(exclusions: Tensor, atoms: int) -> Tensor:
-    """Return which pairs of atoms interact: different atoms without exclusion.
+def interacting(exclusions: Tensor, position: Tensor) -> Tensor:
+    """Return which pairs of atoms interact: different atoms that are not excluded.
 
-    The matrix is ``(atoms, atoms)`` and symmetric.
+    Args:
+        exclusions: pairs, ``(n, 2)``.
+        position: ``(*batch, atoms, dim)``.
+
+    Returns:
+        a symmetric matrix ``(atoms, atoms)`` of bools.
 
     Raises:
-        ValueError: exclusions of atoms that there are not.
+        ValueError: exclusions of atoms that position does not have.
     """
-    if not is_tracing() and not torch.compiler.is_compiling():
+    atoms = position.shape[-2]
+    if not is_tracing():
+        return _matrix(exclusions, atoms, torch.bool)
+    # A compiled loop over pairs reads numbers of one type.
+    return torch.ops.adjsim.interacting(exclusions.detach(), atoms, position.dtype) > 0
+
+
+def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    if not torch.compiler.is_compiling():
         check_exclusions(exclusions, atoms)
     i, j = exclusions.unbind(-1)
     own = torch.arange(atoms, device=exclusions.device)
-    found = torch.ones(atoms, atoms, dtype=torch.bool, device=exclusions.device)
+    found = torch.ones(atoms, atoms, dtype=dtype, device=exclusions.device)
     rows, columns = torch.cat([i, j, own]), torch.cat([j, i, own])
-    return found.index_put((rows, columns), torch.zeros_like(rows, dtype=torch.bool))
+    return found.index_put((rows, columns), found.new_zeros(()))
+
+
+@torch.library.custom_op("adjsim::interacting", mutates_args=())
+def matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    """Return 1 for the pairs that interact and 0 for others, see :func:`interacting`."""
+    return _matrix(exclusions, atoms, dtype)
+
+
+@matrix.register_fake
+def _(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    return exclusions.new_empty((atoms, atoms), dtype=dtype)
+
+
+# Exclusions do not change in a loop.
+ONCE.add(matrix._opoverload)

@@ -18,12 +18,14 @@ from adjsim._cpp.library import compiled
 from adjsim._cpp.nests import PARALLEL_WORK
 from adjsim._cpp.operations import REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES
+from adjsim._pairs.exclusions import check_exclusions
 
 FORCE, PRODUCT, ENERGY, SLOPES = "FORCE", "PRODUCT", "ENERGY", "SLOPES"
 NUMBER, TABLE, ATOM = "NUMBER", "TABLE", "ATOM"
 NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
-# What a kernel returns for a species without a row in tables, as a printed loop does.
-OUT_OF_RANGE = 3
+# What a kernel returns for a species without a row in tables, as a printed loop does, and for an
+# exclusion of an atom that there is not.
+OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
 _ORDER = (FORCE, PRODUCT, ENERGY, SLOPES)
 
 HEADER = """#include <math.h>
@@ -48,6 +50,7 @@ class Layout:
         grid: whether contributions to the force are rounded to a grid.
         kinds: for each operand, a number, a table by species or a number for each atom.
         gradients: the operands with respect to which derivatives are computed.
+        excluded: whether there are exclusions, which are an argument of the kernel.
     """
 
     mode: str
@@ -59,6 +62,7 @@ class Layout:
     grid: bool
     kinds: tuple[str, ...]
     gradients: tuple[int, ...]
+    excluded: bool
 
     def source(self, functions: str) -> str:
         """Write the C++ source of the kernel around its formulas."""
@@ -88,6 +92,7 @@ class Layout:
                 f"#define OPERANDS {len(self.kinds)}",
                 f"#define SLOTS {slots}",
                 f"#define GRADIENTS {len(self.gradients)}",
+                *(["#define EXCLUDED"] if self.excluded else ()),
                 f"#define SQUARED_DISTANCE {squared}",
                 "enum Kind { NUMBER, TABLE, ATOM };",
                 _array("KIND", self.kinds),
@@ -197,6 +202,8 @@ class _Call(ctypes.Structure):
         ("skin", ctypes.c_double),
         ("acquire", ctypes.c_void_p),
         ("release", ctypes.c_void_p),
+        ("exclusions", ctypes.c_void_p),
+        ("excluded", ctypes.c_int64),
     )
 
 
@@ -254,6 +261,7 @@ class Kernel:
         operands: Sequence[Tensor],
         box: Tensor | None,
         species: Tensor | None,
+        exclusions: Tensor | None,
         *,
         vector: Tensor | None = None,
         spacing: Tensor | None = None,
@@ -309,9 +317,13 @@ class Kernel:
         call.gradients = pointers(gradients)
         call.cutoff, call.skin = layout.cutoff or 0.0, layout.skin or 0.0
         call.acquire, call.release = self.list_addresses
+        call.exclusions = pointer(exclusions, torch.int64)
+        call.excluded = 0 if exclusions is None else len(exclusions)
         status = self._library.pairs(ctypes.byref(call))
         if status == OUT_OF_RANGE:
             raise IndexError(f"species must be indices from 0 to {call.kinds - 1}.")
+        if status == NO_SUCH_ATOM and exclusions is not None:
+            check_exclusions(exclusions, atoms)
         if status:
             raise MemoryError("there is no memory for the pairs of atoms.")
         return [*results, *gradients]

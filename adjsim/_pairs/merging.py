@@ -17,8 +17,9 @@ from adjsim._pairs.kernel import FORCE, KERNELS, PRODUCT
 from adjsim._pairs.operator import pairs
 
 _OPERATOR = pairs._opoverload
-# The arguments other than the vector: position, weight, operands, box, species and spacing.
-_SAME = (0, 2, 3, 4, 5, 6)
+# The arguments other than the vector: position, weight, operands, box, species, exclusions and
+# spacing.
+_SAME = (0, 2, 3, 4, 5, 6, 7)
 
 
 def merge_pairs(graph: GraphModule) -> None:
@@ -39,11 +40,11 @@ def merge_pairs(graph: GraphModule) -> None:
 
 
 def _mode(node: Node) -> str:
-    return KERNELS[str(node.args[7])].layout.mode
+    return KERNELS[str(node.args[8])].layout.mode
 
 
 def _same(force: Node, product: Node) -> bool:
-    kernels = KERNELS[str(force.args[7])], KERNELS[str(product.args[7])]
+    kernels = KERNELS[str(force.args[8])], KERNELS[str(product.args[8])]
     return kernels[0].shares_force(kernels[1]) and all(
         _origin(force.args[i]) == _origin(product.args[i]) for i in _SAME
     )

@@ -1,7 +1,7 @@
 // Neighbour lists, which are a cache: a list is used while it contains every pair within the cutoff,
 // and built again when atoms have moved too far. It contains them as long as the two largest
-// displacements since it was built sum to less than the skin. A list is found by its size and cell,
-// and is checked at every use, so nobody has to keep it or to say that it is out of date.
+// displacements since it was built sum to less than the skin. A list is found by its size, cell and
+// exclusions, and is checked at every use, so nobody has to keep it or to say that it is out of date.
 #include <cstring>
 #include <limits>
 #include <list>
@@ -23,6 +23,7 @@ struct Slot {
   int64_t systems, atoms, dim;
   double reach;
   std::vector<REAL> box;
+  std::vector<int64_t> exclusions;
   std::vector<Built> built;
   std::vector<List> lists;
   bool busy = false;
@@ -35,7 +36,9 @@ int64_t builds = 0;
 bool same(const Slot& s, const Call& c, int64_t entries) {
   return s.systems == c.systems && s.atoms == c.atoms && s.dim == c.dim &&
          s.reach == c.cutoff + c.skin && (int64_t)s.box.size() == entries &&
-         (entries == 0 || !std::memcmp(s.box.data(), c.box, entries * sizeof(REAL)));
+         (entries == 0 || !std::memcmp(s.box.data(), c.box, entries * sizeof(REAL))) &&
+         (int64_t)s.exclusions.size() == 2 * c.excluded &&
+         std::equal(s.exclusions.begin(), s.exclusions.end(), c.exclusions);
 }
 
 // The two largest squared displacements, and NaN if one is not finite.
@@ -75,6 +78,29 @@ REAL pack(Built& b, const Call& c, int64_t system, int64_t width, bool compare) 
     }
   }
   return std::sqrt(all.first) + std::sqrt(all.second) + all.bad;
+}
+
+// Remove excluded pairs from the rows of neighbours of each place, which are in ascending order of
+// the numbers of atoms.
+void remove_excluded(const std::vector<int64_t>& exclusions, const std::vector<int>& atom,
+                     const std::vector<int*>& row, std::vector<int64_t>& count) {
+  std::vector<std::vector<int>> excluded(atom.size());
+  for (size_t k = 0; k < exclusions.size(); k += 2) {
+    excluded[exclusions[k]].push_back((int)exclusions[k + 1]);
+    excluded[exclusions[k + 1]].push_back((int)exclusions[k]);
+  }
+  for (size_t p = 0; p < atom.size(); ++p) {
+    std::vector<int>& others = excluded[atom[p]];
+    std::sort(others.begin(), others.end());
+    auto next = others.begin();
+    int64_t kept = 0;
+    for (int64_t m = 0; m < count[p]; ++m) {
+      const int j = atom[row[p][m]];
+      while (next != others.end() && *next < j) ++next;
+      if (next == others.end() || *next != j) row[p][kept++] = row[p][m];
+    }
+    count[p] = kept;
+  }
 }
 
 void build(Built& b, const Call& c, const Slot& s, int64_t system) {
@@ -138,7 +164,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
   cells.nearest = !cells.once && (int64_t)s.box.size() == dim;
   // Each thread finds the neighbours of the atoms of cells that follow each other.
   std::vector<int64_t> begin(n), count(n);
-  std::vector<const int*> row(n);
+  std::vector<int*> row(n);
   std::vector<Search>& searches = scratch;
   searches.resize(std::max<size_t>(searches.size(), threads));
   int64_t failed = 0;
@@ -151,6 +177,7 @@ void build(Built& b, const Call& c, const Slot& s, int64_t system) {
       ++failed;
     }
   if (failed) throw std::bad_alloc();
+  if (!s.exclusions.empty()) remove_excluded(s.exclusions, b.atom, row, count);
   const int64_t blocks = (n + W - 1) / W;
   b.start.resize(blocks), b.steps.resize(blocks), b.full.resize(blocks);
   int64_t size = 0;
@@ -285,6 +312,7 @@ extern "C" void* neighbours_acquire(const Call* c, int64_t width, const List** l
       best->systems = c->systems, best->atoms = c->atoms, best->dim = c->dim;
       best->reach = c->cutoff + c->skin;
       if (entries) best->box.assign(c->box, c->box + entries);
+      if (c->excluded) best->exclusions.assign(c->exclusions, c->exclusions + 2 * c->excluded);
       best->built.resize(c->systems);
       best->lists.resize(c->systems);
     }

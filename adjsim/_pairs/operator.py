@@ -24,13 +24,15 @@ def pairs(
     operands: Sequence[Tensor],
     box: Tensor | None,
     species: Tensor | None,
+    exclusions: Tensor | None,
     spacing: Tensor | None,
     kernel: str,
 ) -> list[Tensor]:
     """Evaluate a kernel; the outputs are those of :class:`~adjsim._pairs.kernel.Kernel`."""
     return KERNELS[kernel](
-        position, operands, box, species, vector=vector, spacing=spacing, weight=weight
-    )
+        position, operands, box, species, exclusions,
+        vector=vector, spacing=spacing, weight=weight,
+    )  # fmt: skip
 
 
 @pairs.register_fake
@@ -52,6 +54,7 @@ def evaluate(
     operands: Sequence[Tensor],
     box: Tensor | None,
     species: Tensor | None,
+    exclusions: Tensor | None,
     *,
     vector: Tensor | None = None,
     spacing: Tensor | None = None,
@@ -60,9 +63,10 @@ def evaluate(
     """Evaluate a kernel, or record its evaluation in a trace."""
     if not is_tracing():
         return kernel(
-            position, operands, box, species, vector=vector, spacing=spacing, weight=weight
-        )
+            position, operands, box, species, exclusions,
+            vector=vector, spacing=spacing, weight=weight,
+        )  # fmt: skip
     given = [None if x is None else x.detach() for x in (position, vector, weight)]
     return torch.ops.adjsim.pairs(
-        *given, [x.detach() for x in operands], box, species, spacing, kernel.name
+        *given, [x.detach() for x in operands], box, species, exclusions, spacing, kernel.name
     )

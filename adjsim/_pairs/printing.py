@@ -26,19 +26,21 @@ class PairCall(Call):
     def __init__(
         self, args: Sequence[Any], outputs: Sequence[torch.Tensor], store: Callable[..., None]
     ) -> None:
-        position, vector, weight, operands, box, species, spacing, name = args
+        position, vector, weight, operands, box, species, exclusions, spacing, name = args
         self.kernel = KERNELS[name]
         self.batch, (self.atoms, self.dim) = position.shape[:-2], position.shape[-2:]
         self._store = store
         self.systems = torch.Size(self.batch).numel()
         self.position, self.vector = self._field(position), self._field(vector)
-        rest = [weight, box, species, spacing, *operands]
-        self.weight, self.box, self.species, self.spacing, *self.operands = map(self._dense, rest)
-        dtypes = {x.dtype for x in (position, vector, *rest[:2], *rest[3:]) if x is not None}
-        integers = species is None or species.dtype == torch.int64
-        if dtypes != {self.kernel.layout.dtype} or not integers:
+        rest = [weight, box, spacing, *operands]
+        self.weight, self.box, self.spacing, *self.operands = map(self._dense, rest)
+        self.species, self.exclusions = self._dense(species), self._dense(exclusions)
+        dtypes = {x.dtype for x in (position, vector, *rest) if x is not None}
+        integers = {x.dtype for x in (species, exclusions) if x is not None}
+        if dtypes != {self.kernel.layout.dtype} or not integers <= {torch.int64}:
             raise UnprintableError("pairs of mixed types")
-        used = [self.position, self.vector, self.weight, self.box, self.species, self.spacing]
+        numbers = [self.species, self.exclusions]
+        used = [self.position, self.vector, self.weight, self.box, self.spacing, *numbers]
         self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
         self.outputs = tuple(self._output(x) for x in outputs)
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
@@ -74,6 +76,8 @@ class PairCall(Call):
             "skin": repr(layout.skin or 0.0),
             "acquire": f"(void* (*)(const Call*, int64_t, const List**)){functions[1]}",
             "release": f"(void (*)(void*)){functions[2]}",
+            "exclusions": _pointer(self.exclusions),
+            "excluded": 0 if self.exclusions is None else self.exclusions.shape[0],
         }
         return [
             "{",

@@ -4,6 +4,9 @@
 typedef REAL Quad __attribute__((vector_size(4 * sizeof(REAL))));
 constexpr int WIDTH = MODE == PRODUCT ? 8 : 4;
 constexpr bool FORCES = MODE == FORCE || MODE == PRODUCT;
+#if defined(EXCLUDED) && !LISTED
+#define MASKED
+#endif
 
 // The nearest integer, and the even one of two.
 static inline V nearest(V x) {
@@ -183,6 +186,9 @@ struct System {
   REAL* const* gradients;  // of each atom, one row of kinds for a table
   REAL* energies;
   V numbers[OPERANDS + 1];
+#ifdef MASKED
+  const uint8_t* left_out;  // see pairs()
+#endif
 
   // Add a neighbour of each of W atoms, of which the first `live` count.
   template <bool CHECKED>
@@ -201,8 +207,15 @@ struct System {
     cell.nearest_image(d[0], d[1], d[2]);
     LOAD_OPERANDS
     Mask valid = ~Mask{};
+#ifdef MASKED
+    if constexpr (CHECKED) {
+      const uint8_t bits = left_out[(int64_t)(mine[0] / W) * call.atoms + other[0]];
+      for (int l = 0; l < W; ++l) valid[l] = bits >> l & 1 ? 0 : -1;
+    }
+#else
     if constexpr (CHECKED)
       for (int l = 0; l < W; ++l) valid[l] = mine[l] == other[l] ? 0 : -1;
+#endif
     sums.add<CHECKED>(d, w, found, valid, cutoff, grid, rest);
     if constexpr (TABLES && GRADIENTS > 0)
       for (int g = 0; g < GRADIENTS; ++g)
@@ -227,6 +240,14 @@ struct System {
     int64_t k = 0;
     for (; k < list->full[b]; ++k) step<false>(mine, live, index + k * W, x, v, sums);
     for (; k < list->steps[b]; ++k) step<true>(mine, live, index + k * W, x, v, sums);
+#elif defined(MASKED)
+    const uint8_t* bits = left_out + b * call.atoms;
+    int other[W];
+    for (int64_t j = 0; j < call.atoms; ++j) {
+      for (int l = 0; l < W; ++l) other[l] = (int)j;
+      if (bits[j]) step<true>(mine, live, other, x, v, sums);
+      else step<false>(mine, live, other, x, v, sums);
+    }
 #else
     // The vector holds atoms whose numbers follow each other, and the last atom fills it up.
     int64_t j = 0;
@@ -268,11 +289,16 @@ static void fill(const View& view, const Call& c, int64_t system, REAL value) {
       view.data[system * view.system + i * view.atom + a * view.axis] = value;
 }
 
-// Returns 0, 1 without memory, or 3 for a species without a row.
+// Returns 0, 1 without memory, 3 for a species without a row, or 4 for an exclusion of an atom that
+// there is not.
 extern "C" int pairs(const Call* given) {
   const Call& c = *given;
   for (int64_t i = 0; i < c.atoms && TABLES && c.species; ++i)
     if (c.species[i] < 0 || c.species[i] >= c.kinds) return 3;
+#ifdef EXCLUDED
+  for (int64_t k = 0; k < 2 * c.excluded; ++k)
+    if (c.exclusions[k] < 0 || c.exclusions[k] >= c.atoms) return 4;
+#endif
   const int64_t n = c.atoms, blocks = (n + W - 1) / W, tasks = c.systems * blocks;
   const Cell cell(c);
   constexpr bool ROWS = TABLES && GRADIENTS > 0;
@@ -298,6 +324,17 @@ extern "C" int pairs(const Call* given) {
   Block<REAL> packed(c.systems * n * WIDTH);
   Block<int> identity(n);
   if (!packed.data || !identity.data) return 1;
+#ifdef MASKED
+  // For each block and each atom, which atoms of the block, by bits, do not interact with it.
+  Block<uint8_t> left_out(blocks * n);
+  if (!left_out.data) return 1;
+  const auto leave_out = [&](int64_t i, int64_t j) { left_out.data[i / W * n + j] |= 1 << i % W; };
+  for (int64_t i = 0; i < n; ++i) leave_out(i, i);
+  for (int64_t k = 0; k < c.excluded; ++k) {
+    const int64_t i = c.exclusions[2 * k], j = c.exclusions[2 * k + 1];
+    leave_out(i, j), leave_out(j, i);
+  }
+#endif
   for (int64_t i = 0; i < n; ++i) identity.data[i] = (int)i;
   for (int64_t b = 0; b < c.systems; ++b)
     for (int64_t i = 0; i < n; ++i)
@@ -347,7 +384,11 @@ extern "C" int pairs(const Call* given) {
       const REAL* rows = packed.data + b * n * WIDTH;
 #endif
       const System system{c,      cell, operands.data[LISTED ? b : 0], b, atom, rows, cutoff, grid,
-                          gradients, energies.data, NUMBERS};
+                          gradients, energies.data, NUMBERS
+#ifdef MASKED
+                          , left_out.data
+#endif
+      };
       system.block(block * W, list, block);
     }
 #if LISTED

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from adjsim._cpp.program import Parts
+from adjsim._cpp.program import Parts, last_inputs
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -48,17 +48,18 @@ def compile_with_inductor(
 
     def loop(*values: Tensor) -> list[Tensor]:
         fixed = values[:constants_size]
+        at_start, at_body, at_finish = last_inputs((start, body, finish), fixed)
 
         def condition(k: Tensor, *operands: Tensor) -> Tensor:
             return more.graph(k, operands[carry_size])[0]
 
-        initial = start.graph(*values, *start.baked)
+        initial = start.graph(*values, *at_start)
         _, *out = torch.ops.higher_order.while_loop(
-            condition, body.graph, tuple(initial), (*fixed, *body.baked)
+            condition, body.graph, tuple(initial), (*fixed, *at_body)
         )
         # Without iterations the result shares memory with the initial carry. Inductor would reuse
         # that memory if the initial carry were not an output too.
-        return [*finish.graph(*out, *fixed, *finish.baked), *initial]
+        return [*finish.graph(*out, *fixed, *at_finish), *initial]
 
     graph = make_fx(loop, tracing_mode="fake", _allow_non_fake_inputs=True)(*constants, *carry)
     like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]

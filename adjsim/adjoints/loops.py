@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from adjsim._cpp.once import take_once
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
 from adjsim._pairs.merging import merge_pairs
@@ -117,10 +118,12 @@ def compile_loop(
         with _compiling:
             number = constants_list[0].clone()
             parts = Parts(
-                start=_trace(start, *constants_list, *carry_list),
-                more=_trace(more, number, constants_list[0]),
-                body=_trace(body, number, *carry_list, *constants_list),
-                finish=_trace(finish, *carry_list, *constants_list),
+                start=_trace(start, slice(constants_size), *constants_list, *carry_list),
+                more=_trace(more, slice(0), number, constants_list[0]),
+                body=_trace(
+                    body, slice(1 + carry_size, None), number, *carry_list, *constants_list
+                ),
+                finish=_trace(finish, slice(carry_size, None), *carry_list, *constants_list),
             )
             try:
                 compiled, path = (
@@ -209,13 +212,21 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _trace(function: Callable[..., list[Tensor]], *inputs: Tensor) -> Part:
-    """Trace one part of a loop separately, since autograd does not differentiate the loop."""
+def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Tensor) -> Part:
+    """Trace one part of a loop separately, since autograd does not differentiate the loop.
+
+    Args:
+        function: the part.
+        constants: which of its inputs are the constants of the loop.
+        inputs: examples of its inputs.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     merge_pairs(graph)
-    return Part(graph, _lift(graph))
+    baked = _lift(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return Part(graph, baked, take_once(graph, placeholders[: len(inputs)][constants]))
 
 
 def _lift(graph: Any) -> list[Tensor]:

@@ -61,6 +61,10 @@ def from_openmm(
     as in Amber, they are scaled pairs: the two factors are parameters, and charges, epsilon and
     sigma are those of the atoms. Otherwise they are pairs with numbers of their own.
 
+    The atoms of an exception are nearest images of each other in the reciprocal part of Ewald sums.
+    OpenMM takes their positions as they are; this is the same for whole molecules that are smaller
+    than half the box. Bonded terms take nearest images only if their force is periodic.
+
     The solvent shares the charges of ``coulomb`` if they are equal. A CMMotionRemover is ignored.
 
     Args:

@@ -89,7 +89,7 @@ def geometry(pair: PairPotential, position: Positions) -> tuple[list[Tensor], Te
         parts = nearest_image(parts, pair.box.to(position), exact=pair.cutoff is None)
     s = sum_coordinates([x * x for x in parts])
     excluded = pair.exclusions
-    included = distinct(position) if excluded is None else interacting(excluded, s.shape[-1])
+    included = distinct(position) if excluded is None else interacting(excluded, position)
     if pair.cutoff is not None:
         # A comparison of numbers is faster than two masks, which compiled loops would widen.
         s = torch.where(included, s, torch.finfo(s.dtype).max)

@@ -31,16 +31,17 @@ class PairForce(torch.autograd.Function):
         position: Tensor,
         box: Tensor | None,
         species: Tensor | None,
+        exclusions: Tensor | None,
         *operands: Tensor,
     ) -> Tensor:
         ctx.operator = operator
-        # With box and species, so that a change in place is an error.
-        ctx.save_for_backward(position, box, species, *operands)
+        # With box, species and exclusions, so that a change in place is an error.
+        ctx.save_for_backward(position, box, species, exclusions, *operands)
         return operator.evaluate(FORCE, position, grid=grid)[0]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (v,), (position, _, _, *operands) = cotangents, ctx.saved_tensors
+        (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(v):
             along, *rest = _product(
@@ -48,12 +49,12 @@ class PairForce(torch.autograd.Function):
                 (position, *operands),
                 v,
             )
-            return None, None, along, None, None, *rest
+            return None, None, along, None, None, None, *rest
         _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
         grads: list[Tensor | None] = [None] * len(operands)
         for k, grad in zip(operator.wanted, found, strict=True):
             grads[k] = grad
-        return None, None, along, None, None, *grads
+        return None, None, along, None, None, None, *grads
 
 
 class PairEnergy(torch.autograd.Function):
@@ -66,15 +67,16 @@ class PairEnergy(torch.autograd.Function):
         position: Tensor,
         box: Tensor | None,
         species: Tensor | None,
+        exclusions: Tensor | None,
         *operands: Tensor,
     ) -> Tensor:
         ctx.operator = operator
-        ctx.save_for_backward(position, box, species, *operands)
+        ctx.save_for_backward(position, box, species, exclusions, *operands)
         return operator.evaluate(ENERGY, position)[0]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), (position, _, _, *operands) = cotangents, ctx.saved_tensors
+        (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(weight):
             along, *rest = _product(
@@ -82,7 +84,7 @@ class PairEnergy(torch.autograd.Function):
                 (position, *operands),
                 weight,
             )
-            return None, along, None, None, *rest
+            return None, along, None, None, None, *rest
         along, grads = None, list[Tensor | None]([None] * len(operands))
         if ctx.needs_input_grad[1]:
             along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
@@ -90,7 +92,7 @@ class PairEnergy(torch.autograd.Function):
             found = operator.evaluate(SLOPES, position, weight=weight)
             for k, grad in zip(operator.wanted, found, strict=True):
                 grads[k] = grad
-        return None, along, None, None, *grads
+        return None, along, None, None, None, *grads
 
 
 def _is_batched(x: Tensor) -> bool:

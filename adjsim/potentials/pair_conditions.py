@@ -38,8 +38,6 @@ def unsupported(pair: PairPotential, position: Tensor) -> str | None:
         return "forward-mode differentiation is active"
     if pair.box is not None and pair.box.requires_grad:
         return "the box requires grad"
-    if pair.exclusions is not None:
-        return "it has exclusions"
     inner = (part for part in pair.modules() if part is not pair)
     if any(
         x is not None

@@ -108,12 +108,15 @@ class PairOperator:
         box = pair.box
         image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
         skin = skin_of(pair, position)
+        excluded = pair.exclusions is not None
         layout = Layout(
-            FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), ()
+            FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), (), excluded
         )
-        # A formula may read the shapes of tensors, such as the number of atoms.
+        # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
         shapes = tuple(
-            (name, x.shape, x.dtype) for name, x in pair._buffers.items() if x is not None
+            (name, x.shape, x.dtype)
+            for name, x in pair._buffers.items()
+            if x is not None and name != "exclusions"
         )
         place = (key, shapes, layout)
         with _lock:
@@ -137,9 +140,7 @@ class PairOperator:
         if self.printed or not self._has(*modes):
             return all_pairs.energy(self.by_torch(self.operands), position)
         if differentiable:
-            return PairEnergy.apply(
-                self, position, self.pair.box, self.pair.species, *self.operands
-            )
+            return PairEnergy.apply(self, position, *self._settings, *self.operands)
         return self.evaluate(ENERGY, position)[0]
 
     def force(self, position: Positions, grid: Grid | None) -> Positions:
@@ -149,8 +150,7 @@ class PairOperator:
         if self.printed or not self._has(*modes, grid=grid is not None):
             return all_pairs.force(self.by_torch(self.operands), position, grid)
         if differentiable:
-            box, species = self.pair.box, self.pair.species
-            return PairForce.apply(self, grid, position, box, species, *self.operands)
+            return PairForce.apply(self, grid, position, *self._settings, *self.operands)
         return self.evaluate(FORCE, position, grid=grid)[0]
 
     def force_vjp(
@@ -173,6 +173,11 @@ class PairOperator:
             return along, self._propagate(found, parameters)
 
         return value, pullback
+
+    @property
+    def _settings(self) -> tuple[Tensor | None, ...]:
+        """The tensors other than operands."""
+        return self.pair.box, self.pair.species, self.pair.exclusions
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -267,6 +272,7 @@ class PairOperator:
             self.operands,
             box,
             self.pair.species,
+            self.pair.exclusions,
             vector=vector,
             spacing=spacing,
             weight=weight,
@@ -308,6 +314,7 @@ class PairOperator:
         # Potentials of one class share kernels. So the values of tensors other than operands, and
         # the volume, cannot be read: a trace that reads one is an error.
         bare = self.pair.frozen()
+        bare._buffers["exclusions"] = None
         for name, x in bare._buffers.items():
             bare._buffers[name] = None if x is None else x.detach().to("meta")
         vars(bare).pop("_volume")

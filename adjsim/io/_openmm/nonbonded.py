@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim._typing import Array, Energies, Positions
+from adjsim._typing import Energies, Positions
 from adjsim.io._openmm.library import COULOMB, LENGTH, box_of_system, forces, plain
 from adjsim.io._openmm.particles import UNITS, Particles
 from adjsim.io._openmm.types import Names, Types, grouped
@@ -17,11 +17,14 @@ from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.coulomb import Coulomb, ReactionField
 from adjsim.potentials.dispersion import DispersionCorrection
 from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.ewald.splitting import mesh_size, splitting
 from adjsim.potentials.noble import LennardJonesMixture
 from adjsim.potentials.pair import PairPotential
 from adjsim.potentials.truncation import SwitchedDistance, Truncation, Unshifted
 
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
+ORDER = 5
+"""The order of OpenMM's splines."""
 
 
 class UncorrectedReactionField(ReactionField):
@@ -98,7 +101,11 @@ def _start(force: Any) -> float | None:
 
 
 def _lennard_jones(
-    force: Any, particles: Particles, names: Names, box: Array | None, exclusions: Tensor | None
+    force: Any,
+    particles: Particles,
+    names: Names,
+    box: np.ndarray | None,
+    exclusions: Tensor | None,
 ) -> tuple[Types, LennardJonesMixture]:
     bad = np.flatnonzero((particles.epsilon != 0) & (particles.sigma <= 0))
     if len(bad):
@@ -128,7 +135,7 @@ def _lennard_jones(
 
 
 def _coulomb(
-    force: Any, charge: nn.Parameter, box: Array | None, exclusions: Tensor | None
+    force: Any, charge: nn.Parameter, box: np.ndarray | None, exclusions: Tensor | None
 ) -> Potential:
     method, cutoff = METHODS[force.getNonbondedMethod()], _cutoff(force)
     if cutoff is None:
@@ -150,8 +157,11 @@ def _coulomb(
         return Ewald(charge, tolerance=tolerance, **common)
     alpha, *mesh = [plain(x) for x in force.getPMEParameters()]
     if alpha > 0:
-        return ParticleMeshEwald(charge, alpha=alpha / LENGTH, grid=tuple(mesh), **common)
-    return ParticleMeshEwald(charge, tolerance=tolerance, **common)
+        return ParticleMeshEwald(charge, alpha=alpha / LENGTH, grid=mesh, **common)
+    # OpenMM counts the points along the axes, not along the rows of a tilted box.
+    alpha, sides = splitting(None, cutoff, tolerance), np.diag(box) if box.ndim == 2 else box
+    mesh = mesh_size(alpha, sides.tolist(), tolerance, ORDER)
+    return ParticleMeshEwald(charge, alpha=alpha, grid=mesh, order=ORDER, **common)
 
 
 def _pairs(
@@ -159,7 +169,7 @@ def _pairs(
     parts: dict[str, Any],
     labels: dict[str, tuple[str, ...]],
     names: Names,
-    box: Array | None,
+    box: np.ndarray | None,
 ) -> dict[str, Potential]:
     """Make the parts of the exceptions that are not exclusions."""
     at = particles.interacting
@@ -187,7 +197,7 @@ def _explicit(
     labels: dict[str, tuple[str, ...]],
     names: Names,
     index: Tensor,
-    box: Array | None,
+    box: np.ndarray | None,
 ) -> ExplicitPairs:
     at = particles.interacting
     sigma = np.where(particles.pair_epsilon == 0, 1.0, particles.pair_sigma)

@@ -3,7 +3,8 @@
 The reciprocal part includes every pair. For an excluded pair its share, in the nearest image, is
 subtracted: with s the squared distance::
 
-    u(s) = -constant q_i q_j f(s),      f(s) = erf(alpha r) / r = (2 alpha / sqrt(pi)) F_0(alpha^2 s)
+    u(s) = -constant q_i q_j f(s)
+    f(s) = erf(alpha r) / r = (2 alpha / sqrt(pi)) F_0(alpha^2 s)
 
 F_n is the function of Boys, ``F_n(x) = integral from 0 to 1 of t^2n exp(-x t^2) dt``, whose
 derivative is -F_{n+1}. It is smooth, so two atoms at one place have a finite force and product.

@@ -4,7 +4,8 @@ The spline M_p of order p is positive between 0 and p, and a polynomial of degre
 integers, with p - 2 continuous derivatives::
 
     M_2(x) = 1 - |x - 1|
-    M_p(x) = (x M_{p-1}(x) + (p - x) M_{p-1}(x - 1)) / (p - 1),    M_p' = M_{p-1}(x) - M_{p-1}(x - 1)
+    M_p(x) = (x M_{p-1}(x) + (p - x) M_{p-1}(x - 1)) / (p - 1)
+    dM_p/dx = M_{p-1}(x) - M_{p-1}(x - 1)
 
 An atom at u, in units of the spacing of the mesh, has the weight M_p(u - g) at the point g. See
 Essmann et al., J. Chem. Phys. 103, 8577 (1995).

@@ -37,8 +37,9 @@ def splitting(alpha: float | None, cutoff: float, tolerance: float) -> float:
 def wave_numbers(alpha: float, lengths: Sequence[float], tolerance: float) -> tuple[int, ...]:
     """Choose the largest wave number along each row of the cell.
 
-    It is even, and the wave number n after it, along a row of length d, satisfies
-    ``0.05 sqrt(alpha d) n exp(-(pi n / (alpha d))^2) <= tolerance``.
+    With d the length of the row, n is the smallest number whose error
+    ``0.05 sqrt(alpha d) n exp(-(pi n / (alpha d))^2)`` is within the tolerance. The largest wave
+    number is n if n is even, and else n - 1: OpenMM counts waves from zero, an odd number of them.
     """
     return tuple(_wave_number(alpha * length, tolerance) for length in lengths)
 
@@ -61,9 +62,10 @@ def _wave_number(width: float, tolerance: float) -> int:
 def mesh_size(
     alpha: float, lengths: Sequence[float], tolerance: float, order: int
 ) -> tuple[int, ...]:
-    """Choose the points along each row of the cell: ``2 alpha d / (3 tolerance^(1/5))``, rounded up.
+    """Choose the number of mesh points along each row of the cell.
 
-    Here d is the length of the row. There are at least six points, and as many as the order.
+    It is ``2 alpha d / (3 tolerance^(1/5))``, rounded up, with d the length of the row. There are
+    at least six points, and as many as the order.
     """
     least = max(SMALLEST_MESH, order)
     factor = 2 * alpha / (3 * tolerance**0.2)

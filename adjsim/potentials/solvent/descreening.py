@@ -1,13 +1,24 @@
 """How much of the solvent around an atom another atom displaces.
 
-Atom i is a sphere of radius rho, atom j a sphere of radius t at the distance r. The integral of
+Atom i is a sphere of radius rho, atom j a sphere of radius t, at the distance r. The integral of
 ``1 / (4 pi x^4)`` around atom i, over the part of sphere j outside of sphere i, is::
 
     H = (1/L - 1/U + (r - t^2/r) (1/U^2 - 1/L^2) / 4 + log(L/U) / (2 r)) / 2
     U = r + t        L = max(rho, |r - t|)
 
 It is zero where sphere i contains sphere j. Where sphere j contains sphere i, ``1/rho - 1/L`` is
-added. See Hawkins, Cramer and Truhlar, J. Phys. Chem. 100, 19824 (1996).
+added. See Hawkins, Cramer and Truhlar, J. Phys. Chem. 100, 19824 (1996). With this term, H does not
+depend on U and L = |r - t| to first order (they are the ends of an integral whose integrand
+vanishes there)::
+
+    dH/dr   = (1 + t^2/r^2) (1/U^2 - 1/L^2) / 8 - log(L/U) / (4 r^2)
+    dH/dt   = -t/r (1/U^2 - 1/L^2) / 4
+    dH/drho = -1/rho^2                                                   inside of sphere j
+              (-1/rho^2 + (r - t^2/r) / (2 rho^3) + 1/(2 r rho)) / 2     where the surfaces cross
+              0                                                          outside of sphere j
+
+Without it, dH/dr has in addition ``1/L^2`` inside of sphere j, and dH/dt has ``-1/L^2``, and
+dH/drho is 0 there.
 """
 
 from __future__ import annotations
@@ -16,13 +27,96 @@ import torch
 from torch import Tensor
 
 
-def descreening(r: Tensor, rho: Tensor, t: Tensor, contained: bool) -> Tensor:
-    """Compute H, elementwise; with ``contained``, the term of a contained sphere is added."""
-    outer, gap = r + t, (r - t).abs()
-    inner = torch.maximum(gap, rho)
-    far, near, inverse = 1 / outer, 1 / inner, 1 / r
-    value = near - far + 0.25 * (r - t * t * inverse) * (far * far - near * near)
-    value = 0.5 * (value + 0.5 * inverse * torch.log(inner * far))
-    if contained:
-        value = value + torch.where(r + rho < t, 1 / rho - near, 0.0)
-    return torch.where(outer > rho, value, 0.0)
+class Descreening:
+    """H of pairs of spheres, and its derivatives with respect to s = r^2, rho and t, elementwise.
+
+    Args:
+        r: distance, positive.
+        rho: radius of the sphere around which the integral is.
+        t: radius of the other sphere.
+        included: which pairs count. H of all others is zero.
+        contained: whether the term of a contained sphere is added.
+    """
+
+    def __init__(
+        self, r: Tensor, rho: Tensor, t: Tensor, included: Tensor, *, contained: bool
+    ) -> None:
+        self.r, self.rho, self.t, self.contained = r, rho, t, contained
+        outer, self.gap = r + t, (r - t).abs()
+        inner = torch.maximum(self.gap, rho)
+        # One comparison instead of two masks, which compiled loops would widen.
+        self.counts = torch.where(included, outer, 0.0) > rho
+        self.far, self.near, self.inverse = 1 / outer, 1 / inner, 1 / r
+        self.squares = self.far * self.far - self.near * self.near
+        self.log = torch.log(inner * self.far)
+
+    def value(self) -> Tensor:
+        """Compute H."""
+        skew = self.r - self.t * self.t * self.inverse
+        value = self.near - self.far + 0.25 * skew * self.squares + 0.5 * self.inverse * self.log
+        value = 0.5 * value
+        if self.contained:
+            value = value + torch.where(self._inside(), 1 / self.rho - self.near, 0.0)
+        return self._masked(value)
+
+    def slope(self) -> Tensor:
+        """Compute dH/ds."""
+        return self._masked(0.25 * self.inverse * self._along())
+
+    def curvature(self) -> Tensor:
+        """Compute d2H/ds2."""
+        square, cube = self.inverse * self.inverse, self.near * self.near * self.near
+        moved = self._moved()
+        second = (
+            0.25 * (1 + self.t * self.t * square) * self._change_of_squares()
+            - self.inverse * square * (0.5 * self.t * self.t * self.squares - self.log)
+            - 0.5 * square * (moved * self.near - self.far)
+        )
+        if not self.contained:
+            second = second + torch.where(self._inside(), 4 * cube, 0.0)
+        return self._masked(0.125 * square * (second - self.inverse * self._along()))
+
+    def by_other(self) -> tuple[Tensor, Tensor]:
+        """Compute dH/dt and d2H/dt ds."""
+        ratio = 0.25 * self.t * self.inverse
+        value = -ratio * self.squares
+        along = ratio * (self.inverse * self.squares - self._change_of_squares())
+        if not self.contained:
+            square = self.near * self.near
+            value = value - torch.where(self._inside(), square, 0.0)
+            along = along - torch.where(self._inside(), 2 * square * self.near, 0.0)
+        return self._masked(value), self._masked(0.5 * self.inverse * along)
+
+    def by_own(self) -> tuple[Tensor, Tensor]:
+        """Compute dH/drho and d2H/drho ds."""
+        near, i, square = self.near, self.inverse, self.t * self.t
+        crossing = self.gap < self.rho
+        value = 0.5 * near * (0.5 * (self.r - square * i) * near * near + 0.5 * i - near)
+        along = 0.125 * i * near * ((1 + square * i * i) * near * near - i * i)
+        value = torch.where(crossing, value, 0.0)
+        if self.contained:
+            value = torch.where(self._inside(), -1 / (self.rho * self.rho), value)
+        return self._masked(value), self._masked(torch.where(crossing, along, 0.0))
+
+    def _along(self) -> Tensor:
+        """Compute 2 dH/dr."""
+        square = self.inverse * self.inverse
+        value = 0.25 * (1 + self.t * self.t * square) * self.squares - 0.5 * square * self.log
+        if not self.contained:
+            value = value + torch.where(self._inside(), 2 * self.near * self.near, 0.0)
+        return value
+
+    def _moved(self) -> Tensor:
+        """Compute dL/dr."""
+        return torch.where(self.gap > self.rho, torch.sign(self.r - self.t), 0.0)
+
+    def _change_of_squares(self) -> Tensor:
+        """Compute the derivative of 1/U^2 - 1/L^2 with respect to r."""
+        cube = self.near * self.near * self.near
+        return 2 * (cube * self._moved() - self.far * self.far * self.far)
+
+    def _inside(self) -> Tensor:
+        return self.r + self.rho < self.t
+
+    def _masked(self, x: Tensor) -> Tensor:
+        return torch.where(self.counts, x, 0.0)

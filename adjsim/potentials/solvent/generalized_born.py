@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from adjsim._box import differences
+from adjsim._grid import Grid
 from adjsim._inputs import as_flag, as_number
 from adjsim._params import describe, register
 from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.all_pairs import distinct, split_coordinates, sum_coordinates
-from adjsim.potentials.base import Potential
-from adjsim.potentials.solvent.descreening import descreening
+from adjsim.potentials.all_pairs import distinct
+from adjsim.potentials.base import DeferredVJP, ParameterVJP, Potential, Pullback
+from adjsim.potentials.solvent.pairs import Along, Pairs
 
-# The rescaling of the descreening sum, model II of the paper ("OBC2").
-ALPHA, BETA, GAMMA = 1.0, 0.8, 4.85
+# What can be trained.
+NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface")
 
 
 class GeneralizedBorn(Potential):
-    """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with a surface term.
+    """Generalised Born solvent, model II of Onufriev, Bashford and Case (OBC2), with surface area.
 
     ::
 
@@ -159,46 +160,44 @@ class GeneralizedBorn(Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
-        s, charge = self._squares(position), self.charge.to(position)
-        born = self._born_radii(s)
-        product = born.unsqueeze(-1) * born.unsqueeze(-2)
-        f = (s + product * torch.exp(-s / (4 * product))).sqrt()
-        pairs = self._strength(f) / f
+        pairs = Pairs(self, position, None)
+        energy = pairs.polarisation.energy()
         if self.cutoff is not None:
-            shift = self._strength(f) / self.cutoff
-            pairs = torch.where(distinct(position), pairs - shift, pairs)
-            pairs = torch.where(s < self.cutoff**2, pairs, 0.0)
-        polar = -0.5 * (charge.unsqueeze(-1) * charge * pairs).sum((-1, -2))
-        radius = self.radius.to(position)
-        area = 4 * math.pi * (radius + self.probe).square() * (radius / born).pow(6)
-        return polar + self.surface.to(position) * area.sum(-1)
+            # Pairs are shifted, and not an atom's own energy.
+            shift = (pairs.inside - pairs.outside) / self.cutoff
+            energy = pairs.within(torch.where(distinct(position), energy + shift, energy))
+        polar = 0.5 * (pairs.charge.unsqueeze(-1) * pairs.charge * energy).sum((-1, -2))
+        return polar + pairs.surface * pairs.areas().sum(-1)
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
-        return self._born_radii(self._squares(position))
+        return Pairs(self, position, None).born.value
 
-    def _strength(self, f: Tensor) -> Tensor:
-        """Compute tau."""
-        inside, outside = 1 / self.solute.to(f), 1 / self.solvent.to(f)
-        if self.kappa:
-            outside = outside * torch.exp(-self.kappa * f)
-        return self.constant * (inside - outside)
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        return Pairs(self, position, grid).force()
 
-    def _squares(self, position: Tensor) -> Tensor:
-        """Compute the squared distances, ``(*batch, atoms, atoms)``."""
-        if position.shape[-2] != len(self.charge):
-            raise ValueError(
-                f"charge is for {len(self.charge)} atoms and position has {position.shape[-2]}."
-            )
-        return sum_coordinates([x * x for x in split_coordinates(differences(position))])
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            pairs = Pairs(self, position, grid)
+            value = pairs.force()
 
-    def _born_radii(self, s: Tensor) -> Tensor:
-        radius = self.radius.to(s)
-        rho = radius - self.offset
-        included = distinct(s)
-        if self.cutoff is not None:
-            included = torch.where(included, s, math.inf) < self.cutoff**2
-        r = torch.where(included, s, 1.0).sqrt()
-        found = descreening(r, rho.unsqueeze(-1), self.scale.to(s) * rho, self.contained)
-        psi = rho * torch.where(included, found, 0.0).sum(-1)
-        return 1 / (1 / rho - torch.tanh(((GAMMA * psi - BETA) * psi + ALPHA) * psi) / radius)
+        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
+            names = self._trained()
+            with torch.no_grad():
+                along = Along(pairs, v)
+                product = along.force()
+                if not names:
+                    return product, [None] * len(parameters)
+                weights = along.weights(names)
+            return product, DeferredVJP(self, self._numbers, weights, position.new_zeros(()))
+
+        return value, pullback
+
+    def _trained(self) -> list[str]:
+        return [name for name in NUMBERS if getattr(self, name).requires_grad]
+
+    def _numbers(self, like: Tensor) -> Tensor:
+        """Join all numbers that are trained, in the dtype of another tensor."""
+        return torch.cat([getattr(self, name).to(like).reshape(-1) for name in self._trained()])

@@ -1,0 +1,65 @@
+"""Values that depend on the constants of a loop alone.
+
+An operator of torch that is registered in :data:`ONCE` is not part of an iteration. Torch evaluates
+it before the loop begins, and its value is an input of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+ONCE: set[Any] = set()
+
+
+@dataclass(frozen=True)
+class Once:
+    """The evaluation of an operator.
+
+    Attributes:
+        operator: the operator.
+        number: which of the constants is its first argument.
+        settings: its other arguments.
+        example: a tensor of the shape and type of its value.
+    """
+
+    operator: Any
+    number: int
+    settings: tuple[Any, ...]
+    example: Tensor = field(compare=False)
+
+    def value(self, constants: Sequence[Tensor]) -> Tensor:
+        """Evaluate it for the constants of the loop."""
+        return self.operator(constants[self.number], *self.settings)
+
+
+def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
+    """Turn values of constants alone into the last inputs of a graph, and return them.
+
+    Args:
+        graph: the graph.
+        constants: its placeholders of the constants of the loop.
+    """
+    found: dict[Any, tuple[Node, Once]] = {}
+    after = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    for node in [node for node in graph.graph.nodes if node.target in ONCE]:
+        source, *settings = node.args
+        while source.target is torch.ops.aten.detach.default:
+            source = source.args[0]
+        if source not in constants:
+            continue
+        key = node.target, constants.index(source), tuple(settings)
+        if key not in found:
+            with graph.graph.inserting_after(after[0]):
+                after = [graph.graph.placeholder(f"once_{len(found)}")]
+            after[0].meta["val"] = node.meta["val"]
+            found[key] = after[0], Once(*key, node.meta["val"])
+        node.replace_all_uses_with(found[key][0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [once for _, once in found.values()]

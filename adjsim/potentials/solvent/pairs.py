@@ -1,0 +1,246 @@
+"""Sums over pairs of generalised Born: the force, and its derivative along a direction.
+
+With the notation of :class:`~adjsim.potentials.solvent.GeneralizedBorn`, G of the pair energy
+(polarisation.py), H of the descreening (descreening.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
+
+    E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
+    c_i  = dU/dI_i = E_i rho_i dB_i/dpsi_i                             I_i = sum over j of H_ij
+    F_i  = -2 sum_j (q_i q_j dG/ds + c_i dH_ij/ds + c_j dH_ji/ds) d_ij
+
+The sum of the second term needs no c_i, and the third one is a sum over columns, since
+d_ji = -d_ij. So a force takes three passes over pairs: I and ``sum of dH_ij/ds d_ij``; E and the
+first term; the third term. An exponential and two logarithms of each pair are computed.
+
+The force is a derivative, so its Jacobian is symmetric, and ``v^T dF/dq`` is the derivative of F
+along v. It takes the same passes, with s' = 2 d_ij . (v_i - v_j) of every pair::
+
+    psi_i' = rho_i sum_j dH_ij/ds s'        B_i' = dB_i/dpsi psi_i'       y' = dy/ds s' + dy/dP P'
+    E_i'   = q_i sum_j q_j (dG/dP B_j)' + 42 A_i B_i' / B_i^2             P' = B_i' B_j + B_i B_j'
+    c_i'   = rho_i (E_i' dB_i/dpsi + E_i d2B_i/dpsi2 psi_i')
+
+and ``v^T dF/dtheta = -dU'/dtheta``, where dU/dtheta is a sum over pairs whose terms have
+derivatives along v as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from adjsim._box import differences
+from adjsim._grid import Grid
+from adjsim.potentials.all_pairs import (
+    _join_coordinates as join_coordinates,
+)
+from adjsim.potentials.all_pairs import (
+    distinct,
+    split_coordinates,
+    sum_coordinates,
+)
+from adjsim.potentials.solvent.born import BornRadii
+from adjsim.potentials.solvent.descreening import Descreening
+from adjsim.potentials.solvent.polarisation import Polarisation
+
+if TYPE_CHECKING:
+    from adjsim.potentials.solvent.generalized_born import GeneralizedBorn
+
+# Descreening sums are dimensionless, and rarely above ten. On multiples of this spacing they are
+# exact up to 128, and each contribution is rounded by at most 1e-14.
+SPACING = 2.0**-46
+
+
+class Pairs:
+    """What energy and force of one position have in common.
+
+    Args:
+        potential: the potential.
+        position: ``(*batch, atoms, dim)``.
+        grid: the grid to which contributions to the force are rounded before they are summed.
+    """
+
+    def __init__(self, potential: GeneralizedBorn, position: Tensor, grid: Grid | None) -> None:
+        atoms = len(potential.charge)
+        if position.shape[-2] != atoms:
+            raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
+        self.grid, self.cutoff = grid, potential.cutoff
+        self.pure = None if grid is None else Grid(position.new_full((), SPACING))
+        self.charge, self.radius = potential.charge.to(position), potential.radius.to(position)
+        self.scale, self.rho = potential.scale.to(position), self.radius - potential.offset
+        self.probe, self.surface = potential.probe, potential.surface.to(position)
+        self.solute, self.solvent = potential.solute.to(position), potential.solvent.to(position)
+        self.inside, self.outside = (
+            potential.constant / self.solute,
+            potential.constant / self.solvent,
+        )
+        self.d = split_coordinates(differences(position))
+        self.s = sum_coordinates([x * x for x in self.d])
+        included = distinct(position)
+        if self.cutoff is not None:
+            included = torch.where(included, self.s, math.inf) < self.cutoff**2
+        self.descreening = Descreening(
+            torch.where(included, self.s, 1.0).sqrt(),
+            self.rho.unsqueeze(-1),
+            self.scale * self.rho,
+            included,
+            contained=potential.contained,
+        )
+        psi = self.summed(self.rho.unsqueeze(-1) * self.descreening.value(), self.pure)
+        self.born = BornRadii(psi, self.radius, self.rho)
+        self.polarisation = Polarisation(
+            self.s,
+            self.born.value.unsqueeze(-1) * self.born.value.unsqueeze(-2),
+            self.inside,
+            self.outside,
+            potential.kappa,
+        )
+
+    def areas(self) -> Tensor:
+        """Compute the area of every atom, ``(*batch, atoms)``."""
+        sphere = 4 * math.pi * (self.radius + self.probe).square()
+        return sphere * (self.radius / self.born.value).pow(6)
+
+    def force(self) -> Tensor:
+        """Compute the force."""
+        self.hs = self.descreening.slope()
+        self.charges = self.within(self.charge.unsqueeze(-1) * self.charge)
+        gy, born = self.polarisation.slope(), self.born.value
+        self.gs = self.charges * gy * self.polarisation.by_square()
+        self.gp = self.charges * gy * self.polarisation.by_product()
+        grid = None if self.grid is None else self.grid.link(0)
+        by_born = self.summed(self.gp * born.unsqueeze(-2), grid)
+        self.by_born = by_born - 6 * self.surface * self.areas() / born
+        self.c = self.by_born * self.rho * self.born.slope()
+        # Times rho^2, the sum of dH/ds d has no unit.
+        self.share = self.rho * self.rho
+        self.own = self.rows(self.share.unsqueeze(-1) * self.hs, self.pure)
+        polar = self.rows(self.gs, self.grid)
+        columns = self.columns(self.c.unsqueeze(-1) * self.hs, self.grid)
+        factor = (self.c / self.share).unsqueeze(-2)
+        return join_coordinates(
+            [
+                2 * (third - first - factor * second)
+                for first, second, third in zip(polar, self.own, columns, strict=True)
+            ]
+        )
+
+    def within(self, x: Tensor) -> Tensor:
+        """Set pairs beyond the cutoff to zero."""
+        return x if self.cutoff is None else torch.where(self.s < self.cutoff**2, x, 0.0)
+
+    def summed(self, x: Tensor, grid: Grid | None) -> Tensor:
+        """Sum over the other atoms."""
+        return (x if grid is None else grid.round(x)).sum(-1)
+
+    def rows(self, weight: Tensor, grid: Grid | None) -> list[Tensor]:
+        """Sum weighted differences over the second atom of pairs, by coordinate."""
+        return [self.summed(weight.unsqueeze(-3) * x, grid) for x in self.d]
+
+    def columns(self, weight: Tensor, grid: Grid | None) -> list[Tensor]:
+        """Sum weighted differences over the first atom of pairs, by coordinate."""
+        terms = [weight.unsqueeze(-3) * x for x in self.d]
+        return [(x if grid is None else grid.round(x)).sum(-2) for x in terms]
+
+
+class Along:
+    """The derivative of the force along a direction, and what the parameters' gradients need.
+
+    Args:
+        pairs: pairs whose force has been computed.
+        v: the direction, ``(*batch, atoms, dim)``.
+    """
+
+    def __init__(self, pairs: Pairs, v: Tensor) -> None:
+        self.pairs, self.w = pairs, split_coordinates(differences(v))
+        born, polarisation = pairs.born, pairs.polarisation
+        self.s = 2 * sum_coordinates([x * y for x, y in zip(pairs.d, self.w, strict=True)])
+        self.psi = (pairs.rho.unsqueeze(-1) * pairs.hs * self.s).sum(-1)
+        self.born = born.slope() * self.psi
+        mixed = self.born.unsqueeze(-1) * born.value.unsqueeze(-2)
+        product = mixed + born.value.unsqueeze(-1) * self.born.unsqueeze(-2)
+        ys, yp = polarisation.by_square(), polarisation.by_product()
+        ss, sp, pp = polarisation.second()
+        self.y = ys * self.s + yp * product
+        slope = pairs.charges * polarisation.slope()
+        bend = pairs.charges * polarisation.curvature() * self.y
+        self.gs = bend * ys + slope * (ss * self.s + sp * product)
+        gp = bend * yp + slope * (sp * self.s + pp * product)
+        by_born = (gp * born.value.unsqueeze(-2) + pairs.gp * self.born.unsqueeze(-2)).sum(-1)
+        areas = pairs.surface * pairs.areas()
+        self.by_born = by_born + 42 * areas * self.born / born.value.square()
+        first, second = born.slope(), born.curvature()
+        self.c = pairs.rho * (self.by_born * first + pairs.by_born * second * self.psi)
+
+    def force(self) -> Tensor:
+        """Compute the derivative of the force."""
+        pairs, c, along = self.pairs, self.pairs.c, self.c
+        bend = pairs.descreening.curvature() * self.s
+        own = self._rows(pairs.share.unsqueeze(-1) * bend, pairs.share.unsqueeze(-1) * pairs.hs)
+        polar = self._rows(self.gs, pairs.gs)
+        weight = along.unsqueeze(-1) * pairs.hs + c.unsqueeze(-1) * bend
+        columns = self._sums(weight, c.unsqueeze(-1) * pairs.hs, -2)
+        c, along = (c / pairs.share).unsqueeze(-2), (along / pairs.share).unsqueeze(-2)
+        return join_coordinates(
+            [
+                2 * (last - first - along * before - c * after)
+                for last, first, before, after in zip(columns, polar, pairs.own, own, strict=True)
+            ]
+        )
+
+    def weights(self, names: Sequence[str]) -> Tensor:
+        """Compute ``v^T dF/dtheta`` of the named numbers, one after the other.
+
+        The gradients of numbers of atoms are ``(*batch, atoms)``, those of others ``(*batch, 1)``.
+        """
+        found = {
+            "charge": self._by_charge,
+            "radius": self._by_radius,
+            "scale": lambda: self.pairs.rho * self._by_sphere(),
+            "solute": self._by_solute,
+            "solvent": self._by_solvent,
+            "surface": lambda: (-6 * self.pairs.areas() * self.born / self.pairs.born.value).sum(
+                -1, keepdim=True
+            ),
+        }
+        return -torch.cat([found[name]() for name in names], -1)
+
+    def _by_charge(self) -> Tensor:
+        along = self.pairs.within(self.pairs.polarisation.slope() * self.y)
+        return (self.pairs.charge * along).sum(-1)
+
+    def _by_radius(self) -> Tensor:
+        pairs = self.pairs
+        rho, along = pairs.descreening.by_own()
+        own = self.c * rho.sum(-1) + pairs.c * (along * self.s).sum(-1)
+        born, born_along = pairs.born.by_radius(self.psi, self.born)
+        born = self.by_born * born + pairs.by_born * born_along
+        area = -6 * pairs.surface * pairs.areas() * self.born / pairs.born.value
+        area = area * (2 / (pairs.radius + pairs.probe) + 6 / pairs.radius)
+        return own + born + area + pairs.scale * self._by_sphere()
+
+    def _by_sphere(self) -> Tensor:
+        """Compute the gradient with respect to the radius with which an atom displaces solvent."""
+        value, along = self.pairs.descreening.by_other()
+        return (self.c.unsqueeze(-1) * value + self.pairs.c.unsqueeze(-1) * along * self.s).sum(-2)
+
+    def _by_solute(self) -> Tensor:
+        total = (self.pairs.charges * self.pairs.polarisation.slope_by_inside() * self.y).sum(-1)
+        factor = -0.5 * self.pairs.inside / self.pairs.solute
+        return factor * total.sum(-1, keepdim=True)
+
+    def _by_solvent(self) -> Tensor:
+        total = (self.pairs.charges * self.pairs.polarisation.slope_by_outside() * self.y).sum(-1)
+        factor = 0.5 * self.pairs.outside / self.pairs.solvent
+        return factor * total.sum(-1, keepdim=True)
+
+    def _rows(self, weight: Tensor, steady: Tensor) -> list[Tensor]:
+        return self._sums(weight, steady, -1)
+
+    def _sums(self, weight: Tensor, steady: Tensor, axis: int) -> list[Tensor]:
+        """Sum the derivatives of weighted differences, by coordinate."""
+        weight, steady = weight.unsqueeze(-3), steady.unsqueeze(-3)
+        pairs = zip(self.pairs.d, self.w, strict=True)
+        return [(weight * x + steady * y).sum(axis) for x, y in pairs]

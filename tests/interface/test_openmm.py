@@ -1,0 +1,554 @@
+"""Force fields from OpenMM: energies, forces, gradients of every number, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import numpy as np
+import openmm
+import pytest
+import torch
+from ase import units
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openmm import app, unit
+
+import adjsim
+from adjsim.io import from_openmm, to_openmm
+from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
+from adjsim.potentials.force_field import ForceFieldPotential
+from tests.openmm_systems import (
+    AMBER14,
+    DATA,
+    METHODS,
+    OBC2,
+    molecule,
+    random_system,
+    reference,
+    structure,
+)
+
+# Both sides sum the same terms in float64 and in another order.
+ROUNDING = 1e-10
+
+
+def displaced(positions, seed=0, size=0.005):
+    """Positions off the built geometry, so that no bond or angle is at rest."""
+    return positions + size * np.random.default_rng(seed).standard_normal(positions.shape)
+
+
+def energy_and_forces(potential, position):
+    with torch.no_grad():
+        return potential(position).item(), adjsim.force(potential, position).numpy()
+
+
+def assert_equal_to_openmm(system, positions, topology=None, rtol=ROUNDING):
+    potential, structure = from_openmm(system, positions, topology)
+    energy, forces = energy_and_forces(potential, structure.position)
+    expected, expected_forces = reference(system, positions)
+    scale = np.abs(expected_forces).max()
+    # The energy may be small where large terms cancel: a force over an angstrom is its scale.
+    assert abs(energy - expected) <= rtol * max(abs(expected), scale)
+    assert np.abs(forces - expected_forces).max() <= rtol * scale
+    return potential, structure
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (AMBER14,),
+        (AMBER14, OBC2),
+        ("amber14/protein.ff15ipq.xml",),
+        ("amber03.xml", "amber03_obc.xml"),
+        ("amber96.xml", "amber96_obc.xml"),
+        ("amber99sbildn.xml", "amber99_obc.xml"),
+        ("amberfb15.xml",),
+    ],
+)
+def test_dipeptide(files):
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    assert_equal_to_openmm(system, displaced(positions), topology)
+
+
+PARTS = {
+    "HarmonicBondForce": ("bonds",),
+    "HarmonicAngleForce": ("angles",),
+    "PeriodicTorsionForce": ("torsions",),
+    "RBTorsionForce": ("ryckaert_bellemans",),
+    "NonbondedForce": (
+        "lennard_jones",
+        "coulomb",
+        "lennard_jones_14",
+        "coulomb_14",
+        "pairs_14",
+        "dispersion",
+    ),
+    "GBSAOBCForce": ("solvent",),
+    "CustomGBForce": ("solvent",),
+    "CMMotionRemover": (),
+}
+
+
+def assert_equal_by_term(system, positions, topology=None):
+    potential, structure = from_openmm(system, positions, topology)
+    seen = set()
+    for group, force in enumerate(system.getForces()):
+        force.setForceGroup(group)
+    for group, force in enumerate(system.getForces()):
+        names = [name for name in PARTS[force.getName()] if hasattr(potential, name)]
+        seen.update(names)
+        if not names:
+            continue
+        part = ForceFieldPotential(**{name: getattr(potential, name) for name in names})
+        energy, forces = energy_and_forces(part, structure.position)
+        expected, expected_forces = reference(system, positions, {group})
+        scale = np.abs(expected_forces).max()
+        assert abs(energy - expected) <= ROUNDING * max(abs(expected), scale), force.getName()
+        assert np.abs(forces - expected_forces).max() <= ROUNDING * scale, force.getName()
+    assert seen == {name for name, _ in potential.named_children()}
+    return potential
+
+
+def test_dipeptide_by_term():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    potential = assert_equal_by_term(system, displaced(positions), topology)
+    # Charges move Coulomb's law, the 1-4 pairs and the solvent together.
+    assert potential.solvent.charge is potential.coulomb.charge
+    assert potential.coulomb_14.potential.charge is potential.coulomb.charge
+    names = [name for name, _ in potential.named_parameters()]
+    assert names.count("coulomb.charge") == 1
+    assert "solvent.charge" not in names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
+def test_peptide_of_20_residues(files):
+    system, positions, topology = molecule("peptide.pdb", *files)
+    assert topology.getNumResidues() == 20
+    assert_equal_by_term(system, displaced(positions), topology)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [app.CutoffPeriodic, app.Ewald, app.PME])
+@pytest.mark.parametrize("switch", [None, 0.75])
+def test_water(method, switch):
+    system, positions, topology = molecule(
+        "water.pdb",
+        str(DATA / "spcfw.xml"),
+        nonbondedMethod=method,
+        nonbondedCutoff=0.9,
+        switchDistance=switch,
+    )
+    potential, structure = assert_equal_to_openmm(system, positions, topology)
+    assert potential.bonds.k.shape == potential.angles.k.shape == (1,)
+    mass = float(structure.mass.sum()) / units._Nav
+    assert mass / float(structure.box.prod()) * 1e24 == pytest.approx(1.0, rel=1e-3)
+
+
+# OpenMM's own mesh is as coarse as its tolerance; ours has the same points and splines.
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    method=st.sampled_from(METHODS),
+    scaled=st.booleans(),
+    tilted=st.booleans(),
+)
+def test_random_systems(seed, method, scaled, tilted):
+    system, positions = random_system(seed, method, scaled, tilted)
+    potential = assert_equal_by_term(system, positions)
+    pairs = [part for part in potential.parts if isinstance(part, ScaledPairs | ExplicitPairs)]
+    assert all(isinstance(part, ScaledPairs) == scaled for part in pairs)
+    assert pairs
+    perturb(potential)
+    written = to_openmm(potential, system)
+    structure = from_openmm(system, positions)[1]
+    energy, forces = energy_and_forces(potential, structure.position)
+    expected, expected_forces = reference(written, positions)
+    scale = np.abs(expected_forces).max()
+    assert abs(energy - expected) <= ROUNDING * max(abs(expected), scale)
+    assert np.abs(forces - expected_forces).max() <= ROUNDING * scale
+
+
+def perturb(potential, seed=0):
+    """Change every number of a force field by about a hundredth."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in potential.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + 0.01 * noise)
+
+
+@pytest.mark.parametrize("files", [(AMBER14, OBC2), ("amber99sb.xml", "amber99_obc.xml")])
+def test_fitted_numbers_run_in_openmm(files):
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    positions = displaced(positions)
+    before = openmm.XmlSerializer.serialize(system)
+    potential, structure = from_openmm(system, positions, topology)
+    same = to_openmm(potential, system)
+    assert reference(same, positions)[0] == pytest.approx(
+        reference(system, positions)[0], rel=1e-14
+    )
+    surface = potential.solvent.surface.item()
+    perturb(potential)
+    if files[1] == OBC2:
+        with pytest.raises(ValueError, match=r"surface tension was changed.*GBSAOBCForce"):
+            to_openmm(potential, system)
+        with torch.no_grad():
+            potential.solvent.surface.fill_(surface)
+    written = to_openmm(potential, system)
+    assert openmm.XmlSerializer.serialize(system) == before
+    energy, forces = energy_and_forces(potential, structure.position)
+    expected, expected_forces = reference(written, positions)
+    assert energy == pytest.approx(expected, rel=ROUNDING)
+    np.testing.assert_allclose(
+        forces, expected_forces, rtol=0, atol=ROUNDING * np.abs(expected_forces).max()
+    )
+    assert abs(energy - reference(system, positions)[0]) > 1e-3
+    # What was written is read again.
+    again, _ = from_openmm(written, positions)
+    assert energy_and_forces(again, structure.position)[0] == pytest.approx(energy, rel=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"implicitSolventKappa": 1.5}, {"sasaMethod": None}])
+def test_options_of_the_custom_solvent(options):
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2, **options)
+    potential, _ = assert_equal_to_openmm(system, displaced(positions), topology)
+    assert potential.solvent.kappa == pytest.approx(options.get("implicitSolventKappa", 0.0) / 10)
+    assert (potential.solvent.surface.item() == 0) == ("sasaMethod" in options)
+
+
+def test_custom_solvent_with_a_cutoff():
+    system, positions, topology = molecule(
+        "dipeptide.pdb",
+        AMBER14,
+        OBC2,
+        nonbondedMethod=app.CutoffNonPeriodic,
+        nonbondedCutoff=0.5 * unit.nanometer,
+    )
+    potential, _ = assert_equal_to_openmm(system, displaced(positions), topology)
+    assert potential.solvent.cutoff == pytest.approx(5.0)
+
+
+def test_every_parameter_against_differences():
+    """d/dtheta of the energy and of a projected force, along a random direction of each tensor."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14, OBC2)
+    potential, structure = from_openmm(system, displaced(positions), topology)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(structure.position.shape, generator=generator, dtype=torch.float64)
+
+    def value():
+        return (
+            potential(structure.position)
+            + (weight * adjsim.force(potential, structure.position)).sum()
+        )
+
+    named = dict(potential.named_parameters())
+    gradients = dict(zip(named, torch.autograd.grad(value(), list(named.values())), strict=True))
+    for name, parameter in named.items():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        direction = noise * parameter.detach()
+        start = parameter.detach().clone()
+        results = []
+        for h in (1e-4, -1e-4):
+            with torch.no_grad():
+                parameter.copy_(start + h * direction)
+                results.append(value().item())
+        with torch.no_grad():
+            parameter.copy_(start)
+        along = float((gradients[name] * direction).sum())
+        # The error of a difference is of order h^2, and of the rounding of the value over h.
+        size = float((gradients[name] * direction).abs().sum())
+        assert abs((results[0] - results[1]) / 2e-4 - along) <= 1e-6 * max(size, 1e-2), name
+        assert size > 0, name
+
+
+def run(potential, structure, adjoint, solver, steps=100, compile=False):
+    dynamics = adjsim.Langevin(potential, structure.mass, 300 * units.kB, 0.05)
+    generator = torch.Generator().manual_seed(2)
+    start = dynamics.init(structure.position, generator=generator)
+    times = torch.tensor([0.0, steps * solver.dt])
+    return adjsim.simulate(
+        dynamics, start, times, solver=solver, adjoint=adjoint, generator=generator, compile=compile
+    )
+
+
+def end_to_end(trajectory):
+    q = trajectory.position[-1]
+    return (q[0] - q[-1]).norm() + (q[4] - q[12]).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [(AMBER14,), (AMBER14, OBC2)])
+def test_gradient_through_100_steps(files):
+    system, positions, topology = molecule("dipeptide.pdb", *files)
+    potential, structure = from_openmm(system, displaced(positions), topology)
+    named = dict(potential.named_parameters())
+    dt = 0.5 * units.fs
+    solver, exact = adjsim.BAOAB(dt), adjsim.Splitting("BAOAB", dt, exact=True)
+    cases = {
+        "direct": (adjsim.DirectAdjoint(), solver),
+        "checkpoint": (adjsim.CheckpointAdjoint(), solver),
+        "exact direct": (adjsim.DirectAdjoint(), exact),
+        "reversible": (adjsim.ReversibleAdjoint(), exact),
+    }
+    found = {}
+    for case, (adjoint, how) in cases.items():
+        loss = end_to_end(run(potential, structure, adjoint, how))
+        found[case] = torch.autograd.grad(loss, list(named.values()))
+    for case, other, tolerance in (
+        ("checkpoint", "direct", 1e-12),
+        ("reversible", "exact direct", 1e-10),
+    ):
+        for name, x, y in zip(named, found[case], found[other], strict=True):
+            assert (x - y).abs().max() <= tolerance * y.abs().max(), (case, name)
+    generator = torch.Generator().manual_seed(3)
+    start = {name: x.detach().clone() for name, x in named.items()}
+    directions = {
+        name: x * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        for name, x in start.items()
+    }
+    for name, x in named.items():
+        losses = []
+        for h in (1e-4, -1e-4):
+            with torch.no_grad():
+                x.copy_(start[name] + h * directions[name])
+                losses.append(
+                    float(end_to_end(run(potential, structure, cases["direct"][0], solver)))
+                )
+        with torch.no_grad():
+            x.copy_(start[name])
+        products = found["direct"][list(named).index(name)] * directions[name]
+        # Positions of 10 angstrom are known to 1e-15, so the difference is to 1e-10.
+        assert (
+            abs((losses[0] - losses[1]) / 2e-4 - float(products.sum()))
+            <= 1e-6 * float(products.abs().sum()) + 1e-10
+        ), name
+
+
+@pytest.mark.slow
+def test_compiled_run():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    potential, structure = from_openmm(system, displaced(positions), topology)
+    solver = adjsim.BAOAB(0.5 * units.fs)
+    ends, gradients = [], []
+    for compiled in (False, True):
+        trajectory = run(
+            potential, structure, adjsim.CheckpointAdjoint(), solver, 20, compile=compiled
+        )
+        ends.append(trajectory.position[-1].detach())
+        gradients.append(torch.autograd.grad(end_to_end(trajectory), list(potential.parameters())))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-12)
+    for x, y in zip(*gradients, strict=True):
+        assert (x - y).abs().max() <= 1e-10 * y.abs().max()
+
+
+def test_types():
+    """Terms with the same numbers and elements share a type, whose gradient is their sum."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    positions = displaced(positions)
+    shared, structure = from_openmm(system, positions, topology)
+    alone, _ = from_openmm(system, positions)
+    assert structure.symbols.count("H") == 12
+    assert alone.bonds.types is None
+    assert alone.bonds.k.shape == (21,)
+    types = shared.bonds.types
+    labels = shared.labels["bonds"]
+    assert len(labels) == len(shared.bonds.k) == int(types.max()) + 1
+    for term, kind in enumerate(types.tolist()):
+        assert shared.bonds.k[kind] == alone.bonds.k[term]
+        assert shared.bonds.length[kind] == alone.bonds.length[term]
+    # Ten hydrogens are at a carbon, and parm99 has one set of numbers for all.
+    symbols = [{structure.symbols[i] for i in term} for term in shared.bonds.index.tolist()]
+    assert (
+        len(
+            {kind for kind, pair in zip(types.tolist(), symbols, strict=True) if pair == {"C", "H"}}
+        )
+        == 1
+    )
+    assert "ALA CA-CB" in labels
+    gradients = []
+    for potential in (shared, alone):
+        energy = potential(structure.position)
+        gradients.append(torch.autograd.grad(energy, [potential.bonds.k, potential.torsions.k]))
+    for x, y, part in zip(*gradients, (shared.bonds, shared.torsions), strict=True):
+        summed = torch.zeros_like(x).index_add(0, part.types, y)
+        torch.testing.assert_close(summed, x, rtol=1e-12, atol=1e-14)
+
+
+def test_structure():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    quantity = positions * unit.nanometer
+    _, first = from_openmm(system, quantity, topology)
+    _, second = from_openmm(system, structure("dipeptide.pdb").positions)
+    torch.testing.assert_close(first.position, torch.from_numpy(10 * positions))
+    assert torch.equal(first.position, second.position)
+    assert first.symbols == second.symbols
+    assert first.box is None
+    assert float(first.mass.sum()) == pytest.approx(144.17, abs=0.01)
+    assert not first.momentum.any()
+    trajectory = run(
+        from_openmm(system, quantity)[0], first, adjsim.DirectAdjoint(), adjsim.BAOAB(0.05), 2
+    )
+    assert adjsim.io.to_ase(trajectory, first)[-1].get_chemical_formula() == "C6H12N2O2"
+
+
+def pair(force=None, **nonbonded):
+    """Two argon atoms, with one more force."""
+    system = openmm.System()
+    base = openmm.NonbondedForce()
+    for _ in range(2):
+        system.addParticle(39.948)
+        base.addParticle(0.0, 0.34, 1.0)
+    for name, value in nonbonded.items():
+        getattr(base, name)(*value)
+    system.addForce(base)
+    if force is not None:
+        system.addForce(force)
+    return system
+
+
+def constrained():
+    system = pair()
+    system.addConstraint(0, 1, 0.3)
+    return system
+
+
+def with_virtual_site():
+    system = pair()
+    system.addParticle(0.0)
+    system.getForce(0).addParticle(0.0, 0.1, 0.0)
+    system.setVirtualSite(2, openmm.TwoParticleAverageSite(0, 1, 0.5, 0.5))
+    return system
+
+
+def without_mass():
+    system = pair()
+    system.setParticleMass(1, 0.0)
+    return system
+
+
+def other_solvent(file):
+    return lambda: molecule("dipeptide.pdb", AMBER14, f"implicit/{file}.xml")[0]
+
+
+def altered_solvent():
+    system, *_ = molecule("dipeptide.pdb", AMBER14, OBC2)
+    force = next(f for f in system.getForces() if isinstance(f, openmm.CustomGBForce))
+    text, kind = force.getEnergyTermParameters(0)
+    force.setEnergyTermParameters(0, text.replace("charge^2", "charge^4"), kind)
+    return system
+
+
+def half_periodic():
+    system, periodic, plain = pair(), openmm.HarmonicBondForce(), openmm.HarmonicBondForce()
+    for force in (periodic, plain):
+        force.addBond(0, 1, 0.3, 1.0)
+        system.addForce(force)
+    periodic.setUsesPeriodicBoundaryConditions(True)
+    return system
+
+
+NONBONDED = openmm.NonbondedForce
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (constrained, r"1 constraints, .* atoms 0 and 1.*constraints=None, rigidWater=False"),
+        (with_virtual_site, r"particle 2 is a virtual site.*SPC/Fw"),
+        (without_mass, r"mass of particle 1 is 0.*PositionRestraint"),
+        (lambda: pair(openmm.MonteCarloBarostat(1, 300)), r"MonteCarloBarostat.*removeForce\(1\)"),
+        (
+            lambda: pair(openmm.AndersenThermostat(300, 1)),
+            r"AndersenThermostat.*dynamics of adjsim",
+        ),
+        (lambda: pair(openmm.DrudeForce()), r"DrudeForce.*polarisable.*fixed charges"),
+        (lambda: pair(openmm.AmoebaMultipoleForce()), r"AmoebaMultipoleForce.*polarisable"),
+        (lambda: pair(openmm.CMAPTorsionForce()), r"CMAPTorsionForce, force 1.*amber14"),
+        (lambda: pair(openmm.CustomBondForce("r")), r"CustomBondForce.*removeForce\(1\)"),
+        (lambda: pair(openmm.CustomNonbondedForce("r")), r"CustomNonbondedForce.*no counterpart"),
+        (lambda: pair(openmm.NonbondedForce()), r"more than one NonbondedForce"),
+        (lambda: pair(setNonbondedMethod=[NONBONDED.LJPME]), r"LJPME.*take PME"),
+        (lambda: pair(setIncludeDirectSpace=[False]), r"setIncludeDirectSpace\(True\)"),
+        (lambda: pair(setParticleParameters=[1, 0.0, 0.0, 1.0]), r"particle 1 has epsilon.*sigma"),
+        (
+            lambda: pair(
+                addGlobalParameter=["x", 1.0], addParticleParameterOffset=["x", 0, 1, 0, 0]
+            ),
+            r"parameter offsets",
+        ),
+        (half_periodic, r"HarmonicBondForce that is periodic and another"),
+        (openmm.System, r"no particles"),
+        (other_solvent("obc1"), r"not the OBC2 of implicit/obc2.xml: its Born radii"),
+        (other_solvent("gbn2"), r"not the OBC2"),
+        (altered_solvent, r"not the OBC2.*charge\^4"),
+        (lambda: molecule("dipeptide.pdb", "amber19/protein.ff19SB.xml")[0], r"CMAPTorsionForce"),
+        (lambda: molecule("dipeptide.pdb", AMBER14, constraints=app.HBonds)[0], r"12 constraints"),
+    ],
+)
+def test_what_is_refused(make, message):
+    system = make()
+    positions = 0.4 * np.arange(3 * system.getNumParticles()).reshape(-1, 3)
+    with pytest.raises(ValueError, match=message):
+        from_openmm(system, positions)
+
+
+def test_wrong_arguments():
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    with pytest.raises(TypeError, match=r"must be an openmm.System; got ForceField"):
+        from_openmm(app.ForceField(AMBER14), positions)
+    with pytest.raises(ValueError, match=r"positions are of 21 atoms; the system has 22"):
+        from_openmm(system, positions[1:])
+    with pytest.raises(ValueError, match=r"positions must be \(atoms, 3\)"):
+        from_openmm(system, positions[:, :2])
+    broken = positions.copy()
+    broken[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"positions of atom 3 is .*not finite"):
+        from_openmm(system, broken)
+    with pytest.raises(ValueError, match=r"topology has 165 atoms and the system 22"):
+        from_openmm(system, positions, structure("peptide.pdb").topology)
+    potential, _ = from_openmm(system, positions, topology)
+    with pytest.raises(TypeError, match=r"potential of from_openmm; got Harmonic"):
+        to_openmm(adjsim.Harmonic(), system)
+    other = molecule("peptide.pdb", AMBER14)[0]
+    with pytest.raises(ValueError, match=r"terms of HarmonicBondForce.*read from"):
+        to_openmm(potential, other)
+    wet = molecule("dipeptide.pdb", AMBER14, OBC2)[0]
+    with pytest.raises(ValueError, match=r"implicit solvent and the other has none"):
+        to_openmm(potential, wet)
+    fewer = copy.deepcopy(system)
+    force = next(f for f in fewer.getForces() if isinstance(f, openmm.NonbondedForce))
+    pairs = [force.getExceptionParameters(k) for k in range(force.getNumExceptions())]
+    k = next(k for k, row in enumerate(pairs) if row[2]._value)
+    force.setExceptionParameters(k, *pairs[k][:2], 0.0, 0.1, 0.0)
+    with pytest.raises(ValueError, match=r"exceptions of the system are not the pairs"):
+        to_openmm(potential, fewer)
+
+
+def test_mixed_up_units():
+    """Nanometres taken for angstrom put atoms on top of each other: two of them are named."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    with pytest.raises(ValueError, match=r"energy at the start is .* eV.*atoms \d+ and \d+") as one:
+        from_openmm(system, positions / 10, topology)
+    assert "units" in str(one.value)
+    together = positions.copy()
+    together[21] = together[0] + (1e-4, 0, 0)
+    with pytest.raises(ValueError, match=r"atoms 0 and 21, 0.001 angstrom apart"):
+        from_openmm(system, together, topology)
+    # The same at the start of a run.
+    potential, structure = from_openmm(system, positions, topology)
+    bad = structure.position.clone()
+    bad[21] = bad[0] + torch.tensor([1e-3, 0, 0])
+    batch = torch.stack([structure.position, bad])
+    dynamics = adjsim.Langevin(potential, structure.mass, 0.025, 0.1)
+    for whole in (potential, potential + adjsim.Harmonic(0.01)):
+        dynamics = adjsim.Langevin(whole, structure.mass, 0.025, 0.1)
+        with pytest.raises(ValueError, match=r"start of system 1 is .*atoms 0 and 21, 0.001"):
+            dynamics.init(batch, torch.zeros_like(batch))
+
+
+def test_without_openmm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openmm", None)
+    with pytest.raises(ImportError, match="pip install openmm"):
+        from_openmm(object(), np.zeros((1, 3)))
