@@ -196,9 +196,14 @@ namespace {{ namespace math {{
 # the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
 # order of 13 leaves an error of 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves,
 # so that neither overflows before the result does.
+#
+# log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2). With
+# s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
+# without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
+# multiplied by 2^54 first.
 REPRODUCIBLE = f"""
 namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name != "exp")}
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name not in ("exp", "log"))}
 inline double two_to(double shifted) {{
   int64_t bits;
   std::memcpy(&bits, &shifted, 8);
@@ -220,5 +225,28 @@ inline double exp(double x) {{
   return (1 + (r + r * r * series)) * two_to(first) * two_to(second);
 }}
 inline float exp(float x) {{ return std::exp(x); }}
+inline double log(double x) {{
+  const bool small = x < 0x1p-1022;
+  const double normal = small ? x * 0x1p54 : x;
+  int64_t bits, exponent, fraction;
+  std::memcpy(&bits, &normal, 8);
+  // The difference of the bits of 1 and sqrt(1/2) is added, and sqrt(1/2) is given back below.
+  bits += INT64_C(0x3ff0000000000000) - INT64_C(0x3fe6a09e667f3bcd);
+  fraction = (bits & INT64_C(0xfffffffffffff)) + INT64_C(0x3fe6a09e667f3bcd);
+  // The bits of 2^52 plus an integer are the double of their sum.
+  exponent = (bits >> 52) + INT64_C(0x4330000000000000);
+  double n, f;
+  std::memcpy(&n, &exponent, 8);
+  std::memcpy(&f, &fraction, 8);
+  n = (n - 0x1p52) - (small ? 1077 : 1023);
+  f = f - 1;
+  const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
+  double series = {2 / 23!r};
+{chr(10).join(f"  series = series * z + {2 / k!r};" for k in range(21, 2, -2))}
+  const double rest = s * (half + z * series) + n * 0x1.473de6af278edp-34;
+  const double value = n * 0x1.62e42fefp-1 - ((half - rest) - f);
+  return x > 0 ? (x < INFINITY ? value : x) : x == 0 ? -INFINITY : NAN;
+}}
+inline float log(float x) {{ return std::log(x); }}
 }} }}
 """
