@@ -212,7 +212,7 @@ def fit(solvent, wanted, seed):
                 break
             jacobian = estimate.grad["potential.torsions.k"][:, model.types]
             change = torch.linalg.solve(jacobian, aim - estimate.value)
-            change *= min(1.0, 0.02 / float(change.abs().max()))
+            change *= 0.02 / max(0.02, float(change.abs().max()))
             info = estimate.diagnostics
             rows.append(
                 {
@@ -297,7 +297,7 @@ def paths(states, seed, ends):
             drift = model.slopes(end) - first
             grad, _ = response(duration, own, len(states))
             change = -torch.linalg.solve(grad, drift.mean(0))
-            k = k + change * min(1.0, 0.03 / float(change.abs().max()))
+            k = k + change * 0.03 / max(0.03, float(change.abs().max()))
             history.append(k)
         print("path fit", duration, k.tolist(), flush=True)
         inverse = torch.linalg.inv(grad)
