@@ -17,7 +17,7 @@ Where a coordinate is not differentiable, its gradient is zero instead of NaN: a
 coincident points, an angle with a side without length, the angle of three points on a line (0 or
 pi), and a dihedral angle with three consecutive points on a line. A point counts as on the line if
 the sine of the angle is below eight rounding errors. Autograd through ``value`` and ``gradient``
-is finite there too.
+is finite there too. NaN and infinite points give NaN.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ class _Unit:
 
     def __init__(self, b: Vector) -> None:
         square = dot(b, b)
-        present = square > 0
-        root = torch.where(present, square, 1.0).sqrt()
-        self.length = torch.where(present, root, 0.0)
-        self.inverse = torch.where(present, 1 / root, 0.0)
+        # The comparison is false for NaN, which is kept.
+        missing = square == 0
+        root = torch.where(missing, 1.0, square).sqrt()
+        self.length = torch.where(missing, 0.0, root)
+        self.inverse = torch.where(missing, 0.0, 1 / root)
         self.direction = scaled(self.inverse, b)
 
     def along(self, v: Vector) -> tuple[Tensor, Vector]:
@@ -178,15 +179,14 @@ class Angle(Coordinate):
         self._product = c = dot(u, w)
         across = combined(w, -c, u)
         square = dot(across, across)
-        bent = square > _smallest(square)
-        sine = torch.where(bent, square, 1.0).sqrt()
+        straight = square <= _smallest(square)
+        sine = torch.where(straight, 1.0, square).sqrt()
         # The angle of points on a line is a constant.
-        straight = torch.where(c.detach() > 0, torch.pi, 0.0).to(c)
-        self.value = torch.where(bent, torch.atan2(sine, torch.where(bent, -c, 0.0)), straight)
-        self._sine, self._cosecant = (
-            torch.where(bent, sine, 0.0),
-            torch.where(bent, 1 / sine, 0.0),
-        )
+        constant = torch.where(c.detach() > 0, torch.pi, 0.0).to(c)
+        value = torch.atan2(sine, torch.where(straight, 0.0, -c))
+        self.value = torch.where(straight, constant, value)
+        self._sine = torch.where(straight, 0.0, sine)
+        self._cosecant = torch.where(straight, 0.0, 1 / sine)
         #: Unit vectors orthogonal to b_1 and b_2, in the plane of both.
         self._normals = (
             scaled(self._cosecant, across),
@@ -231,11 +231,12 @@ class Dihedral(Coordinate):
         u1, u2, u3 = (unit.direction for unit in units)
         m, n = cross(u1, u2), cross(u2, u3)
         mm, nn = dot(m, m), dot(n, n)
-        bent = torch.minimum(mm, nn) > _smallest(mm)
+        straight = torch.minimum(mm, nn) <= _smallest(mm)
         y, x = dot(u1, n), dot(m, n)
-        self.value = torch.atan2(torch.where(bent, y, 0.0), torch.where(bent, x, 1.0))
+        self.value = torch.atan2(torch.where(straight, 0.0, y), torch.where(straight, 1.0, x))
         self._inverses = [
-            torch.where(bent, 1 / torch.where(bent, square, 1.0), 0.0) for square in (mm, nn)
+            torch.where(straight, 0.0, 1 / torch.where(straight, 1.0, square))
+            for square in (mm, nn)
         ]
         self._crosses = m, n
         self._normals = [scaled(f, a) for f, a in zip(self._inverses, (m, n), strict=True)]

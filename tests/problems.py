@@ -37,6 +37,10 @@ class Cage(nn.Module):
         return pairs.sum(-1) + self.stiffness * (position**4).sum((-1, -2))
 
 
+def vector(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
 POTENTIALS: dict[str, Callable[[], nn.Module]] = {
     "harmonic": lambda: adjsim.Harmonic(parameter(1.3), parameter(0.2)),
     "double-well": lambda: adjsim.DoubleWell(parameter(0.7)),
@@ -53,6 +57,13 @@ POTENTIALS: dict[str, Callable[[], nn.Module]] = {
         torch.tensor([0, 1, 0, 1]),
         nn.Parameter(torch.tensor([1.1, 0.8], dtype=torch.float64)),
         nn.Parameter(torch.tensor([0.95, 0.9], dtype=torch.float64)),
+    ),
+    "bonded": lambda: (
+        adjsim.MorseBond([[0, 1], [0, 2]], vector(1.1, 0.9), parameter(1.5), parameter(1.1))
+        + adjsim.HarmonicAngle([[1, 0, 2]], parameter(1.3), parameter(1.7))
+        + adjsim.CosineAngle([[0, 1, 3], [0, 2, 3]], parameter(0.8), vector(1.4), types=[0, 0])
+        + adjsim.UreyBradley([[0, 2, 3]], parameter(0.7), parameter(1.8))
+        + adjsim.PositionRestraint([3], parameter(0.5), nn.Parameter(torch.ones(1, 2).double()))
     ),
     "plain-module": Cage,
 }
@@ -78,10 +89,6 @@ SCHEMES = {
     "chain-3": ["NBABN", "BNANB", "ANBNA", "BAN"],
     "esh": ["EAE", "AEA", "AE"],
 }
-
-
-def vector(*values: float) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
 
 STOCHASTIC: dict[str, Callable[[nn.Module], Dynamics]] = {

@@ -201,9 +201,10 @@ namespace {{ namespace math {{
 # s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
 # without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
 # multiplied by 2^54 first.
+SCALAR = [name for name in (*FUNCTIONS, "pow", "atan2") if name not in ("exp", "log")]
 REPRODUCIBLE = f"""
 namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name not in ("exp", "log"))}
+{" ".join(f"using std::{name};" for name in SCALAR)}
 inline double two_to(double shifted) {{
   int64_t bits;
   std::memcpy(&bits, &shifted, 8);

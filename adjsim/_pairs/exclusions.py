@@ -72,8 +72,10 @@ def interacting(exclusions: Tensor, position: Tensor) -> Tensor:
     atoms = position.shape[-2]
     if not is_tracing():
         return _matrix(exclusions, atoms, torch.bool)
-    # A compiled loop over pairs reads numbers of one type.
-    return torch.ops.adjsim.interacting(exclusions.detach(), atoms, position.dtype) > 0
+    # A compiled loop over pairs reads numbers of one type. It is faster with atoms side by side in
+    # vectors than with the neighbours of one atom, and is made so where memory is read in that
+    # order. The matrix is symmetric.
+    return torch.ops.adjsim.interacting(exclusions.detach(), atoms, position.dtype).mT > 0
 
 
 def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:

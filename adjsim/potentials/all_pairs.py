@@ -61,12 +61,10 @@ def force_vjp(
         with torch.no_grad():
             w = split_coordinates(differences(v))
             dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
-            second = _masked(pair, pair.truncated_curvature(s), included)
-            curvature = (-4 * second * dw).unsqueeze(-3)
+            dw = _masked(pair, dw, included)
+            curvature = (-4 * pair.truncated_curvature(s) * dw).unsqueeze(-3)
             rows = [(curvature * x + weight * y).sum(-1) for x, y in zip(d, w, strict=True)]
-            return _join_coordinates(rows), DeferredVJP(
-                pair, pair.truncated_slope, _masked(pair, -dw, included), s
-            )
+            return _join_coordinates(rows), DeferredVJP(pair, pair.truncated_slope, -dw, s)
 
     return value, pullback
 

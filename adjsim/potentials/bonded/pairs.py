@@ -79,10 +79,10 @@ class ScaledPairs(BondedPotential):
         if not self.truncated:
             return scale * getattr(pair, f"pair_{formula}")(x)
         assert pair.cutoff is not None
-        inside = x < pair.cutoff**2
+        outside = x >= pair.cutoff**2
         # Formulas that end at the cutoff may not be finite beyond it.
-        near = torch.where(inside, x, pair.safe_distance(x))
-        return torch.where(inside, scale * getattr(pair, f"truncated_{formula}")(near), 0.0)
+        near = torch.where(outside, pair.safe_distance(x), x)
+        return torch.where(outside, 0.0, scale * getattr(pair, f"truncated_{formula}")(near))
 
     def _select_operands(self) -> None:
         """Prepare the selection of numbers of atoms, and of entries of tables, for the pairs."""

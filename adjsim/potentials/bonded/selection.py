@@ -53,7 +53,7 @@ class Selection(nn.Module):
 
 def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
     for table in tables:
-        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-1)
+        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-2)
     return x
 
 
@@ -108,7 +108,7 @@ class _Sum(torch.autograd.Function):
 def _tables(index: Tensor, count: int) -> list[Tensor]:
     """Make tables of the entries of each number, by which sums read them.
 
-    Each table is ``(rows, at most WIDTH)``. An empty place is the index behind the last entry.
+    Each table is ``(at most WIDTH, rows)``. An empty place is the index behind the last entry.
     """
     tables: list[Tensor] = []
     while True:
@@ -123,7 +123,7 @@ def _tables(index: Tensor, count: int) -> list[Tensor]:
         width = min(WIDTH, max(1, int(counts.max())))
         table = torch.full((int(parts.sum()), width), len(index), device=index.device)
         table[row, rank % WIDTH] = torch.arange(len(index), device=index.device)
-        tables.append(table)
+        tables.append(table.T.contiguous())
         if len(table) == count:
             return tables
         index = torch.repeat_interleave(torch.arange(count, device=index.device), parts)

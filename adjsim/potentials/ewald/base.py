@@ -12,6 +12,7 @@ from torch import Tensor
 from adjsim._box import volume
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
+from adjsim._layout import materialise
 from adjsim._params import refuse_unknown, register
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ParameterVJP, Potential, Pullback, VJPSum
@@ -92,7 +93,7 @@ class EwaldSum(Potential):
         value = self.real.force(position, grid)
         for part in self._parts(position):
             value = value + _rounded(force_of(part, position, charge), grid)
-        return value
+        return materialise(value)
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
@@ -115,9 +116,9 @@ class EwaldSum(Potential):
             for more, _ in found:
                 along = along + more
             cotangent = sum(weight for _, weight in found)
-            return along, VJPSum((rest, _to_parameters(charge, cotangent, parameters)))
+            return materialise(along), VJPSum((rest, _to_parameters(charge, cotangent, parameters)))
 
-        return value, pullback
+        return materialise(value), pullback
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.

@@ -118,6 +118,11 @@ def boys(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def partners_of(exclusions: Tensor, atoms: int) -> Tensor:
     """List the excluded partners of each atom, ``(atoms, most)``, filled up with itself."""
+    if exclusions.numel() and int(exclusions.max()) >= atoms:
+        raise ValueError(
+            f"exclusions name atom {int(exclusions.max())}, and charge is for {atoms} atoms, "
+            "numbered from 0."
+        )
     found: list[list[int]] = [[] for _ in range(atoms)]
     for i, j in exclusions.tolist():
         found[i].append(j)

@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adjsim._box import volume
+from adjsim._layout import is_tracing
 from adjsim.potentials.ewald import splines
 from adjsim.potentials.ewald.spreading import gather, spread
 from adjsim.potentials.ewald.waves import wave_virial
@@ -43,7 +45,7 @@ class Mesh:
     to_mesh: Tensor
     shape: tuple[int, ...]
     order: int
-    strain: Callable[[Tensor], Tensor]
+    strain: Callable[[Tensor], Tensor] | None = None
 
     def energy(self, position: Tensor, charge: Tensor) -> Tensor:
         """Compute the energy, ``(*batch,)``."""
@@ -52,43 +54,65 @@ class Mesh:
 
     def force(self, position: Tensor, charge: Tensor) -> Tensor:
         """Compute the force, ``(*batch, atoms, 3)``."""
-        u = self._at(position)
-        phi = self._potential(self._spread(u, charge.unsqueeze(-1)))
-        slope = gather(u, phi, 1, self.order)[..., 1:]
-        return self._back(-charge.unsqueeze(-1) * slope, position)
+        return self._linearise(position, charge)[0]
 
     def linearised(
         self, position: Tensor, charge: Tensor
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dcharge)."""
+        value, phi = self._linearise(position, charge)
+
+        def product(v: Tensor) -> tuple[Tensor, Tensor]:
+            if is_tracing():
+                given = [x.detach() for x in (position, charge, phi, v)]
+                return torch.ops.adjsim.mesh_product(*given, *self._settings())
+            return self.product(position, charge, phi, v)
+
+        return value, product
+
+    def _linearise(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor]:
+        if is_tracing():
+            given = [x.detach() for x in (position, charge)]
+            return torch.ops.adjsim.mesh_force(*given, *self._settings())
+        return self.force_and_potential(position, charge)
+
+    def _settings(self) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+        return self.influence, self.to_mesh, self.shape, self.order
+
+    def force_and_potential(self, position: Tensor, charge: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the force, and the potential on the mesh."""
         u, q = self._at(position), charge.unsqueeze(-1)
         phi = self._potential(self._spread(u, q))
         slope = gather(u, phi, 1, self.order)[..., 1:]
+        return self._back(-q * slope, position), phi
 
-        def product(v: Tensor) -> tuple[Tensor, Tensor]:
-            w = self._at(v)
-            dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
-            along = gather(u, self._potential(self._spread(u, dipoles)), 1, self.order)
-            curvature = gather(u, phi, 2, self.order)[..., 4:]
-            bent = (curvature[..., _SYMMETRIC] * w.unsqueeze(-2)).sum(-1)
-            found = -(slope * w).sum(-1) - along[..., 0]
-            return self._back(-q * (bent + along[..., 1:]), position), found.sum(0)
-
-        return self._back(-q * slope, position), product
+    def product(
+        self, position: Tensor, charge: Tensor, phi: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute v^T dF/dq and v^T dF/dcharge, from the potential on the mesh."""
+        u, w, q = self._at(position), self._at(v), charge.unsqueeze(-1)
+        dipoles = torch.cat([torch.zeros_like(w[..., :1]), q * w], -1)
+        along = gather(u, self._potential(self._spread(u, dipoles)), 1, self.order)
+        here = gather(u, phi, 2, self.order)
+        slope, curvature = here[..., 1:4], here[..., 4:]
+        bent = (curvature[..., _SYMMETRIC] * w.unsqueeze(-2)).sum(-1)
+        found = -(slope * w).sum(-1) - along[..., 0]
+        return self._back(-q * (bent + along[..., 1:]), position), found.sum(0)
 
     def virial(self, position: Tensor, charge: Tensor) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain."""
         q = self._spread(self._at(position), charge.unsqueeze(-1))
         square = torch.fft.fftn(q, dim=(-3, -2, -1)).abs() ** 2
+        assert self.strain is not None
         return self.strain(square).reshape(*position.shape[:-2], 3, 3)
 
     def _at(self, x: Tensor) -> Tensor:
         """Convert vectors to units of the mesh, ``(systems, atoms, 3)``."""
-        return (x @ self.to_mesh).reshape(-1, *x.shape[-2:])
+        return _times(x, self.to_mesh).reshape(-1, *x.shape[-2:])
 
     def _back(self, covector: Tensor, like: Tensor) -> Tensor:
         """Convert derivatives with respect to units of the mesh."""
-        return (covector @ self.to_mesh.T).reshape(like.shape)
+        return _times(covector, self.to_mesh.T).reshape(like.shape)
 
     def _spread(self, u: Tensor, coefficients: Tensor) -> Tensor:
         return spread(u, coefficients.expand(len(u), -1, -1), self.shape, self.order)
@@ -96,8 +120,17 @@ class Mesh:
     def _potential(self, q: Tensor) -> Tensor:
         """Convolve charges on the mesh with G."""
         axes = (-3, -2, -1)
-        waves = torch.fft.rfftn(q, dim=axes) * self.influence
+        # Real numbers by real numbers: a product of complex ones takes twice as long, and Inductor
+        # has none.
+        waves = torch.view_as_real(torch.fft.rfftn(q, dim=axes)) * self.influence.unsqueeze(-1)
+        waves = torch.view_as_complex(waves)
         return torch.fft.irfftn(waves, s=self.shape, dim=axes, norm="forward")
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """Multiply by a matrix, with bits that do not depend on the layout of x in memory."""
+    first, second, third = matrix.unbind(0)
+    return x[..., 0:1] * first + x[..., 1:2] * second + x[..., 2:3] * third
 
 
 # The places of xx xy xz yy yz zz in a symmetric matrix.
@@ -140,3 +173,37 @@ def mesh_virial(square: Tensor, cell: Tensor, alpha: float, order: int, constant
     energies = 0.5 * full_influence(cell, shape, alpha, order, constant).to(square) * square
     vectors = mesh_waves(cell, shape).to(square).reshape(-1, 3)
     return wave_virial(energies.flatten(-3), vectors, alpha)
+
+
+# A traced step contains these operators. Torch's compilers call them, and compile none of the
+# transforms, so that a compiled force has the bits of an eager one.
+
+
+@torch.library.custom_op("adjsim::mesh_force", mutates_args=())
+def mesh_force(
+    position: Tensor, charge: Tensor, influence: Tensor, to_mesh: Tensor, shape: Sequence[int],
+    order: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the force, and the potential on the mesh, see :class:`Mesh`."""
+    mesh = Mesh(influence, to_mesh, tuple(shape), order)
+    return mesh.force_and_potential(position, charge)
+
+
+@torch.library.custom_op("adjsim::mesh_product", mutates_args=())
+def mesh_product(
+    position: Tensor, charge: Tensor, phi: Tensor, v: Tensor, influence: Tensor, to_mesh: Tensor,
+    shape: Sequence[int], order: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the product of the force's derivative with a vector, see :class:`Mesh`."""
+    return Mesh(influence, to_mesh, tuple(shape), order).product(position, charge, phi, v)
+
+
+@mesh_force.register_fake
+def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    systems = position.shape[:-2].numel()
+    return position.new_empty(position.shape), position.new_empty((systems, *rest[2]))
+
+
+@mesh_product.register_fake
+def _(position: Tensor, charge: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return position.new_empty(position.shape), charge.new_empty(charge.shape)

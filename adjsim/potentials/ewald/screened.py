@@ -23,6 +23,8 @@ class ScreenedCoulomb(Coulomb):
         cutoff, box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
+    alpha: Tensor
+
     def __init__(
         self,
         charge: Number,
@@ -35,22 +37,23 @@ class ScreenedCoulomb(Coulomb):
         skin: float | None,
     ) -> None:
         super().__init__(charge, constant, cutoff=cutoff, box=box, exclusions=exclusions, skin=skin)
-        self.alpha = alpha
+        # A tensor, which kernels read. A number would be compiled into them.
+        self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64))
 
     def truncated_energy(self, s: Tensor) -> Tensor:
         return self.pair_energy(s)
 
     def radial_energy(self, r: Tensor) -> Tensor:
-        return self._products(r) * torch.erfc(self.alpha * r) / r
+        return self._products(r) * torch.erfc(self.alpha.to(r) * r) / r
 
     def radial_slope(self, r: Tensor) -> Tensor:
-        return -self._products(r) * (torch.erfc(self.alpha * r) / r + self._gaussian(r)) / r
+        return -self._products(r) * (torch.erfc(self.alpha.to(r) * r) / r + self._gaussian(r)) / r
 
     def radial_curvature(self, r: Tensor) -> Tensor:
-        damped = torch.erfc(self.alpha * r) / r + self._gaussian(r)
-        rest = self.alpha**2 * self._gaussian(r)
+        damped = torch.erfc(self.alpha.to(r) * r) / r + self._gaussian(r)
+        rest = self.alpha.to(r).square() * self._gaussian(r)
         return 2 * self._products(r) * (damped / (r * r) + rest)
 
     def _gaussian(self, r: Tensor) -> Tensor:
-        factor = 2 * self.alpha / math.sqrt(math.pi)
-        return factor * torch.exp(-((self.alpha * r) ** 2))
+        alpha = self.alpha.to(r)
+        return 2 / math.sqrt(math.pi) * alpha * torch.exp(-(alpha * r).square())

@@ -6,7 +6,8 @@ one for each axis::
     spread:  Q(g) = sum over atoms of c W + c_x dW/dx + c_y dW/dy + c_z dW/dz
     gather:  sum over points of phi(g) W, and of its derivatives
 
-Both are differentiable by autograd. The result of spreading does not depend on threads.
+On the CPU an operator in C++ does both (:mod:`adjsim.potentials.ewald.operator`), and torch
+operations where a derivative is recorded. Sums have a fixed order, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from adjsim.potentials.ewald import splines
+from adjsim.potentials.ewald.operator import operator_of
 
 # Of the derivatives of W by axis: the value, the slope, the curvature (xx xy xz yy yz zz).
 ORDERS = (
@@ -39,6 +41,9 @@ def spread(u: Tensor, coefficients: Tensor, shape: Sequence[int], order: int) ->
     Returns:
         ``(systems, *shape)``.
     """
+    operator = operator_of(order, u, coefficients)
+    if operator is not None:
+        return operator.spread(u, coefficients, shape)
     base = u.detach().floor()
     x, y, z = splines.derivatives(order, u - base, min(coefficients.shape[-1] - 1, 1)).unbind(-3)
     c = coefficients.unsqueeze(-1)
@@ -68,6 +73,9 @@ def gather(u: Tensor, mesh: Tensor, degree: int, order: int) -> Tensor:
     Returns:
         ``(systems, atoms, columns)``, with the columns of :data:`ORDERS`.
     """
+    operator = operator_of(order, u, mesh)
+    if operator is not None:
+        return operator.gather(u, mesh, COLUMNS[degree])
     base = u.detach().floor()
     x, y, z = splines.derivatives(order, u - base, degree).unbind(-3)
     local = mesh.reshape(-1)[_points(base, mesh.shape[1:], order)]

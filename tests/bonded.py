@@ -1,0 +1,115 @@
+"""Bonded terms of a chain of six atoms, one of each kind and of each form of its parameters."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+import adjsim
+from tests.problems import parameter, vector
+
+CHAIN = torch.tensor(
+    [
+        [0.0, 0.1, 0.0],
+        [1.4, -0.1, 0.2],
+        [2.0, 1.2, -0.1],
+        [3.3, 1.3, 0.7],
+        [3.9, 2.5, 0.3],
+        [2.9, 0.1, 1.5],
+    ],
+    dtype=torch.float64,
+)
+BONDS = [[0, 1], [2, 1], [2, 3], [3, 4], [3, 5]]
+ANGLES = [[0, 1, 2], [1, 2, 3], [2, 3, 4], [5, 3, 4]]
+TORSIONS = [[0, 1, 2, 3], [1, 2, 3, 4], [5, 3, 2, 1]]
+PAIRS = [[0, 3], [4, 1], [5, 1]]
+POINTS = CHAIN[[1, 4]] + torch.tensor([[0.3, -0.2, 0.1], [-0.4, 0.1, 0.5]], dtype=torch.float64)
+SERIES = (1.1, 0.7, -0.4, 0.3, 0.2, -0.1)
+CHARGES = (0.4, -0.3, 0.5, -0.2, 0.1, -0.5)
+
+
+def matrix(*values: tuple[float, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def mixture(**options) -> adjsim.LennardJonesMixture:
+    return adjsim.LennardJonesMixture(
+        [0, 1, 0, 2, 1, 2], vector(0.3, 0.5, 0.4), vector(2.0, 2.4, 2.2), **options
+    )
+
+
+def pairwise() -> adjsim.Morse:
+    """A pair potential with a number for each pair of six atoms."""
+    steps = torch.arange(6, dtype=torch.float64)
+    depth = nn.Parameter(1 + 0.03 * (steps[:, None] + steps))
+    return adjsim.Morse(depth, parameter(0.7), parameter(1.9))
+
+
+BONDED = {
+    "bonds": lambda **o: adjsim.HarmonicBond(BONDS, parameter(30.0), parameter(1.4), **o),
+    "bonds, each": lambda **o: adjsim.HarmonicBond(
+        BONDS, vector(30.0, 25.0, 20.0, 35.0, 15.0), vector(1.4, 1.5, 1.3, 1.45, 1.2), **o
+    ),
+    "bonds, types": lambda **o: adjsim.HarmonicBond(
+        BONDS, vector(30.0, 25.0), vector(1.4, 1.5, 1.3), types=[0, 1, 0, 0, 1], **o
+    ),
+    "morse": lambda **o: adjsim.MorseBond(
+        BONDS, vector(4.0, 5.0), parameter(1.8), vector(1.4, 1.5), types=[0, 1, 0, 0, 1], **o
+    ),
+    "angles": lambda **o: adjsim.HarmonicAngle(
+        ANGLES, vector(3.0, 4.0, 5.0, 6.0), vector(1.9, 2.0, 2.1, 1.7), **o
+    ),
+    "cosines": lambda **o: adjsim.CosineAngle(
+        ANGLES, vector(3.0, 4.0), parameter(1.9), types=[0, 1, 1, 0], **o
+    ),
+    "urey-bradley": lambda **o: adjsim.UreyBradley(ANGLES, parameter(3.0), parameter(2.4), **o),
+    "torsions": lambda **o: adjsim.PeriodicTorsion(
+        TORSIONS, vector(0.7, 1.1, 0.5), [1, 2, 3], vector(0.0, 0.3, math.pi), **o
+    ),
+    "torsions, types": lambda **o: adjsim.PeriodicTorsion(
+        TORSIONS, vector(0.7, 1.1), [3, 2], vector(0.2, 0.3), types=[0, 1, 0], **o
+    ),
+    "series": lambda **o: adjsim.RyckaertBellemans(TORSIONS, vector(*SERIES), **o),
+    "series, each": lambda **o: adjsim.RyckaertBellemans(
+        TORSIONS, matrix(SERIES, SERIES[::-1], CHARGES), **o
+    ),
+    "series, types": lambda **o: adjsim.RyckaertBellemans(
+        TORSIONS, matrix(SERIES, SERIES[::-1]), types=[1, 0, 1], **o
+    ),
+    "impropers": lambda **o: adjsim.HarmonicImproper(
+        TORSIONS, parameter(3.0), vector(2.9, -3.1, 0.4), **o
+    ),
+    "explicit": lambda **o: adjsim.ExplicitPairs(
+        PAIRS, vector(0.3, 0.4, 0.2), vector(2.9, 2.8, 2.4), vector(0.2, -0.3, 0.1), 1.7, **o
+    ),
+    "scaled, species": lambda **o: adjsim.ScaledPairs(mixture(), PAIRS, parameter(0.5), **o),
+    "scaled, charges": lambda **o: adjsim.ScaledPairs(
+        adjsim.Coulomb(vector(*CHARGES), 1.7), PAIRS, vector(0.5, 0.8, 0.6), **o
+    ),
+    "scaled, pairs": lambda **o: adjsim.ScaledPairs(pairwise(), PAIRS, 0.5, **o),
+    "scaled, truncated": lambda **o: adjsim.ScaledPairs(
+        mixture(cutoff=3.0), PAIRS, 0.5, truncated=True, **o
+    ),
+}
+RESTRAINTS = {
+    "points": lambda **o: adjsim.PositionRestraint(
+        [1, 4], vector(3.0, 2.0), nn.Parameter(POINTS.clone()), **o
+    ),
+    "balls": lambda **o: adjsim.FlatBottomRestraint(
+        [1, 4, 2],
+        parameter(3.0),
+        nn.Parameter(torch.cat([POINTS, CHAIN[2:3] + 0.05])),
+        parameter(0.2),
+        **o,
+    ),
+}
+EVERY = BONDED | RESTRAINTS
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Compare relative to the largest entry, since entries cancel."""
+    found, expected = found.detach(), expected.detach()
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
