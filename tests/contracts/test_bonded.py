@@ -433,6 +433,17 @@ def test_scaled_pairs_share_the_parameters_of_their_potential():
     )
 
 
+def test_potentials_may_be_made_under_inference_mode():
+    types = [0, 1, 0, 0, 1]
+    with torch.inference_mode():
+        made = adjsim.HarmonicBond(BONDS, [30.0, 25.0], [1.4, 1.5], types=types)
+        energy = made(CHAIN)
+    made.k.requires_grad_()
+    found = made(CHAIN)
+    assert float(found.detach()) == float(energy)
+    assert bool(torch.autograd.grad(found, made.k)[0].isfinite().all())
+
+
 def test_the_saved_state_holds_the_numbers():
     assert set(BONDED["torsions, types"]().state_dict()) == {"k", "periodicity", "phase"}
 

@@ -225,7 +225,8 @@ class BondedPotential(Potential):
         self._check_parameter(name, found, columns)
         if self.types is not None and found.ndim > len(columns):
             # The transpose of a selection depends on the number of types.
-            self.by_type[str(len(found))] = Selection(self.types, len(found))
+            with outside_inference_mode():
+                self.by_type[str(len(found))] = Selection(self.types, len(found))
 
     def _check_parameter(self, name: str, value: Tensor, columns: tuple[int, ...]) -> None:
         lead = value.ndim - len(columns)
