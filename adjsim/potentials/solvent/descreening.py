@@ -7,9 +7,8 @@ Atom i is a sphere of radius rho, atom j a sphere of radius t, at the distance r
     U = r + t        L = max(rho, |r - t|)
 
 It is zero where sphere i contains sphere j. Where sphere j contains sphere i, ``1/rho - 1/L`` is
-added. See Hawkins, Cramer and Truhlar, J. Phys. Chem. 100, 19824 (1996). With this term, H does not
-depend on U and L = |r - t| to first order (they are the ends of an integral whose integrand
-vanishes there)::
+added. See Hawkins, Cramer and Truhlar, J. Phys. Chem. 100, 19824 (1996). With this term, the
+partial derivatives of H with respect to U and to L = |r - t| are zero, so that::
 
     dH/dr   = (1 + t^2/r^2) (1/U^2 - 1/L^2) / 8 - log(L/U) / (4 r^2)
     dH/dt   = -t/r (1/U^2 - 1/L^2) / 4

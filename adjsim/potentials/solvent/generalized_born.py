@@ -45,7 +45,11 @@ class GeneralizedBorn(Potential):
     of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
     Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
 
-    Two atoms at one position give NaN. The force is continuous where spheres begin to touch; its
+    Force and product are closed forms (see pairs.py). In exact runs every contribution to a sum over
+    pairs is rounded before it is added, so that sums do not depend on their order.
+
+    Radii, scales and permittivities are checked here and not later: keep them in range while they
+    are trained. Two atoms at one position give NaN. The force is continuous where spheres begin to touch; its
     derivative is not. With a cutoff the force jumps at it: use one only to reproduce such a run.
 
     See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
@@ -189,7 +193,7 @@ class GeneralizedBorn(Potential):
                 along = Along(pairs, v)
                 product = along.force()
                 if not names:
-                    return product, [None] * len(parameters)
+                    return product, list[Tensor | None]([None] * len(parameters))
                 weights = along.weights(names)
             return product, DeferredVJP(self, self._numbers, weights, position.new_zeros(()))
 
