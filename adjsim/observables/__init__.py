@@ -27,14 +27,15 @@ from adjsim.observables.moments import (
     straightness,
 )
 from adjsim.observables.neighbours import neighbour_pairs
-from adjsim.observables.proximity import (
-    closest_distances,
-    contacts,
-    hydrogen_bonds,
-    native_contacts,
-    residue_distances,
+from adjsim.observables.proximity import contacts, hydrogen_bonds, native_contacts
+from adjsim.observables.residues import closest_distances, residue_distances
+from adjsim.observables.shape import (
+    aligned,
+    distance_rmsd,
+    flexibility,
+    mean_squared_deviation,
+    rmsd,
 )
-from adjsim.observables.shape import aligned, distance_rmsd, flexibility, rmsd
 from adjsim.observables.structure import (
     bond_order,
     coordination_number,
@@ -71,6 +72,7 @@ __all__ = [
     "heat_capacity",
     "hydrogen_bonds",
     "kinetic_temperature",
+    "mean_squared_deviation",
     "mean_squared_displacement",
     "mean_with_error",
     "native_contacts",

@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from adjsim._geometry import Dihedral
 from adjsim._inputs import as_number, as_tensor, as_whole
 from adjsim._layout import outside_tracing
 from adjsim._typing import Array, Energies, PositionsLike
 from adjsim.observables.members import length, members, positions, vectors
 from adjsim.observables.neighbours import optional_box, refuse_not_finite
-
-# Rounding errors below which three atoms of a torsion are on a line.
-ROUNDING = 16.0
 
 
 def end_to_end_distance(position: PositionsLike, first: int = 0, last: int = -1) -> Energies:
@@ -69,21 +67,11 @@ def dihedrals(position: PositionsLike, index: Array, box: Array | None = None) -
     q = positions("dihedrals", position, dim=3)
     i, j, k, m = members("index", index, 4, q).unbind(-1)
     cell = optional_box(box)
-    a, b, c = (vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m)))
-    before, after = torch.linalg.cross(a, b), torch.linalg.cross(b, c)
-    line = _on_a_line(before, a, b) | _on_a_line(after, b, c)
-    y = length(b) * (a * after).sum(-1)
-    x = (before * after).sum(-1)
-    return torch.atan2(torch.where(line, 0.0, y), torch.where(line, 1.0, x))
+    bonds = [vectors(q, x, y, cell) for x, y in ((i, j), (j, k), (k, m))]
+    return Dihedral(*[[bond.transpose(-1, -2)] for bond in bonds]).value.squeeze(-2)
 
 
-def _on_a_line(normal: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    small = (ROUNDING * torch.finfo(a.dtype).eps) ** 2
-    squares = [(x.detach() ** 2).sum(-1) for x in (normal, a, b)]
-    return squares[0] <= small * squares[1] * squares[2]
-
-
-def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:
+def dihedral_distribution(angles: Array, at: Array, *, width: float | int) -> Tensor:
     """Compute a differentiable distribution of angles on the circle, per radian::
 
         p(a) = mean over angles of exp(k cos(a - angle)) / (2 pi I_0(k)),  k = 1 / width^2
@@ -103,12 +91,12 @@ def dihedral_distribution(angles: Array, at: Array, *, width: float) -> Tensor:
         ``(*batch, points)``. Memory is that of n numbers for each point.
 
     Raises:
-        ValueError: no angles, a width that is not positive.
+        ValueError: no angles, a width that is not positive or above pi.
     """
     return _kernels(*_angles("angles", angles, at), width).mean(-2)
 
 
-def ramachandran(phi: Array, psi: Array, at: Array, *, width: float) -> Tensor:
+def ramachandran(phi: Array, psi: Array, at: Array, *, width: float | int) -> Tensor:
     """Compute a differentiable distribution of pairs of angles, per square radian::
 
         p(a, b) = mean over pairs of K(a - phi) K(b - psi)
@@ -125,7 +113,8 @@ def ramachandran(phi: Array, psi: Array, at: Array, *, width: float) -> Tensor:
         ``(*batch, points, points)``, phi first.
 
     Raises:
-        ValueError: phi and psi of different shapes, or none; a width that is not positive.
+        ValueError: phi and psi of different shapes, or none; a width as in
+            :func:`dihedral_distribution`.
     """
     first, points = _angles("phi", phi, at)
     second, _ = _angles("psi", psi, at)
@@ -169,11 +158,11 @@ def _angles(name: str, angles: Array, at: Array) -> tuple[Tensor, Tensor]:
     return x, points.to(x)
 
 
-def _kernels(angles: Tensor, at: Tensor, width: float) -> Tensor:
+def _kernels(angles: Tensor, at: Tensor, width: float | int) -> Tensor:
     """Compute the kernels of all angles at all points, ``(*batch, n, points)``."""
     size = as_number("width", width)
-    if not 0 < size < math.inf:
-        raise ValueError(f"width must be positive, in radians; got {size}.")
+    if not 0 < size <= math.pi:
+        raise ValueError(f"width must be positive and at most pi radians; got {size}.")
     with outside_tracing():
         k = 1 / size**2
         scaled = float(torch.special.i0e(torch.tensor(k, dtype=torch.float64)))

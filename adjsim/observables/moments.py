@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,11 @@ def principal_moments(position: PositionsLike, mass: Number = 1.0) -> Tensor:
     total = m.sum()
     s = _gyration(q, m / total)
     trace = s.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    return torch.linalg.eigvalsh(total * (trace * torch.eye(3, dtype=s.dtype).to(s) - s))
+    inertia = total * (trace * torch.eye(3, dtype=s.dtype).to(s) - s)
+    # NaN has no eigenvalues, and its system alone becomes NaN.
+    finite = inertia.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    moments = torch.linalg.eigvalsh(torch.where(finite, inertia, 0.0))
+    return torch.where(finite.squeeze(-1), moments, math.nan)
 
 
 def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
@@ -68,7 +74,8 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
     ``1 - 3 (a b + b c + c a) / (a + b + c)^2`` (Theodorou and Suter, Macromolecules 18, 1206
     (1985)). It is 1/4 for a planar and symmetric molecule, and 0 for a cube or a sphere. It is a
     rational function of the tensor, so its derivatives of every order are right where eigenvalues
-    coincide. Where all atoms coincide it is taken as zero, without a gradient.
+    coincide. Where all atoms coincide, up to 16 rounding errors of the positions, it is taken
+    as zero, without a gradient.
 
     Args:
         position: ``(*batch, atoms, dim)``, in two dimensions or more, not wrapped into a box.
@@ -84,7 +91,8 @@ def straightness(position: PositionsLike, mass: Number = 1.0) -> Energies:
     w = atom_weights("mass", mass, q)
     s = _gyration(q, w / w.sum())
     trace = s.diagonal(dim1=-2, dim2=-1).sum(-1)
-    point = trace == 0
+    rounding = 16 * torch.finfo(q.dtype).eps
+    point = trace <= rounding**2 * (w / w.sum() * q.detach() ** 2).sum((-1, -2))
     shape = s / torch.where(point, 1.0, trace)[..., None, None]
     kappa = (dim * (shape * shape).sum((-1, -2)) - 1) / (dim - 1)
     return torch.where(point, 0.0, kappa)

@@ -1,4 +1,4 @@
-"""Contacts, hydrogen bonds and distances of groups of atoms."""
+"""Contacts and hydrogen bonds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import math
 import torch
 from torch import Tensor
 
+from adjsim._box import checked_box
 from adjsim._inputs import as_indices, as_number, as_tensor
 from adjsim._layout import outside_tracing
 from adjsim._typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
-    atom_weights,
     check_range,
     length,
     members,
-    nearest,
     positions,
     reference_like,
     vectors,
 )
-from adjsim.observables.neighbours import optional_box, pair_matrix, values_unknown
+from adjsim.observables.neighbours import optional_box, values_unknown
 
 
 def contacts(
@@ -28,7 +27,7 @@ def contacts(
     pairs: Array,
     distance: Number,
     *,
-    width: float,
+    width: float | int,
     box: Array | None = None,
 ) -> Energies:
     """Compute the number of listed pairs that are in contact, ``(*batch,)``::
@@ -37,7 +36,7 @@ def contacts(
 
     Args:
         position: ``(*batch, atoms, dim)``.
-        pairs: ``(n, 2)`` indices of atoms.
+        pairs: ``(n, 2)`` indices of atoms. A pair listed twice counts twice.
         distance: the distance up to which a pair is in contact; one number, or ``(n,)`` for each
             pair. It may carry a gradient.
         width: how smooth this limit is, length. The gradient is large where width is small.
@@ -57,7 +56,9 @@ def contacts(
             f"distance must be one number or ({len(first)},), one for each pair; got shape "
             f"{tuple(limit.shape)}."
         )
-    return _in_contact(vectors(q, first, second, _cell(box, limit)), limit, width).sum(-1)
+    known = not isinstance(distance, Tensor)
+    cell = _cell(box, limit, known)
+    return _in_contact(vectors(q, first, second, cell), limit, width).sum(-1)
 
 
 def native_contacts(
@@ -65,8 +66,8 @@ def native_contacts(
     reference: Array,
     pairs: Array,
     *,
-    width: float,
-    tolerance: float = 1.8,
+    width: float | int,
+    tolerance: float | int = 1.8,
     box: Array | None = None,
 ) -> Energies:
     """Compute the fraction of native contacts, between 0 and 1, ``(*batch,)``::
@@ -99,17 +100,26 @@ def native_contacts(
     return _in_contact(vectors(q, first, second, _cell(box, limit)), limit, width).mean(-1)
 
 
-def _cell(box: Array | None, limit: Tensor) -> Tensor | None:
-    """Check the box, and that it has one image of an atom within the limit."""
-    if values_unknown():
+def _cell(box: Array | None, limit: Tensor, known: bool = False) -> Tensor | None:
+    """Check the box, and that it has one image of an atom within the limit.
+
+    A limit that is computed while torch records the observable has no value yet, unless it is
+    ``known`` to be a constant.
+    """
+    if values_unknown() and not known:
         return optional_box(box)
+    with outside_tracing():
+        return _checked_cell(box, limit)
+
+
+def _checked_cell(box: Array | None, limit: Tensor) -> Tensor | None:
     if not bool((limit > 0).all()):
         raise ValueError(f"distance must be positive; got {limit.detach().tolist()}.")
-    return optional_box(box, float(limit.detach().max()))
+    return None if box is None else checked_box(box, float(limit.detach().max()))
 
 
-def _in_contact(d: Tensor, limit: Tensor, width: float) -> Tensor:
-    return torch.sigmoid((limit.to(d) - length(d)) / _positive("width", width))
+def _in_contact(d: Tensor, limit: Tensor, width: float | int) -> Tensor:
+    return torch.sigmoid((limit.to(d) - length(d)) / positive("width", width))
 
 
 def hydrogen_bonds(
@@ -117,10 +127,10 @@ def hydrogen_bonds(
     donors: Array,
     acceptors: Array,
     *,
-    distance: float,
-    width: float,
-    angle: float = math.pi / 6,
-    angular_width: float = math.pi / 60,
+    distance: float | int,
+    width: float | int,
+    angle: float | int = math.pi / 6,
+    angular_width: float | int = math.pi / 60,
     box: Array | None = None,
 ) -> Energies:
     """Compute the number of hydrogen bonds, ``(*batch,)``::
@@ -131,10 +141,11 @@ def hydrogen_bonds(
     The criterion is that of Luzar and Chandler (Phys. Rev. Lett. 76, 928 (1996)), made smooth: in
     water the oxygens are within 3.5 angstrom and the angle at the donor, between its hydrogen and
     the acceptor, is below 30 degrees. Narrow widths count bonds and have large gradients. An
-    acceptor that is the donor itself is left out, other atoms of the same molecule are not.
+    acceptor that is the donor itself or its hydrogen is left out, other atoms of the molecule are
+    not.
 
     Args:
-        position: ``(*batch, atoms, dim)``, in two dimensions or more.
+        position: ``(*batch, atoms, dim)``.
         donors: ``(n, 2)`` indices, the donor atom and its hydrogen. A donor with two hydrogens has
             two rows.
         acceptors: ``(m,)`` indices.
@@ -153,8 +164,8 @@ def hydrogen_bonds(
             perpendicular width of the box.
     """
     q = positions("hydrogen_bonds", position)
-    limit, width = _positive("distance", distance), _positive("width", width)
-    largest, smooth = as_number("angle", angle), _positive("angular_width", angular_width)
+    limit, width = positive("distance", distance), positive("width", width)
+    largest, smooth = as_number("angle", angle), positive("angular_width", angular_width)
     if not 0 < largest < math.pi:
         raise ValueError(f"angle must be between 0 and pi, in radians; got {largest}.")
     bonds, ends = members("donors", donors, 2, q), _acceptors(acceptors, q)
@@ -184,108 +195,7 @@ def _acceptors(acceptors: Array, q: Tensor) -> Tensor:
         return ends.to(q.device)
 
 
-def residue_distances(
-    position: PositionsLike,
-    groups: Array,
-    *,
-    mass: Number | None = None,
-    box: Array | None = None,
-) -> Tensor:
-    """Compute the distances between the centres of groups of atoms, ``(*batch, groups, groups)``.
-
-    The matrix is symmetric with a diagonal of zero. The gradient of a distance of zero is taken as
-    zero.
-
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        groups: ``(atoms,)`` integers, the group of each atom (its residue), from 0; -1 leaves an
-            atom out.
-        mass: ``(atoms,)`` weights of the centres; None: all atoms have the same weight.
-        box: the periodic box, if there is one. Each group is shorter than half of it, so that its
-            atoms are put together by nearest images.
-
-    Raises:
-        ValueError: groups of another number than the atoms, a number below -1, a group without
-            atoms or mass; masses as in :func:`adjsim.gyration_tensor`.
-    """
-    q = positions("residue_distances", position)
-    table, inside = _groups(groups, q)
-    m = atom_weights("mass", 1.0 if mass is None else mass, q)[table, 0] * inside.to(q)
-    total = m.sum(-1, keepdim=True)
-    if not values_unknown() and not bool((total > 0).all()):
-        raise ValueError(f"group {int((total <= 0).nonzero()[0, 0])} has no mass.")
-    cell = optional_box(box)
-    # Atoms of a group relative to its first one, which is added again.
-    start = q.index_select(-2, table[:, 0])
-    atoms = q.index_select(-2, table.flatten())
-    apart = nearest(atoms - start.repeat_interleave(table.shape[1], -2), cell)
-    apart = apart.reshape(*q.shape[:-2], *table.shape, q.shape[-1])
-    centre = start + ((m / total).unsqueeze(-1) * apart).sum(-2)
-    return length(torch.movedim(pair_matrix(centre, cell), -3, -1))
-
-
-def closest_distances(
-    position: PositionsLike, groups: Array, *, width: float, box: Array | None = None
-) -> Tensor:
-    """Compute smooth smallest distances between groups, ``(*batch, groups, groups)``::
-
-        r_ab = -width log(sum over atoms i of a and j of b of exp(-r_ij / width))
-
-    It is below the smallest distance by at most ``width log(number of pairs)``, and equal to it
-    for one pair. So a narrow width is exact, but its gradient jumps where another pair becomes the
-    closest. The matrix is symmetric with a diagonal of zero.
-
-    Args:
-        position: ``(*batch, atoms, dim)``.
-        groups: ``(atoms,)`` integers as in :func:`residue_distances`.
-        width: how smooth the minimum is, length.
-        box: the periodic box, if there is one.
-
-    Returns:
-        ``(*batch, groups, groups)``. Memory is that of the squares of the number of groups and of
-        the atoms of the largest.
-
-    Raises:
-        ValueError: groups as in :func:`residue_distances`, a width that is not positive.
-    """
-    q, smooth = positions("closest_distances", position), _positive("width", width)
-    table, inside = _groups(groups, q)
-    count, largest = table.shape
-    atoms = q.index_select(-2, table.flatten())
-    r = length(torch.movedim(pair_matrix(atoms, optional_box(box)), -3, -1))
-    both = inside.flatten().unsqueeze(-1) & inside.flatten()
-    exponent = torch.where(both, -r / smooth, -math.inf)
-    exponent = exponent.reshape(*q.shape[:-2], count, largest, count, largest)
-    found = -smooth * torch.logsumexp(exponent, (-3, -1))
-    own = torch.eye(count, dtype=torch.bool, device=q.device)
-    return torch.where(own, 0.0, found)
-
-
-def _groups(groups: Array, q: Tensor) -> tuple[Tensor, Tensor]:
-    """List the atoms of each group, ``(groups, most atoms)``, and which entries are atoms."""
-    with outside_tracing():
-        group = as_indices("groups", groups)
-        if tuple(group.shape) != (q.shape[-2],):
-            raise ValueError(
-                f"groups must be ({q.shape[-2]},), the group of each atom; got shape "
-                f"{tuple(group.shape)}."
-            )
-        if int(group.min()) < -1 or int(group.max()) < 0:
-            raise ValueError(f"groups must be counted from 0, or be -1; got {group.tolist()}.")
-        lists = [(group == g).nonzero().flatten() for g in range(int(group.max()) + 1)]
-        empty = [g for g, atoms in enumerate(lists) if len(atoms) == 0]
-        if empty:
-            raise ValueError(f"group {empty[0]} has no atoms: number the groups without a gap.")
-        inside = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(atoms, dtype=torch.bool) for atoms in lists], batch_first=True
-        )
-        # Places without an atom repeat the first one of the group.
-        table = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-        table = torch.where(inside, table, table[:, :1])
-        return table.to(q.device), inside.to(q.device)
-
-
-def _positive(name: str, value: float) -> float:
+def positive(name: str, value: float | int) -> float:
     number = as_number(name, value)
     if not number > 0:
         raise ValueError(f"{name} must be positive; got {number}.")

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from adjsim._inputs import as_flag
 from adjsim._typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.kinetics import as_frames
 from adjsim.observables.members import (
@@ -20,7 +21,12 @@ from adjsim.observables.members import (
     root,
     vectors,
 )
-from adjsim.observables.neighbours import all_pairs, optional_box, values_unknown
+from adjsim.observables.neighbours import (
+    all_pairs,
+    optional_box,
+    refuse_not_finite,
+    values_unknown,
+)
 
 # Rounding errors of the positions below which a difference of shapes is zero.
 ROUNDING = 16.0
@@ -44,11 +50,11 @@ def rmsd(
     derivative of R: it is right where singular values coincide, as in planar, linear and symmetric
     molecules. First and second derivatives are those of the minimum, higher ones are not.
 
-    - At zero the rmsd has a kink like that of ``|x|``. Its gradient is taken as zero there, and up
-      to 16 rounding errors of the positions. A minimiser needs ``rmsd**2``, whose gradient is
-      continuous, but is taken as zero in the same place.
+    - At zero the rmsd has a kink like that of ``|x|``. Value and gradient are taken as zero there,
+      and with alignment up to 16 rounding errors of the positions. A restraint or a minimiser needs
+      :func:`mean_squared_deviation`, the square, which has no kink there.
     - Where several rotations are equally good, as for a straight chain and a bent reference, the
-      rmsd has a kink too. The gradient is that of the mean of these rotations, so it has no
+      rmsd has a kink too. The gradient is that of a mean of these rotations, so it has no
       preferred direction around the chain. Second derivatives leave these rotations out.
 
     Args:
@@ -65,19 +71,37 @@ def rmsd(
     """
     q = positions("rmsd", position)
     y, w = reference_like(q, reference), _shares(weights, q)
-    if not align:
-        return root((w * (q - y) ** 2).sum((-1, -2)))
-    x, y, noise = _centred(q, w), _centred(y, w), _noise(w, q, y)
+    return root(_deviation(q, y, w, align), _noise(w, q, y) if align else 0.0)
+
+
+def mean_squared_deviation(
+    position: PositionsLike,
+    reference: Array,
+    *,
+    weights: Number | None = None,
+    align: bool = True,
+) -> Energies:
+    """Compute the square of :func:`rmsd`, length^2, ``(*batch,)``.
+
+    First and second derivatives are right at zero too, so it serves as an energy. Arguments, errors
+    and the treatment of several equally good rotations are those of :func:`rmsd`.
+    """
+    q = positions("mean_squared_deviation", position)
+    return _deviation(q, reference_like(q, reference), _shares(weights, q), align)
+
+
+def _deviation(q: Tensor, y: Tensor, w: Tensor, align: bool) -> Tensor:
+    if not as_flag("align", align):
+        return (w * (q - y) ** 2).sum((-1, -2))
+    x, y = _centred(q, w), _centred(y, w)
     fit = _fit(x, y, w)
     turned = x @ fit.rotation
-    # The minimum to second order in the change of the inertia, which is zero in value.
+    # The minimum to second order in the change of the products, which is zero in value.
     change = _change(fit.axes.transpose(-1, -2) @ _products(turned, y, w) @ fit.axes)
     gain = (change - change.transpose(-1, -2)) ** 2 * fit.compliance
-    squares = (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2
-    if q.shape[-1] > 1:
-        several = change.diagonal(dim1=-2, dim2=-1)[..., -2:].sum(-1)
-        squares = squares + 2 * torch.where(fit.several, several, 0.0)
-    return root(squares, noise)
+    # What each of several rotations contributes to the gradient is zero in their mean.
+    along = torch.where(fit.several, change.diagonal(dim1=-2, dim2=-1), 0.0)
+    return (w * (turned - y) ** 2).sum((-1, -2)) - gain.sum((-1, -2)) / 2 + 2 * along.sum(-1)
 
 
 def aligned(position: PositionsLike, reference: Array, *, weights: Number | None = None) -> Tensor:
@@ -85,7 +109,8 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
 
     The rotation and the translation are those of :func:`rmsd`. First and second derivatives are
     those of the minimum, higher ones are not. A rotation that is not determined, as that of a
-    linear molecule about its axis, has no derivative, which is taken as zero.
+    linear molecule about its axis, is arbitrary, and its derivative is taken as zero. So atoms with
+    a weight may not be on a line if others are not.
 
     Args:
         position: ``(*batch, atoms, dim)``, not wrapped into a box.
@@ -96,10 +121,10 @@ def aligned(position: PositionsLike, reference: Array, *, weights: Number | None
         ``(*batch, atoms, dim)``.
 
     Raises:
-        ValueError: as :func:`rmsd`.
+        ValueError: as :func:`rmsd`, or weights of too few atoms for a rotation of the others.
     """
     q = positions("aligned", position)
-    y, w = reference_like(q, reference), _shares(weights, q)
+    y, w = reference_like(q, reference), _frame(weights, q)
     centre = (w * y).sum(-2, keepdim=True)
     return _superposed(_centred(q, w), y - centre, w) + centre
 
@@ -117,7 +142,8 @@ def flexibility(
     better frame.
 
     The gradient is that of all repetitions. It is taken as zero for an atom that does not move.
-    Memory of a gradient is that of some ten trajectories for each repetition.
+    Memory of a gradient is that of some ten trajectories for each repetition. Transforms of
+    torch.func cannot see whether the mean is constant, so there all 200 repetitions are made.
 
     Args:
         position: ``(time, *batch, atoms, dim)``, not wrapped into a box.
@@ -127,13 +153,13 @@ def flexibility(
         ``(*batch, atoms)``, length.
 
     Raises:
-        ValueError: fewer than two frames, weights as in :func:`rmsd`, or frames that have no common
-            shape, for which 200 repetitions do not converge.
+        ValueError: NaN, fewer than two frames, weights as in :func:`aligned`, or frames that have
+            no common shape, for which 200 repetitions do not converge.
     """
-    q = as_frames("position", position)
+    q = refuse_not_finite(as_frames("position", position))
     if len(q) < 2:
         raise ValueError("flexibility needs at least two frames; position has one.")
-    w = _shares(weights, q)
+    w = _frame(weights, q)
     x, noise = _centred(q, w), (w * q.detach() ** 2).sum((-1, -2)).mean(0).unsqueeze(-1)
     turned, mean = x, x[0]
     for _ in range(ALIGNMENTS):
@@ -192,9 +218,10 @@ def distance_rmsd(
 class _Fit(NamedTuple):
     """The rotation that takes x to y, ``x @ rotation``, and its stiffness; all are constants.
 
-    ``axes`` are those in which the inertia ``sum w x y`` of the turned x is diagonal. A turn by a
-    small angle in the plane of axes a and b costs ``(s_a + s_b) angle^2 / 2``; ``compliance`` is
-    the inverse, and zero where the turn costs nothing. ``several``: whether there is such a plane.
+    ``axes`` are those in which the inertia ``sum w x y`` of the turned x is diagonal, with entries
+    s. A turn by a small angle in the plane of axes a and b costs ``(s_a + s_b) angle^2 / 2``;
+    ``compliance`` is the inverse of this sum, and zero where the turn costs nothing. ``several``
+    marks the axes that such turns mix, those of the plane of the smallest s; all if s is zero.
     """
 
     rotation: Tensor
@@ -205,15 +232,20 @@ class _Fit(NamedTuple):
 
 def _fit(x: Tensor, y: Tensor, w: Tensor) -> _Fit:
     with forward_ad._set_fwd_grad_enabled(False):
-        u, s, v = torch.linalg.svd(_products(x, y, w).detach())
+        # NaN has no singular values, and its system alone becomes NaN.
+        u, s, v = torch.linalg.svd(_products(x, y, w).detach().nan_to_num(0.0, 0.0, 0.0))
         last = torch.where(torch.linalg.det(u @ v) < 0, -1.0, 1.0).to(s)
         signs = torch.cat([torch.ones_like(s[..., 1:]), last.unsqueeze(-1)], -1)
         s = s * signs
         stiffness = s.unsqueeze(-1) + s.unsqueeze(-2)
-        # Singular values have rounding errors of the size of the largest.
-        free = stiffness <= ROUNDING * torch.finfo(s.dtype).eps * s[..., :1, None]
+        # Singular values are sums, with the rounding errors of the products of both sizes.
+        sizes = [(w * z.detach() ** 2).sum((-1, -2)) for z in (x, y)]
+        noise = ROUNDING * torch.finfo(s.dtype).eps * (sizes[0] * sizes[1]).sqrt()
+        free = stiffness <= noise[..., None, None]
         compliance = torch.where(free, 0.0, 1 / torch.where(free, 1.0, stiffness))
-        several = free[..., -2:, -1].all(-1) if s.shape[-1] < 2 else free[..., -2, -1]
+        plane = free.diagonal(offset=1, dim1=-2, dim2=-1)[..., -1:]
+        smallest = torch.arange(s.shape[-1], device=s.device) >= s.shape[-1] - 2
+        several = plane & (smallest | free.diagonal(dim1=-2, dim2=-1))
         return _Fit((u * signs.unsqueeze(-2)) @ v, v.transpose(-1, -2), compliance, several)
 
 
@@ -245,6 +277,19 @@ def _change(x: Tensor) -> Tensor:
 def _shares(weights: Number | None, q: Tensor) -> Tensor:
     w = atom_weights("weights", 1.0 if weights is None else weights, q)
     return w / w.sum()
+
+
+def _frame(weights: Number | None, q: Tensor) -> Tensor:
+    """Convert the weights of an alignment, which must determine where the other atoms are."""
+    w = _shares(weights, q)
+    atoms, dim = q.shape[-2:]
+    count = atoms if values_unknown() else int((w > 0).sum())
+    if count < min(dim, atoms):
+        raise ValueError(
+            f"weights must be positive for at least {min(dim, atoms)} atoms, not on a line, which "
+            f"determine the rotation; got {count}."
+        )
+    return w
 
 
 def _centred(x: Tensor, w: Tensor) -> Tensor:
