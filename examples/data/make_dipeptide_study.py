@@ -1,11 +1,13 @@
 """Make dipeptide_study.json: the long runs behind the page plot_dipeptide.py.
 
-Run: python examples/data/make_dipeptide_study.py. It takes about a quarter of an hour
-on one core.
+Run: python examples/data/make_dipeptide_study.py [part ...]. Without a part, all of
+them are run, which takes about five minutes on one core. Each part replaces its own
+entry of the file.
 """
 
 import json
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +25,7 @@ from adjsim.io import from_openmm
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "dipeptide_study.json"
 PS, DT, KT = 1000 * units.fs, 3 * units.fs, 600 * units.kB
-FRICTION, EVERY, REPLICAS, BINS, ROUNDS = 1 / PS, 0.3 * PS, 64, 36, 3
+FRICTION, EVERY, REPLICAS, BINS, ROUNDS = 1 / PS, 0.3 * PS, 32, 36, 3
 FILES = {
     "vacuum": ["amber14-all.xml"],
     "OBC2": ["amber14-all.xml", "implicit/obc2.xml"],
@@ -172,7 +174,7 @@ def short(x, digits=6):
 
 
 def target(solvent, seed):
-    """Sample with the known numbers; also return independent states."""
+    """Sample with the known numbers; also return the frames, and a few of them."""
     model = Dipeptide(solvent)
     begin = model.structure.position.repeat(REPLICAS, 1, 1)
     settled = model.run(begin, 60 * PS, seed)[-1]
@@ -180,7 +182,7 @@ def target(solvent, seed):
     # Every 12 ps one state of each replica.
     apart = round(12 * PS / EVERY)
     states = frames[apart - 1 :: apart].flatten(0, 1)
-    return {"seed": seed, **entry}, states
+    return {"seed": seed, **entry}, frames.flatten(0, 1), states
 
 
 def fit(solvent, wanted, seed):
@@ -249,7 +251,7 @@ def fit(solvent, wanted, seed):
     }
 
 
-def paths(states, seed, ends):
+def paths(frames, states, seed, length):
     """Take the response along short runs, and recover the torsions through them.
 
     The starts are states of the target. Their distribution stays as it is only with
@@ -259,12 +261,12 @@ def paths(states, seed, ends):
     observable = adjsim.Final(lambda state: model.slopes(state.position))
     pathwise = adjsim.Pathwise(adjsim.ReversibleAdjoint())
     first = model.slopes(states)
-    equilibrium = torch.cov(first.T) / -KT
+    equilibrium = torch.cov(model.slopes(frames).T) / -KT
 
-    def response(duration, own, count):
+    def response(duration, own):
         simulation = model.simulation(states, duration * PS)
         estimate = pathwise(
-            simulation, observable, replicas=count, chunks=32, generator=own
+            simulation, observable, replicas=len(states), chunks=28, generator=own
         )
         assert estimate.diagnostics["compiled"]
         columns = (estimate.grad, estimate.grad_stderr)
@@ -273,7 +275,7 @@ def paths(states, seed, ends):
 
     rows = []
     for i, duration in enumerate(DURATIONS):
-        grad, stderr = response(duration, seed + i, len(states))
+        grad, stderr = response(duration, seed + i)
         share = torch.linalg.solve(equilibrium, grad)
         weights = torch.linalg.inv(equilibrium)
         error = ((weights.T * stderr) ** 2).sum().sqrt()
@@ -287,67 +289,68 @@ def paths(states, seed, ends):
             }
         )
         print("paths", duration, rows[-1]["share"], rows[-1]["error"], flush=True)
-    fits = {}
-    for duration in ends:
-        k, history = torch.zeros(len(CHOSEN)), [torch.zeros(len(CHOSEN))]
-        for i in range(6):
-            model.set(k)
-            own = seed + 100 + i
-            end = model.run(states, duration * PS, own)[-1]
-            drift = model.slopes(end) - first
-            grad, _ = response(duration, own, len(states))
-            change = -torch.linalg.solve(grad, drift.mean(0))
-            k = k + change * 0.03 / max(0.03, float(change.abs().max()))
-            history.append(k)
-        print("path fit", duration, k.tolist(), flush=True)
-        inverse = torch.linalg.inv(grad)
-        # The frames of a replica are correlated over more than their distance.
-        _, spread = mean_and_covariance(drift.unflatten(0, (-1, REPLICAS)).mean(0))
-        fits[str(duration)] = {
-            "history": history,
-            "fitted": k,
-            "covariance": inverse @ spread @ inverse.T,
-        }
+    k, history = torch.zeros(len(CHOSEN)), []
+    for i in range(6):
+        model.set(k)
+        history.append(k)
+        end = model.run(states, length * PS, seed + 100 + i)[-1]
+        drift = model.slopes(end) - first
+        grad, _ = response(length, seed + 100 + i)
+        change = -torch.linalg.solve(grad, drift.mean(0))
+        k = k + change * 0.03 / max(0.03, float(change.abs().max()))
+    print("path fit", length, k.tolist(), flush=True)
+    # Frames of a replica are correlated, so each replica is one sample.
+    _, spread = mean_and_covariance(drift.unflatten(0, (-1, REPLICAS)).mean(0))
+    inverse = torch.linalg.inv(grad)
     return {
         "seed": seed,
         "replicas": len(states),
         "known": model.known,
         "equilibrium": equilibrium,
         "rows": rows,
-        "fits": fits,
+        "length": length,
+        "history": history,
+        "fitted": k,
+        "covariance": inverse @ spread @ inverse.T,
     }
+
+
+def recovered(solvent, seed):
+    """Sample with the known numbers, and recover these."""
+    wanted, *_ = target(solvent, seed)
+    return {"target": wanted, "fit": fit(solvent, wanted, seed + 100)}
 
 
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    head, begun = commit(), time.process_time()
-    study = {
-        "made_by": "examples/data/make_dipeptide_study.py",
-        "commit": head,
-        "versions": {x: version(x) for x in ("torch", "openmm", "numpy")},
-        "settings": {
-            "dt (fs)": DT / units.fs,
-            "kT (eV)": KT,
-            "friction (1/ps)": FRICTION * PS,
-            "replicas": REPLICAS,
-        },
-        "chosen": CHOSEN,
+    head = commit()  # before the runs, since the code is that of now
+    parts = {
+        "vacuum": lambda: recovered("vacuum", 1000),
+        "paths": lambda: paths(*target("vacuum", 1000)[1:], 5000, 0.24),
+        "OBC2": lambda: recovered("OBC2", 2000),
     }
-    for i, solvent in enumerate(FILES):
-        wanted, states = target(solvent, 1000 * (i + 1))
-        print(solvent, "target", wanted["ess"], time.process_time() - begun, flush=True)
-        study[solvent] = {
-            "target": wanted,
-            "fit": fit(solvent, wanted, 1000 * (i + 1) + 100),
+    study = json.loads(FILE.read_text()) if FILE.exists() else {}
+    study["settings"] = {
+        "dt (fs)": DT / units.fs,
+        "kT (eV)": KT,
+        "friction (1/ps)": FRICTION * PS,
+        "replicas": REPLICAS,
+    }
+    study["chosen"] = CHOSEN
+    for name in sys.argv[1:] or parts:
+        begun = time.process_time()
+        study[name] = {
+            "made_by": "examples/data/make_dipeptide_study.py",
+            "commit": head,
+            "versions": {x: version(x) for x in ("torch", "openmm", "numpy")},
+            **parts[name](),
+            "seconds": time.process_time() - begun,
         }
-        print(solvent, "fitted", time.process_time() - begun, flush=True)
-        if solvent == "vacuum":
-            study["paths"] = paths(states, 5000, [0.24])
-            print("paths", time.process_time() - begun, flush=True)
-    study["seconds"] = time.process_time() - begun
-    with replacing(FILE) as temporary:
-        temporary.write_text(json.dumps(short(study), separators=(",", ":")) + "\n")
+        print(name, study[name]["seconds"], flush=True)
+        with replacing(FILE) as temporary:
+            text = json.dumps(short(study), separators=(",", ":"))
+            temporary.write_text(text + "\n")
 
 
 if __name__ == "__main__":
