@@ -24,7 +24,7 @@ from adjsim.io import from_openmm
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "dipeptide_study.json"
-PS, DT, KT = 1000 * units.fs, 3 * units.fs, 600 * units.kB
+PS, DT, KT = 1000 * units.fs, 3 * units.fs, 900 * units.kB
 FRICTION, EVERY, REPLICAS, BINS, ROUNDS = 1 / PS, 0.3 * PS, 32, 36, 3
 FILES = {
     "vacuum": ["amber14-all.xml"],
