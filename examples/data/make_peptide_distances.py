@@ -29,7 +29,7 @@ FILE = HERE / "peptide_distances.json"
 PS, DT, KT, FRICTION = 1000 * units.fs, 2 * units.fs, 300 * units.kB, 1.0
 TRAINED = "ALA N-CA-C-N"
 LENGTH, FRAMES, STARTS, COPIES = 0.3, 25, 16, 8
-EPOCHS, RATE = 16, 0.012
+EPOCHS, RATE = 24, 0.01
 GROWTH = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
 STEPS = {"exact": [500, 2000, 8000, 32000], "direct": [25, 50, 100]}
 
@@ -82,25 +82,33 @@ class Peptide:
         found = adjsim.residue_distances(position, self.residues)
         return found[..., self.pairs[0], self.pairs[1]]
 
-    def loss(self, start, reference, duration, seed, **options):
-        """Return the loss of each replica, and the trajectory.
-
-        The loss is the mean over pairs and saved times of the squared difference of
-        distance and reference, in square angstrom.
-        """
-
-        dynamics = self.warm
+    def differences(self, start, reference, duration, seed, **options):
+        """Return distance minus reference, (times, replicas, pairs), and the run."""
         generator = torch.Generator().manual_seed(seed)
         run = adjsim.simulate(
-            dynamics,
-            dynamics.init(start, generator=generator),
+            self.warm,
+            self.warm.init(start, generator=generator),
             torch.linspace(0, duration * PS, FRAMES + 1),
             solver=adjsim.Splitting("BAOAB", DT, exact=True),
             generator=seed,
             **{"adjoint": adjsim.ReversibleAdjoint(), "compile": True, **options},
         )
-        difference = self.distances(run.position[1:]) - reference
-        return (difference**2).mean((0, -1)), run
+        return self.distances(run.position[1:]) - reference, run
+
+    def losses(self, kind, start, reference, duration, seed):
+        """Return the loss of each start, in square angstrom.
+
+        "square" is the mean of squared differences over pairs and saved times, for one
+        run of each start. "product" is the mean of the products of the differences of
+        two runs, whose expectation is the square of the mean difference.
+        """
+        if kind == "square":
+            found, _ = self.differences(start, reference, duration, seed)
+            return (found**2).mean((0, 2))
+        twice = start.repeat(2, 1, 1), reference.repeat(2, 1)
+        found, _ = self.differences(*twice, duration, seed)
+        one, other = found.unflatten(1, (2, -1)).unbind(1)
+        return (one * other).mean((0, 2))
 
     def starts(self, count, seed):
         """Return conformations of runs at 900 K, cooled for a short time."""
@@ -143,69 +151,73 @@ class Peptide:
         return self.distances(position).unflatten(1, (copies, -1)).mean((0, 1))
 
 
-def train(seed):
+def problem(model, seed):
+    """Return starts, and their mean distances with the known numbers."""
+    starts = model.starts(STARTS, seed)
+    return starts, model.reference(starts, LENGTH, COPIES, seed + 10)
+
+
+def train(model, kind, starts, reference, seed):
     """Train the torsions of psi, from zero, on distances that known ones made."""
-    model = Peptide()
-    model.only("torsions.k")
-    with torch.no_grad():
-        starts = model.starts(STARTS, seed)
-        reference = model.reference(starts, LENGTH, COPIES, seed + 10)
     k = torch.nn.Parameter(torch.zeros(len(model.types)))
     adam = torch.optim.Adam([k], lr=RATE)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(adam, EPOCHS, RATE / 10)
     rows = []
     for epoch in range(EPOCHS):
         model.set(k.detach())
-        losses, run = model.loss(starts, reference, LENGTH, seed + 100 + epoch)
-        (gradient,) = torch.autograd.grad(losses.mean().log(), model.k)
-        rows.append(
-            {
-                "k": k.detach().clone(),
-                "loss": float(losses.mean()),
-                "gradient": gradient[model.types],
-            }
-        )
+        loss = model.losses(kind, starts, reference, LENGTH, seed + 100 + epoch).mean()
+        (gradient,) = torch.autograd.grad(loss, model.k)
+        rows.append({"k": k.detach().clone(), "loss": loss.item()})
         k.grad = gradient[model.types]
         adam.step()
         rate.step()
-        print(epoch, rows[-1]["loss"], k.tolist(), run.stats, flush=True)
-    # The losses with the same noise, before, after and with the known numbers.
-    kept = {}
-    with torch.no_grad():
-        for name, at in (
-            ("before", torch.zeros_like(k)),
-            ("after", k.detach()),
-            ("known", model.known),
-        ):
-            model.set(at)
-            losses, _ = model.loss(starts, reference, LENGTH, seed + 500)
-            kept[name] = losses
-            kept[name + " distances"] = model.reference(
-                starts, LENGTH, COPIES, seed + 600
-            )
-    return {
-        "seed": seed,
-        "rows": rows,
-        "trained": k.detach(),
+    print(kind, k.tolist(), flush=True)
+    return {"kind": kind, "seed": seed, "rows": rows, "trained": k.detach().clone()}
+
+
+def compared(model, trainings, starts, reference, seed):
+    """Compare the numbers before and after with the known ones, with the same noise."""
+    numbers = {
+        "before": torch.zeros(len(model.types)),
+        **{each["kind"]: each["trained"] for each in trainings},
         "known": model.known,
-        "reference": reference,
-        **kept,
-    }, starts
+    }
+    found = {}
+    for name, k in numbers.items():
+        model.set(k)
+        with torch.no_grad():
+            found[name] = {
+                "square": model.losses("square", starts, reference, LENGTH, seed),
+                "distances": model.reference(starts, LENGTH, COPIES, seed + 1),
+            }
+    model.set(model.known)
+    return found
 
 
-def growth(starts, reference, seed):
-    """Take gradients of single runs of several lengths, and compare some of them.
+def at_known(model, starts, reference, seed):
+    """Return the gradients of both losses with the known numbers, of each start."""
+    model.set(model.known)
+    found = {}
+    for kind in ("square", "product"):
+        rows = []
+        for i, (start, own) in enumerate(zip(starts, reference, strict=True)):
+            many = start.repeat(COPIES, 1, 1), own.repeat(COPIES, 1)
+            loss = model.losses(kind, *many, LENGTH, seed + i).mean()
+            rows.append(torch.autograd.grad(loss, model.k)[0][model.types])
+        found[kind] = torch.stack(rows)
+        print(kind, found[kind].mean(0), found[kind].std(0) / 4, flush=True)
+    return found
 
-    The central differences are of the same exact runs.
-    """
-    model, h = Peptide(), 1e-6
-    model.only("torsions.k")
+
+def growth(model, starts, reference, seed):
+    """Take gradients of single runs of several lengths, and central differences."""
+    h = 1e-6
     gradients, quotients = [], []
     for duration in GROWTH:
         losses = []
         for r in range(12):
             part = starts[r : r + 1], reference[r : r + 1], duration, seed + r
-            loss, _ = model.loss(*part)
+            loss = model.losses("square", *part)
             losses.append(torch.autograd.grad(loss.sum(), model.k)[0][model.types])
         gradients.append(torch.stack(losses))
         pair = []
@@ -236,10 +248,11 @@ def memory_of(kind, steps):
     )
 
     def once(steps):
-        losses, _ = model.loss(start, reference, steps * DT / PS, 7, **options)
-        torch.autograd.grad(losses.sum(), model.k)
+        part = start, reference, steps * DT / PS, 7
+        found, _ = model.differences(*part, **options)
+        torch.autograd.grad((found**2).mean(), model.k)
 
-    once(20)
+    once(25)
     begun = time.perf_counter()
     with PeakMemory(start.device) as memory:
         once(steps)
@@ -296,10 +309,25 @@ def main():
         print(*memory_of(sys.argv[2], int(sys.argv[3])))
         return
     head, begun = commit(), time.process_time()
-    trainings = []
+    model = Peptide()
+    model.only("torsions.k")
+    groups = []
     for seed in (1000, 3000):
-        training, starts = train(seed)
-        trainings.append(training)
+        starts, reference = problem(model, seed)
+        trainings = [
+            train(model, kind, starts, reference, seed)
+            for kind in ("square", "product")
+        ]
+        groups.append(
+            {
+                "seed": seed,
+                "starts": starts,
+                "reference": reference,
+                "trainings": trainings,
+                "compared": compared(model, trainings, starts, reference, seed + 500),
+                "at known": at_known(model, starts, reference, seed + 600),
+            }
+        )
         print("trained", time.process_time() - begun, flush=True)
     study = {
         "made_by": "examples/data/make_peptide_distances.py",
@@ -314,9 +342,9 @@ def main():
             "copies": COPIES,
             "rate (eV)": RATE,
         },
-        "trainings": trainings,
-        "starts": starts,
-        "growth": growth(starts, trainings[-1]["reference"], 5000),
+        "known": model.known,
+        "groups": groups,
+        "growth": growth(model, starts, reference, 5000),
         "memory": memory(),
     }
     study["seconds"] = time.process_time() - begun
