@@ -179,8 +179,8 @@ def target(solvent, seed):
     begin = model.structure.position.repeat(REPLICAS, 1, 1)
     settled = model.run(begin, 60 * PS, seed)[-1]
     frames, entry = model.measure(settled, 90 * PS, seed + 1)
-    # Every 12 ps one state of each replica.
-    apart = round(12 * PS / EVERY)
+    # Every 3 ps one state of each replica.
+    apart = round(3 * PS / EVERY)
     states = frames[apart - 1 :: apart].flatten(0, 1)
     return {"seed": seed, **entry}, frames.flatten(0, 1), states
 
@@ -266,7 +266,7 @@ def paths(frames, states, seed, length):
     def response(duration, own):
         simulation = model.simulation(states, duration * PS)
         estimate = pathwise(
-            simulation, observable, replicas=len(states), chunks=28, generator=own
+            simulation, observable, replicas=len(states), chunks=30, generator=own
         )
         assert estimate.diagnostics["compiled"]
         columns = (estimate.grad, estimate.grad_stderr)
@@ -327,7 +327,7 @@ def main():
     head = commit()  # before the runs, since the code is that of now
     parts = {
         "vacuum": lambda: recovered("vacuum", 1000),
-        "paths": lambda: paths(*target("vacuum", 1000)[1:], 5000, 0.24),
+        "paths": lambda: paths(*target("vacuum", 1000)[1:], 5000, 0.12),
         "OBC2": lambda: recovered("OBC2", 2000),
     }
     study = json.loads(FILE.read_text()) if FILE.exists() else {}
