@@ -204,11 +204,12 @@ for solvent in ("vacuum", "OBC2"):
     assert sampled < len(fit["history"]) / 2
 
 # %%
-# Vertical lines mark new samples, and dotted lines the known numbers. The fitted numbers
-# on the right are one more Newton step, by the means of longer runs. The errors come from the spread of independent runs,
-# of the fit and of the target. They include the covariance of the five means. The
-# torsion with n = 1 at phi is the least certain: it moves weight between the basins
-# with phi below and above zero, and the runs change basin rarely.
+# Vertical lines mark new samples, and dotted lines the known numbers. The fitted
+# numbers on the right are one more Newton step, by the means of longer runs. The errors
+# come from the spread of independent runs, of the fit and of the target. They include
+# the covariance of the five means. The torsion with n = 1 at phi is the least certain:
+# it moves weight between the basins with phi below and above zero, and the runs change
+# basin rarely.
 #
 # The same here
 # -------------
