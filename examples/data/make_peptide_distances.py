@@ -2,8 +2,8 @@
 
 Run: python examples/data/make_peptide_distances.py [part ...]. Without a part, all of
 them are run, which takes about eight minutes on one core. Each part replaces its own
-entry of the file. The structure, ``trialanine.pdb``, is built by ``build_dipeptide.py``; the
-argument ``structure`` writes it again.
+entry of the file. The structure, ``trialanine.pdb``, is built by ``build_dipeptide.py``;
+the argument ``structure`` writes it again.
 """
 
 import json
