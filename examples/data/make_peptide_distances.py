@@ -2,8 +2,8 @@
 
 Run: python examples/data/make_peptide_distances.py [part ...]. Without a part, all of
 them are run, which takes about eight minutes on one core. Each part replaces its own
-entry of the file. The structure, ``trialanine.pdb``, is built by ``build_dipeptide.py``;
-the argument ``structure`` writes it again.
+entry of the file. The structure, ``trialanine.pdb``, is built by
+``build_dipeptide.py``; the argument ``structure`` writes it again.
 """
 
 import json
@@ -313,13 +313,13 @@ def memory():
 
 
 def commit():
-    """Return the commit of the working tree, which must not have changes."""
+    """Return the commit of the working tree, whose code must not have changes."""
     commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
     changes, head = (
         subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
         for c in commands
     )
-    if any(not line.endswith(FILE.name) for line in changes.splitlines()):
+    if any(not line.endswith(".json") for line in changes.splitlines()):
         raise SystemExit(f"commit the changes first:\n{changes}")
     return head.strip()
 
