@@ -140,10 +140,10 @@ for solvent in ("vacuum", "OBC2"):
 # .. math:: \frac{\partial \langle s_i \rangle}{\partial k_j} =
 #    -\frac{\operatorname{cov}(s_i, s_j)}{kT},
 #
-# and Newton steps of at most 0.02 eV solve for the torsions. There are three rounds. The
-# steps of a round use the same frames, whose effective share must be at least a fifth.
-# The next round samples again, with the numbers reached so far. The runs of the fit
-# begin from a single extended structure and never see a state of the target.
+# and Newton steps of at most 0.02 eV solve for the torsions. There are three rounds.
+# The steps of a round use the same frames, whose effective share must be at least a
+# fifth. The next round samples again, with the numbers reached so far. The runs of the
+# fit begin from a single extended structure and never see a state of the target.
 
 colors = ("C0", "C2")
 fig, axes = plt.subplots(1, 3, figsize=(11.5, 3.7), layout="constrained")
