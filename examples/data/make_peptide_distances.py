@@ -32,7 +32,7 @@ TRAINED = "ALA N-CA-C-N"
 LENGTH, FRAMES, STARTS, COPIES = 0.3, 25, 16, 8
 EPOCHS, RATE = 20, 0.01
 GROWTH = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
-STEPS = {"exact": [500, 2000, 8000, 32000], "direct": [25, 50, 100]}
+STEPS = {"exact": [500, 2000, 8000, 32000, 128000], "direct": [25, 50, 100]}
 
 
 class Peptide:
