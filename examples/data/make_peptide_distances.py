@@ -302,7 +302,7 @@ def memory():
     for kind, lengths in STEPS.items():
         for steps in lengths:
             found = subprocess.run(
-                [sys.executable, __file__, "memory", kind, str(steps)],
+                [sys.executable, __file__, "measure", kind, str(steps)],
                 check=True,
                 capture_output=True,
                 text=True,
@@ -342,7 +342,7 @@ def main():
         helix = build(["ACE", "ALA", "ALA", "ALA", "NME"], phi=-57.4, psi=-47.5)
         write_pdb("trialanine.pdb", *helix)
         return
-    if sys.argv[1:2] == ["memory"]:
+    if sys.argv[1:2] == ["measure"]:
         print(*memory_of(sys.argv[2], int(sys.argv[3])))
         return
     head = commit()  # before the runs, since the code is that of now
