@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from adjsim._cpp.calls import CALLS, Call, Called
-from adjsim._cpp.indexing import gathered, indexed, reshaped, scattered, split
+from adjsim._cpp.indexing import SPLITS, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import (
@@ -117,6 +117,8 @@ class Lowering:
             raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
         args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
         if isinstance(meta, (list, tuple)):
+            if base not in SPLITS:
+                raise UnprintableError(name)
             return split(base, meta, *args)
         if not isinstance(meta, Tensor):
             raise UnprintableError(name)

@@ -28,8 +28,12 @@ from adjsim._cpp.views import selecting, slicing, unsqueezed
 Store = Callable[..., None]
 
 
+# Operators of torch with several outputs, each a view of their argument.
+SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
+
+
 def split(base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value]:
-    """Lower split, chunk and unbind."""
+    """Lower one of :data:`SPLITS`."""
     axis = (args[-1] if base == "unbind" and args else args[1] if len(args) > 1 else 0) % len(
         x.shape
     )
@@ -40,10 +44,8 @@ def split(base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value
             raise UnprintableError(f"{base} into a part without elements")
         if base == "unbind":
             map, step = selecting(axis, at), 1
-        elif base in ("split", "split_with_sizes", "chunk"):
-            map, step = slicing(axis, at, 1), shape[axis]
         else:
-            raise UnprintableError(base)
+            map, step = slicing(axis, at, 1), shape[axis]
         pieces.append(View(shape, part.dtype, (x,), strides=tuple(part.stride()), map=map))
         at += step
     return pieces

@@ -102,7 +102,7 @@ SALTS = {
 @pytest.mark.parametrize("salt", list(SALTS))
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(Ewald, {"kmax": 13}), (ParticleMeshEwald, {"grid": 32, "order": 10})],
+    [(Ewald, {"kmax": 13}), (ParticleMeshEwald, {"grid": 40, "order": 10})],
     ids=["ewald", "mesh"],
 )
 def test_madelung(salt, make, options):
@@ -401,6 +401,32 @@ def test_adjoints_agree(kind, exact):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10 * scale)
     if exact:
         assert run.stats["reconstruction_error"] == 0
+
+
+@pytest.mark.marathon
+def test_a_compiled_run_has_the_same_bits():
+    """Inductor compiles the step around the mesh, in minutes."""
+    run, expected = trajectory(ParticleMeshEwald, adjsim.ReversibleAdjoint(), True, steps=5)
+    compiled, found = trajectory(
+        ParticleMeshEwald, adjsim.ReversibleAdjoint(), True, steps=5, compile=True
+    )
+    assert "mesh_force" in compiled.stats["compiled_forward"]
+    assert torch.equal(compiled.position, run.position)
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("make", SUMS)
+def test_charges_are_one_parameter(make):
+    potential, (_, position, _) = make(), problem()
+    assert [name for name, _ in potential.named_parameters()] == ["charge"]
+    doubled = nn.Parameter(2 * potential.charge.detach())
+    before = float(potential(position).detach())
+    swapped = torch.func.functional_call(potential, {"charge": doubled}, (position,))
+    assert float(swapped.detach()) == pytest.approx(4 * before, rel=1e-12)
+    potential.charge = doubled
+    # The energy is quadratic in the charges, and no part keeps the former ones.
+    assert float(potential(position).detach()) == pytest.approx(4 * before, rel=1e-12)
 
 
 BAD = [

@@ -73,6 +73,11 @@ class EwaldSum(Potential):
             self.register_buffer("partners", partners)
         self._volume = float(volume(self.cell))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "charge":
+            setattr(self.real, name, value)
+
     def lengths(self) -> list[float]:
         """Return the lengths of the rows of the cell."""
         return self.cell.norm(dim=1).tolist()

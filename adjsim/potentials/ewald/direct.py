@@ -26,7 +26,8 @@ class Ewald(EwaldSum):
     is a uniform background that makes a charged box neutral. See Ewald, Ann. Phys. 369, 253 (1921).
 
     Each evaluation takes the number of atoms times the number of waves. From some hundred atoms on
-    use :class:`ParticleMeshEwald`.
+    use :class:`ParticleMeshEwald`. An excluded pair is the pair of nearest images, so a molecule
+    has to be smaller than half the box.
 
     Args:
         charge: ``(atoms,)``.

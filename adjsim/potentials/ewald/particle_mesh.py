@@ -26,6 +26,13 @@ class ParticleMeshEwald(EwaldSum):
     The force on all atoms together is zero only to the accuracy of the mesh, so the centre of mass
     may drift.
 
+    In an exact run the reciprocal force of an atom is rounded as one contribution. It is a function
+    of the position alone, since one code path computes it forward and backward, with sums of fixed
+    order. That holds on the CPU; on a GPU atoms are added to the mesh in any order.
+
+    ``compile=True`` compiles the rest of the step by torch's Inductor, which calls the mesh
+    part as it is: a C++ loop has no Fourier transform. Compilation may take minutes.
+
     Args:
         charge, box, cutoff, alpha, exclusions, constant, skin: see :class:`Ewald`.
         tolerance: the approximate relative error of forces, between 0 and 0.5.

@@ -45,12 +45,13 @@ class GeneralizedBorn(Potential):
     of an atom from its Born radius, as the ACE model does (Schaefer, Bartels and Karplus, J. Mol.
     Biol. 284, 835 (1998)) with the sixth power that Tinker and OpenMM use.
 
-    Force and product are closed forms (see pairs.py). In exact runs every contribution to a sum over
-    pairs is rounded before it is added, so that sums do not depend on their order.
+    Force and product are closed forms (see pairs.py). In exact runs the contributions of pairs are
+    rounded before they are added, so that sums do not depend on their order.
 
     Radii, scales and permittivities are checked here and not later: keep them in range while they
-    are trained. Two atoms at one position give NaN. The force is continuous where spheres begin to touch; its
-    derivative is not. With a cutoff the force jumps at it: use one only to reproduce such a run.
+    are trained. Two atoms at one position give NaN. The force is continuous where spheres begin to
+    touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
+    such a run.
 
     See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
 
@@ -59,12 +60,12 @@ class GeneralizedBorn(Potential):
         radius: ``(atoms,)``, intrinsic radius, larger than the offset.
         scale: ``(atoms,)``, share of an atom's radius that displaces solvent, zero or positive.
         solute, solvent: permittivities inside and outside, at least 1.
-        constant: 1/(4 pi epsilon_0) in the units of the simulation; see
-            :class:`~adjsim.Coulomb`. The default, and 0.09 and 1.4 below, are for angstrom.
-        offset: length by which radii are reduced for the Born radii.
+        constant: 1/(4 pi epsilon_0) in the units of the simulation: 14.39964548 in eV, angstrom
+            and elementary charges.
+        offset: length by which radii are reduced for the Born radii; the default is in angstrom.
         surface: energy per area. OpenMM uses 2.25936 kJ/mol/nm^2, which is 2.34166e-4 eV per
             square angstrom.
-        probe: radius of a solvent molecule.
+        probe: radius of a solvent molecule; the default is in angstrom.
         kappa: inverse screening length of a dissolved salt, 1/length.
         cutoff: pairs beyond it neither displace solvent nor interact; None: all pairs. The
             interaction is shifted to zero there, as if f were the distance.
