@@ -51,7 +51,7 @@ class RadialBasis(nn.Module):
 
 
 class PairNetwork(PairPotential):
-    """A learnt pair energy, ``u(s) = w . tanh(B b(s))``, with b the radial basis.
+    """A learnt pair energy, ``u(s) = w^T tanh(B b(s))``, with b the radial basis.
 
     There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. It is
     a :class:`PairPotential`: sums, exclusions, virials and neighbour lists are those of pair
