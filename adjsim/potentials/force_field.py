@@ -24,6 +24,8 @@ class ForceFieldPotential(SumPotential):
 
     A tensor may belong to several parts: charges enter Coulomb's law, the scaled 1-4 pairs and the
     solvent. It has one name, under the first of the parts, and one gradient.
+    Write new numbers into it, ``with torch.no_grad(): potential.coulomb.charge.copy_(...)``. An
+    assignment, ``potential.coulomb.charge = ...``, leaves the former tensor in the other parts.
 
     Args:
         labels: for each part with types, what its types are called, such as ``("ALA N-CA", ...)``:

@@ -270,7 +270,9 @@ def _search(
         if whole:
             i, j = pairs_within(q, box, reach + rounded)
             if excluded is not None:
-                allowed = ~torch.isin(i * atoms + j, excluded[:, 0] * atoms + excluded[:, 1])
+                # Values that are written later need not be in order.
+                low, high = excluded.sort(-1).values.unbind(-1)
+                allowed = ~torch.isin(i * atoms + j, low * atoms + high)
                 i, j = i[allowed], j[allowed]
             found.append(torch.stack([torch.cat([i, j]), torch.cat([j, i])]) + k * atoms)
     i, j = torch.cat(found, 1) if found else torch.empty(2, 0, dtype=torch.int64).to(finite.device)

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from ase import Atoms
 from numpy.polynomial.legendre import leggauss
 from torch import nn
 
 import adjsim
+from adjsim.io.ase import ASECalculator
 from adjsim.potentials.base import derivative, force, force_vjp
 from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.ewald.excluded import boys
@@ -269,6 +271,28 @@ def test_virial_is_minus_the_derivative_with_respect_to_strain(make, tilted):
         slope = (strained(torch.eye(3) + step) - strained(torch.eye(3) - step)) / (2 * h)
         # Differences have an error of h^2 times the third derivative.
         assert float(found[a, b]) == pytest.approx(-float(slope), rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("make", SUMS)
+@pytest.mark.parametrize("tilted", [False, True])
+def test_pressure_and_cells_of_ase_see_the_box(make, tilted):
+    cell, position, _ = problem(tilted)
+    potential = make(tilted)
+    dynamics = adjsim.Hamiltonian(potential)
+    state = dynamics.init(position, torch.zeros_like(position))
+    volume = float(torch.linalg.det(cell if cell.ndim == 2 else torch.diag(cell)))
+    expected = float(potential.virial(position).diagonal().sum().detach()) / (3 * volume)
+    assert float(adjsim.pressure(dynamics, state).detach()) == pytest.approx(expected, rel=1e-12)
+    rows = (cell if cell.ndim == 2 else torch.diag(cell)).numpy()
+    atoms = Atoms(f"Ar{ATOMS}", position.numpy(), cell=rows, pbc=True)
+    atoms.calc = ASECalculator(potential)
+    assert atoms.get_potential_energy() == pytest.approx(
+        float(potential(position).detach()), rel=1e-12
+    )
+    other = Atoms(f"Ar{ATOMS}", position.numpy(), cell=1.5 * rows, pbc=True)
+    other.calc = ASECalculator(potential)
+    with pytest.raises(ValueError, match="cell of the atoms"):
+        other.get_potential_energy()
 
 
 @pytest.mark.parametrize("make", SUMS)

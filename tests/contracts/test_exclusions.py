@@ -300,6 +300,24 @@ def test_potentials_share_kernels_and_not_lists(listed):
         assert kernels.builds() - builds == (limit == LISTED)
 
 
+@pytest.mark.parametrize("limit", [DENSE, LISTED], ids=["dense", "list"])
+@pytest.mark.parametrize("torch_alone", [False, True], ids=["operator", "torch"])
+def test_exclusions_written_in_another_order(listed, limit, torch_alone, request):
+    """The larger atom may come first, and a pair may come twice."""
+    if torch_alone:
+        request.getfixturevalue("by_torch")
+    listed(limit)
+    q, pairs = molecule("orthogonal")
+    made = [
+        KINDS["Lennard-Jones"](cutoff=2.4, box=BOXES["orthogonal"], exclusions=pairs)
+        for _ in range(2)
+    ]
+    stored = made[0].exclusions
+    made[1].exclusions = torch.cat([stored.flip(0, 1), stored[:1]])
+    assert torch.equal(made[1].force(q), made[0].force(q))
+    assert torch.equal(made[1](q), made[0](q))
+
+
 def test_results_depend_on_position_and_exclusions_alone(listed, by_torch):
     """Torch's lists of other exclusions, skins and positions do not change a bit."""
     q, pairs = molecule("orthogonal")

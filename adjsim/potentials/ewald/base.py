@@ -78,6 +78,11 @@ class EwaldSum(Potential):
         if name == "charge":
             setattr(self.real, name, value)
 
+    @property
+    def box(self) -> Tensor | None:
+        """The periodic box, as of a pair potential."""
+        return self.real.box
+
     def lengths(self) -> list[float]:
         """Return the lengths of the rows of the cell."""
         return self.cell.norm(dim=1).tolist()
