@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from adjsim._grid import Grid
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import Potential, SumPotential, force
+from adjsim._typing import Energies, Positions
+from adjsim.potentials.base import Potential, Pullback, SumPotential, force
 
 LARGEST_ENERGY = 1e6
 """The energy in eV from which a start is refused. A bond has a few eV, so positions or parameters
@@ -25,7 +27,8 @@ class ForceFieldPotential(SumPotential):
     A tensor may belong to several parts: charges enter Coulomb's law, the scaled 1-4 pairs and the
     solvent. It has one name, under the first of the parts, and one gradient.
     Write new numbers into it, ``with torch.no_grad(): potential.coulomb.charge.copy_(...)``. An
-    assignment, ``potential.coulomb.charge = ...``, leaves the former tensor in the other parts.
+    assignment, ``potential.coulomb.charge = ...``, would leave the former tensor in the other
+    parts, so an evaluation after it is refused.
 
     Args:
         labels: for each part with types, what its types are called, such as ``("ALA N-CA", ...)``:
@@ -33,7 +36,8 @@ class ForceFieldPotential(SumPotential):
         parts: potentials by name.
 
     Raises:
-        ValueError: no parts.
+        ValueError: no parts; at evaluation, a tensor that parts shared and that is no longer the
+            same in all of them.
     """
 
     def __init__(
@@ -46,6 +50,43 @@ class ForceFieldPotential(SumPotential):
         for name, part in parts.items():
             self.add_module(name, part)
         self.labels = {name: tuple(found) for name, found in (labels or {}).items()}
+        self.shared = _shared_tensors(self)
+
+    def forward(self, position: Positions) -> Energies:
+        self._refuse_divided()
+        return super().forward(position)
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        self._refuse_divided()
+        return super().force(position, grid)
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        self._refuse_divided()
+        return super().force_vjp(position, parameters, grid)
+
+    def virial(self, position: Positions) -> Tensor:
+        self._refuse_divided()
+        return super().virial(position)
+
+    def _refuse_divided(self) -> None:
+        """Refuse parts that shared a tensor and have different ones."""
+        modules = dict(self.named_modules())
+        for group in self.shared:
+            found = [
+                (f"{path}.{name}", modules[path]._parameters.get(name))
+                for path, name in group
+                if path in modules
+            ]
+            for name, tensor in found[1:]:
+                first, expected = found[0]
+                if tensor is not expected:
+                    raise ValueError(
+                        f"{first} and {name} were one tensor and are two, since one of them was "
+                        "assigned. Write numbers in place, with torch.no_grad(): "
+                        f"potential.{first}.copy_(...), or assign one tensor to both."
+                    )
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -57,6 +98,16 @@ class ForceFieldPotential(SumPotential):
         """The box of the first part that has one."""
         boxes = (getattr(part, "box", None) for part in self.parts)
         return next((box for box in boxes if box is not None), None)
+
+
+def _shared_tensors(module: nn.Module) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Return the places, by path and name, of each parameter that is in several modules."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for path, part in module.named_modules():
+        for name, tensor in part._parameters.items():
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((path, name))
+    return tuple(tuple(found) for found in places.values() if len(found) > 1)
 
 
 def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -> None:

@@ -569,6 +569,23 @@ def test_wrong_arguments():
         to_openmm(potential, fewer)
 
 
+def test_a_shared_parameter_is_written_in_place():
+    """An assignment to one part would leave the old charges in the 1-4 pairs."""
+    system, positions, topology = molecule("dipeptide.pdb", AMBER14)
+    potential, structure = from_openmm(system, positions, topology)
+    charge = potential.coulomb.charge
+    potential.coulomb.charge = torch.nn.Parameter(2 * charge.detach())
+    calls = (potential, potential.force, lambda q: potential.force_vjp(q, []), potential.virial)
+    for call in calls:
+        with pytest.raises(ValueError, match=r"coulomb\.charge and .*coulomb_14.*charge were one"):
+            call(structure.position)
+    potential.coulomb.charge = charge
+    before = potential(structure.position)
+    with torch.no_grad():
+        charge.mul_(2)
+    assert abs(float((potential(structure.position) - before).detach())) > 0.1
+
+
 def test_mixed_up_units():
     """Nanometres taken for angstrom put atoms on top of each other: two of them are named."""
     system, positions, topology = molecule("dipeptide.pdb", AMBER14)
