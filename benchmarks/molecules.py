@@ -18,7 +18,6 @@ import copy
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import openmm
 import torch
 from ase import units
 from openmm import app, unit
+from rounds import Side, measure
 from torch import Tensor, nn
 
 import adjsim
@@ -124,9 +124,6 @@ def molecules(case: Case) -> Molecules:
     return made
 
 
-Side = Callable[[], dict[str, float]]
-
-
 def forward(made: Molecules, exact: bool) -> Side:
     # Compiled loops belong to a dynamics.
     dynamics = made.dynamics()
@@ -202,16 +199,6 @@ def in_openmm(made: Molecules, system: Any) -> Side:
     return run
 
 
-def measure(sides: dict[str, Side]) -> dict[str, dict[str, float]]:
-    """Run the sides in alternating rounds, and return their smallest times."""
-    best: dict[str, dict[str, float]] = {name: side() for name, side in sides.items()}
-    for _ in range(ROUNDS):
-        for name, side in sides.items():
-            for what, seconds in side().items():
-                best[name][what] = min(best[name][what], seconds)
-    return best
-
-
 def compare(name: str) -> None:
     case = CASES[name]
     made = molecules(case)
@@ -226,7 +213,7 @@ def compare(name: str) -> None:
     if case.over_forward is not None:
         sides["adjsim, exact"] = forward(made, True)
         sides["adjsim gradient, exact"] = gradient(made, True)
-    best = measure(sides)
+    best = measure(sides, ROUNDS)
     reference = min(best[side]["forward"] for side in best if side.startswith("OpenMM"))
     target = "no target" if case.over_forward is None else f"target {case.over_forward}"
     print(

@@ -206,7 +206,8 @@ class NoCapture(TorchFunctionMode):
 def leaves(tree: Any) -> list[Tensor]:
     """Return the tensors of nested tuples and dictionaries, in the order of ``tree_leaves``.
 
-    It is run for every loop, and takes a tenth of the time of torch's function for any tree.
+    It is run for every loop. In a profile, torch's function for any tree took a tenth of a short
+    run.
     """
     if isinstance(tree, Tensor):
         return [tree]

@@ -5,6 +5,8 @@ This module does not import ``mace``: it takes a model that somebody has made or
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -62,7 +64,7 @@ class MACEPotential(GraphPotential):
         if box is not None:
             cell = checked_box(box, None)
             cell = torch.diag(cell) if cell.ndim == 1 else cell
-        known: list[int] = model.atomic_numbers.tolist()  # type: ignore[union-attr, operator]
+        known: list[int] = cast(Tensor, model.atomic_numbers).tolist()
         given = as_indices("numbers", numbers).flatten()
         unknown = sorted(set(given.tolist()) - set(known))
         if unknown:
@@ -71,7 +73,7 @@ class MACEPotential(GraphPotential):
         if not 0 <= head < len(heads):
             raise ValueError(f"head must be one of 0 to {len(heads) - 1} ({heads}); got {head}.")
         kinds = torch.tensor([known.index(n) for n in given.tolist()])
-        cutoff = float(model.r_max)  # type: ignore[arg-type]
+        cutoff = float(cast(Tensor, model.r_max))
         adapted = _Adapter(model, len(known), head, cell)
         super().__init__(adapted, cutoff, species=kinds, box=box, skin=skin)
 

@@ -24,7 +24,7 @@ class ScaledPairs(BondedPotential):
     of atoms use :class:`ExplicitPairs`.
 
     Args:
-        potential: a :class:`~adjsim.potentials.PairPotential`.
+        potential: a :class:`~adjsim.potentials.PairPotential`. Its species are read here, once.
         index: ``(pairs, 2)``, the atoms of each pair.
         scale: a number, one for each pair or one for each type.
         truncated: whether u ends at the cutoff of the potential. By default every listed pair has
