@@ -9,11 +9,10 @@ coefficients, noise, every parameter and buffer of the dynamics, and the spacing
 another number of steps, seed, parameter value or save time needs no new compilation. Another shape,
 dtype, scheme or record does.
 
-A backward iteration begins in the middle of a step, where the position has just changed. It
-finishes the backward pass over one step and begins the pass over the step before. All moves that
-need the force at one position are then in one iteration, so the force and its vector-Jacobian
-product share one loop over pairs. The part before the first iteration and the part after the
-last are compiled with the loop.
+A backward iteration begins in the middle of a step, with the last move of the position. It finishes
+the backward pass over one step and begins the pass over the step before. All moves that need the
+force at one position are then in one iteration, so the force and its vector-Jacobian product share
+one loop over pairs. The first iteration has no step to finish, and the last none to begin.
 
 Anything not passed as an input is baked in, and is part of the key by which a loop is looked up
 (:mod:`adjsim._cache_key`).
@@ -37,7 +36,8 @@ from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.solvers.base import Problem
+from adjsim.dynamics.sources import reads_force
+from adjsim.solvers.base import Problem, TimeInStep
 
 
 class ForwardCarry(NamedTuple):
@@ -223,8 +223,17 @@ class BackwardLoops:
     def spec(
         driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
-        """Specify an iteration: the end of one step, and the beginning of the previous one."""
-        late, early = slice(driver.last_position_move, None), slice(0, driver.last_position_move)
+        """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
+
+        Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
+        evaluated with cotangents of zero, to which all its contributions are proportional, and its
+        state is dropped. So a loop contains its force once. Where no move after the last position
+        move reads the force, an iteration is a whole step.
+        """
+        moves = driver.program.moves
+        late = range(driver.last_position_move + 1, len(moves))
+        shared = any(reads_force(moves[i][1]) for i in late)
+        early = range(driver.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
             """The backward pass inside a trace, rebuilt from its carry."""
@@ -240,21 +249,55 @@ class BackwardLoops:
                     driver.dynamics.potential, parameters=trainable, stats=self.stats
                 )
 
-            def traverse(self, part: slice, k: Tensor) -> None:
+            def traverse(self, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k."""
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
-                coefficients = self.constants.coefficients
+                for i in reversed(part):
+                    self._reverse(i, t, noise)
+
+            def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
+                """Run the backward pass over the moves ``part`` of step number k, if there is one.
+
+                Moves that do not write the position neither read nor replace its cotangent, so this
+                cotangent is set aside only with moves that do.
+                """
+                names = [
+                    name
+                    for name in self.sums.fields
+                    if name != "position" or driver.last_position_move in part
+                ]
+                aside = {name: self.sums[name] for name in names}
+                for name in names:
+                    self.sums[name] = torch.where(absent, 0.0, aside[name])
+                steps, time = self.constants.steps, driver.time(self.constants, k)
+                first = driver.time(self.constants, torch.zeros_like(steps))(0.0)
+                last = driver.time(self.constants, steps)(0.0)
+                # Zero cotangents stay zero only where numbers are finite, so an absent step has
+                # the noise and the times of the run.
+                noise = driver.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
+                for i in reversed(part):
+                    before = self.state
+                    self._reverse(i, lambda share: time(share).maximum(first).minimum(last), noise)
+                    self.state = kind._make(
+                        new if new is old else torch.where(absent, old, new)
+                        for old, new in zip(before, self.state, strict=True)
+                    )
+                for name in names:
+                    self.sums.add(name, torch.where(absent, aside[name], 0.0))
+
+            def _reverse(self, i: int, t: TimeInStep, noise: Sequence[Tensor] | None) -> None:
+                coefficients, part = self.constants.coefficients, slice(i, i + 1)
                 self.state = self.program.backward(
                     t, self.state, coefficients, noise, self.forces, self.sums, None, part
                 )
 
-            def add_average(self) -> None:
+            def add_average(self, absent: Tensor | None) -> None:
                 """Add the contribution of a time average to the cotangent of the state."""
                 if averaging:
-                    (cotangent,), state = (
-                        self.constants.average,
-                        driver.stepper.from_lattice(self.state),
-                    )
+                    (cotangent,) = self.constants.average
+                    if absent is not None:
+                        cotangent = torch.where(absent, 0.0, cotangent)
+                    state = driver.stepper.from_lattice(self.state)
                     RecordSweep(driver.recorder, (), None, 0.0).add_function(
                         state, cotangent, self.sums, self.forces
                     )
@@ -269,33 +312,29 @@ class BackwardLoops:
                 )
 
         def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
-            sweep = Sweep(constants, carry)
-            sweep.add_average()
-            sweep.traverse(late, constants.steps - 1)
-            found = sweep.carry()
-            loop.fixed_evaluations += sweep.stats["energy_evaluations"]
-            return constants.steps - 1, found
+            return (constants.steps.clone() if shared else constants.steps - 1), carry
 
         def more(k: Tensor, count: Tensor) -> Tensor:
-            return k > 0
+            return k >= 0
 
         def body(
             constants: LoopConstants, k: Tensor, carry: BackwardCarry
         ) -> tuple[Tensor, BackwardCarry]:
             sweep = Sweep(constants, carry)
-            sweep.traverse(early, k)
-            sweep.add_average()
-            sweep.traverse(late, k - 1)
+            if shared:
+                sweep.traverse_unless(k == constants.steps, early, k)
+                sweep.add_average(k == 0)
+                sweep.traverse_unless(k == 0, late, k - 1)
+            else:
+                sweep.add_average(None)
+                sweep.traverse(early, k)
             found = sweep.carry()
             loop.evaluations_per_step = sweep.stats["energy_evaluations"]
+            loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
             return k - 1, found
 
         def finish(constants: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
-            sweep = Sweep(constants, carry)
-            sweep.traverse(early, torch.zeros_like(constants.steps))
-            found = sweep.carry()
-            loop.fixed_evaluations += sweep.stats["energy_evaluations"]
-            return found
+            return carry
 
         return LoopSpec(start, more, body, finish)
 

@@ -193,8 +193,7 @@ class LoopRunner:
         )
         loop = self._look_up(spec, averaging, kind, constants, carry)
         self.problem.stats["energy_evaluations"] += (
-            loop.fixed_evaluations
-            + (count - 1 if spec.backward else count) * loop.evaluations_per_step
+            loop.fixed_evaluations + count * loop.evaluations_per_step
         )
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
