@@ -42,7 +42,25 @@ def added(a: Matrix, b: Matrix) -> Matrix:
     return [[p + q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
 
 
-def scaled(x: Tensor, a: Matrix) -> Matrix:
+def subtracted(a: Matrix, b: Matrix) -> Matrix:
+    """Compute ``A - B``."""
+    return [[p - q for p, q in zip(u, v, strict=True)] for u, v in zip(a, b, strict=True)]
+
+
+def diagonal_added(a: Matrix, x: Tensor | float) -> Matrix:
+    """Compute ``A + x 1``."""
+    return [[p + x if i == j else p for j, p in enumerate(row)] for i, row in enumerate(a)]
+
+
+def trace(a: Matrix) -> Tensor:
+    """Compute the sum of the diagonal."""
+    first, *rest = [row[i] for i, row in enumerate(a)]
+    for x in rest:
+        first = first + x
+    return first
+
+
+def scaled(x: Tensor | float, a: Matrix) -> Matrix:
     """Compute ``x A``."""
     return [[x * p for p in row] for row in a]
 
