@@ -6,18 +6,19 @@ A mesh is a rest shape. Its vertices are the atoms of a simulation, so a state h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations, permutations
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_indices, as_number, as_tensor, as_whole
-from adjsim._typing import Array, Number
+from adjsim._inputs import as_number, as_tensor, as_whole
+from adjsim._mesh_checks import check_orphans, check_sizes, checked_elements, checked_vertices
+from adjsim._mesh_files import read_cells, write_cells, write_frames
+from adjsim._typing import Array, Number, PositionsLike, Times
 
-# Volumes and areas below this multiple of the longest edge to the power of 3 or 2 are rounding
-# errors of coordinates: an element this flat has no inverse rest shape.
-FLAT = 1e-12
 # The faces of a tetrahedron of positive volume, seen counterclockwise from outside.
 FACES = ((0, 2, 1), (0, 1, 3), (0, 3, 2), (1, 2, 3))
 
@@ -46,25 +47,23 @@ class Mesh:
     def __init__(
         self, vertices: Array, tetrahedra: Array | None = None, triangles: Array | None = None
     ) -> None:
-        object.__setattr__(self, "vertices", _checked_vertices(vertices))
+        object.__setattr__(self, "vertices", checked_vertices(vertices))
         for name, found in (("tetrahedra", tetrahedra), ("triangles", triangles)):
-            checked = None if found is None else self._checked_elements(name, found)
+            checked = None if found is None else checked_elements(name, found, len(self.vertices))
             object.__setattr__(self, name, checked)
-        if self.tetrahedra is None and self.triangles is None:
+        if not self.cells():
             raise ValueError("a mesh needs tetrahedra or triangles.")
         if self.tetrahedra is not None:
             if self.dim != 3:
                 raise ValueError("tetrahedra need vertices of dim 3; got dim 2.")
-            self._check_sizes("tetrahedron", self.tetrahedra, self.volumes(), 3)
+            check_sizes(self.vertices, "tetrahedron", self.tetrahedra, self.volumes())
         if self.triangles is not None:
-            self._check_sizes("triangle", self.triangles, self.areas(), 2)
-        self._check_orphans()
+            check_sizes(self.vertices, "triangle", self.triangles, self.areas())
+        check_orphans(len(self.vertices), self.cells().values())
 
     def __repr__(self) -> str:
         counts = [f"{len(self.vertices)} vertices"]
-        for name in ("tetrahedra", "triangles"):
-            found: Tensor | None = getattr(self, name)
-            counts += [] if found is None else [f"{len(found)} {name}"]
+        counts += [f"{len(found)} {name}" for name, found in self.cells().items()]
         return f"Mesh({', '.join(counts)})"
 
     @property
@@ -78,6 +77,11 @@ class Mesh:
         found = self.triangles if self.tetrahedra is None else self.tetrahedra
         assert found is not None
         return found
+
+    def cells(self) -> dict[str, Tensor]:
+        """Return the vertex numbers of each kind of element, by name."""
+        both = {"tetrahedra": self.tetrahedra, "triangles": self.triangles}
+        return {name: found for name, found in both.items() if found is not None}
 
     def volumes(self) -> Tensor:
         """Compute the volume of each tetrahedron, ``(tetrahedra,)``.
@@ -134,8 +138,7 @@ class Mesh:
         """Return the edges of all elements, ``(edges, 2)``, each once, smaller number first."""
         found = [
             elements[:, pair]
-            for elements in (self.tetrahedra, self.triangles)
-            if elements is not None
+            for elements in self.cells().values()
             for pair in combinations(range(elements.shape[1]), 2)
         ]
         return torch.cat(found).sort(-1).values.unique(dim=0)
@@ -186,56 +189,6 @@ class Mesh:
             )
         return torch.cat([first, second[:, :1]], 1)
 
-    def _checked_elements(self, name: str, value: Array) -> Tensor:
-        found, members = as_indices(name, value), 4 if name == "tetrahedra" else 3
-        if found.ndim != 2 or found.shape[1] != members or len(found) == 0:
-            raise ValueError(
-                f"{name} must be ({name}, {members}) vertex numbers, at least one; got shape "
-                f"{tuple(found.shape)}."
-            )
-        one = "tetrahedron" if name == "tetrahedra" else "triangle"
-        wrong = ((found < 0) | (found >= len(self.vertices))).any(-1)
-        if bool(wrong.any()):
-            number = int(wrong.int().argmax())
-            raise ValueError(
-                f"{one} {number} is {found[number].tolist()} and the mesh has "
-                f"{len(self.vertices)} vertices, numbered from 0."
-            )
-        ordered = found.sort(-1).values
-        twice = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-        if bool(twice.any()):
-            number = int(twice.int().argmax())
-            raise ValueError(f"{one} {number} names a vertex twice: {found[number].tolist()}.")
-        return found
-
-    def _check_sizes(self, one: str, elements: Tensor, sizes: Tensor, power: int) -> None:
-        corners = self.vertices[elements]
-        longest = torch.cdist(corners, corners).amax((-1, -2)) ** power
-        what = "volume" if power == 3 else "area"
-        flat = sizes.abs() <= FLAT * longest
-        if bool(flat.any()):
-            number = int(flat.int().argmax())
-            raise ValueError(
-                f"{one} {number} is degenerate: its {what} is {float(sizes[number]):g}."
-            )
-        if bool((sizes < 0).any()):
-            number = int((sizes < 0).int().argmax())
-            raise ValueError(
-                f"{one} {number} is inverted: its {what} is {float(sizes[number]):g}. Exchange two "
-                "of its vertices."
-            )
-
-    def _check_orphans(self) -> None:
-        named = torch.zeros(len(self.vertices), dtype=torch.bool)
-        for elements in (self.tetrahedra, self.triangles):
-            if elements is not None:
-                named[elements.flatten()] = True
-        if not bool(named.all()):
-            raise ValueError(
-                f"vertex {int((~named).int().argmax())} belongs to no element; remove it, since it "
-                "would have no mass."
-            )
-
 
 def box(lengths: Array, cells: Array) -> Mesh:
     """Make a box of tetrahedra, six for each cell, with a corner at the origin.
@@ -276,6 +229,86 @@ def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
     return Mesh(corners, triangles=torch.stack([lower, upper], -2).reshape(-1, 3))
 
 
+def read(path: str | Path) -> Mesh:
+    """Read a mesh from a file of any format of meshio, such as Gmsh's .msh, .vtu or .stl.
+
+    Lines and points of the file are left out. A mesh that is planar in the file has vertices of dim
+    3; ``Mesh(mesh.vertices[:, :2], triangles=mesh.triangles)`` is planar.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that meshio cannot read, elements other than tetrahedra and triangles of
+            straight edges, and as for :class:`Mesh`.
+    """
+    vertices, cells = read_cells(Path(path))
+    return Mesh(vertices, **cells)
+
+
+def write(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    point_data: Mapping[str, Array] | None = None,
+    cell_data: Mapping[str, Array] | None = None,
+) -> None:
+    """Write a mesh with fields to a file of any format of meshio, by its suffix.
+
+    The file is written whole or not at all. Vertices of dim 2 are written with z = 0.
+
+    Args:
+        path: the file; folders are made.
+        mesh: the mesh.
+        point_data: fields by name, ``(vertices,)`` or ``(vertices, components)``.
+        cell_data: fields by name, ``(elements,)`` or ``(elements, components)``.
+
+    Raises:
+        ValueError: a suffix that meshio does not know, a format of several files or one that does
+            not keep fields, a field of another length, fields of elements for a mesh with
+            tetrahedra and triangles.
+    """
+    write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
+
+
+def write_series(
+    path: str | Path,
+    mesh: Mesh,
+    times: Times,
+    positions: PositionsLike,
+    *,
+    point_data: Mapping[str, Array] | None = None,
+) -> None:
+    """Write a moving mesh as a ``.pvd`` file, which ParaView opens as an animation.
+
+    The frames are VTU files in a folder beside it. The file is written, or replaces an earlier one,
+    when all frames are there.
+
+    Args:
+        path: the ``.pvd`` file; folders are made.
+        mesh: the mesh.
+        times: ``(frames,)``, such as ``trajectory.times``.
+        positions: ``(frames, vertices, dim)``, such as ``trajectory.position``.
+        point_data: fields by name, ``(frames, vertices)`` or ``(frames, vertices, components)``.
+
+    Raises:
+        ValueError: another suffix, or other shapes.
+    """
+    x, t = as_tensor("positions", positions).detach(), as_tensor("times", times).detach()
+    shape = (len(x), *mesh.vertices.shape)
+    if x.shape != shape or t.shape != shape[:1]:
+        raise ValueError(
+            f"positions must be (frames, {shape[1]}, {shape[2]}) and times (frames,); got shapes "
+            f"{tuple(x.shape)} and {tuple(t.shape)}. Write the replicas of a batch one by one."
+        )
+    fields = {name: as_tensor(name, value).detach() for name, value in (point_data or {}).items()}
+    for name, value in fields.items():
+        if value.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
+                f"components); got shape {tuple(value.shape)}."
+            )
+    write_frames(Path(path), mesh.cells(), t.tolist(), x, fields)
+
+
 class _Corners:
     """The numbers of the vertices at a corner of each cell of a grid."""
 
@@ -305,24 +338,6 @@ def _grid(name: str, lengths: Array, cells: Array, dim: int) -> tuple[Tensor, _C
         torch.arange(n + 1, dtype=torch.float64) * x / n for n, x in zip(wholes, edges, strict=True)
     ]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, dim), _Corners(wholes)
-
-
-def _checked_vertices(value: Array) -> Tensor:
-    found = as_tensor("vertices", value)
-    if found.requires_grad:
-        raise ValueError(
-            "vertices cannot require grad: a mesh is a fixed rest shape. rest_stretch of an "
-            "elastic potential is a rest shape with a gradient."
-        )
-    if found.ndim != 2 or found.shape[1] not in (2, 3) or len(found) == 0:
-        raise ValueError(
-            f"vertices must be (vertices, 3) or (vertices, 2); got shape {tuple(found.shape)}."
-        )
-    finite = torch.isfinite(found).all(-1)
-    if not bool(finite.all()):
-        number = int((~finite).int().argmax())
-        raise ValueError(f"vertex {number} is not finite: {found[number].tolist()}.")
-    return found.to("cpu", torch.float64)
 
 
 def _sides(vertices: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
