@@ -1,0 +1,171 @@
+"""Files of meshes, by meshio, written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import meshio
+import numpy as np
+from torch import Tensor
+
+from adjsim._files import replacing
+from adjsim._inputs import as_tensor
+from adjsim._typing import Array
+
+# Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
+CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
+IGNORED = ("line", "vertex")
+# A format of several files cannot be replaced as a whole.
+SEVERAL_FILES = (".node", ".ele", ".xdmf", ".xmf")
+
+
+def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that meshio cannot read, cells of another kind, no cells.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}.")
+    _check_suffix(path)
+    try:
+        found = meshio.read(path)
+    except (meshio.ReadError, SystemExit) as error:
+        # Meshio ends the process for a file that none of its formats can read.
+        raise ValueError(
+            f"meshio cannot read {path}: {error or 'see its message above'}."
+        ) from error
+    parts: dict[str, list[np.ndarray]] = {}
+    for block in found.cells:
+        if block.type in CELLS:
+            parts.setdefault(CELLS[block.type], []).append(np.asarray(block.data))
+        elif block.type not in IGNORED:
+            raise ValueError(
+                f"{path} has cells of type {block.type!r}; a mesh has tetrahedra and triangles of "
+                "straight edges. Export first-order tetrahedra."
+            )
+    if not parts:
+        raise ValueError(f"{path} has no tetrahedra and no triangles.")
+    return found.points, {name: np.concatenate(blocks) for name, blocks in parts.items()}
+
+
+def write_cells(
+    path: Path,
+    vertices: Tensor,
+    cells: Mapping[str, Tensor],
+    point_data: Mapping[str, Array],
+    cell_data: Mapping[str, Array],
+) -> None:
+    """Write a mesh with fields.
+
+    Raises:
+        ValueError: a suffix that meshio does not know, a format that does not keep fields, a field
+            of another length, fields of cells of two kinds.
+    """
+    _check_suffix(path)
+    if path.suffix in SEVERAL_FILES:
+        raise ValueError(f"{path.name!r} is a format of several files; use .vtu or .msh.")
+    made = _mesh(vertices, cells, point_data, cell_data)
+    # Several formats have the suffix of Gmsh.
+    kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[path.suffix][0]
+    with replacing(path) as temporary:
+        meshio.write(temporary, made, kind)
+        if point_data or cell_data:
+            _check_fields(path, meshio.read(temporary, kind), made)
+
+
+def _check_fields(path: Path, found: meshio.Mesh, made: meshio.Mesh) -> None:
+    """Raise if a format has left out fields, as some do without a word."""
+    lost = {*made.point_data} - {*found.point_data} | {*made.cell_data} - {*found.cell_data}
+    if lost:
+        raise ValueError(
+            f"the format of {path.name!r} does not keep {', '.join(sorted(lost))}; use .vtu."
+        )
+
+
+def write_frames(
+    path: Path,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write a ``.pvd`` file, and its frames as VTU files in a new folder beside it.
+
+    The file names the folder, and replaces an earlier one when all frames are written.
+    """
+    if path.suffix != ".pvd":
+        raise ValueError(f"a time series is a .pvd file, which ParaView opens; got {path.name!r}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = _frames_of(path)
+    folder = Path(tempfile.mkdtemp("", f"{path.stem}.", path.parent))
+    try:
+        folder.chmod(0o755)
+        root = ElementTree.Element("VTKFile", type="Collection", version="0.1")
+        listed = ElementTree.SubElement(root, "Collection")
+        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
+            frame = folder / f"{number:06d}.vtu"
+            fields = {name: values[number] for name, values in point_data.items()}
+            meshio.write(frame, _mesh(x, cells, fields, {}))
+            file = f"{folder.name}/{frame.name}"
+            ElementTree.SubElement(listed, "DataSet", timestep=repr(t), part="0", file=file)
+        with replacing(path) as temporary:
+            ElementTree.ElementTree(root).write(temporary, "utf-8", xml_declaration=True)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    for old in earlier:
+        shutil.rmtree(old)
+
+
+def _frames_of(path: Path) -> set[Path]:
+    """Return the folders of frames that a series of the same name refers to."""
+    if not path.exists():
+        return set()
+    files = [Path(x.get("file", "")) for x in ElementTree.parse(path).iter("DataSet")]
+    folders = {path.parent / file.parent for file in files if len(file.parts) == 2}
+    return {x for x in folders if x.name.startswith(f"{path.stem}.") and x.is_dir()}
+
+
+def _mesh(
+    vertices: Tensor,
+    cells: Mapping[str, Tensor],
+    point_data: Mapping[str, Array],
+    cell_data: Mapping[str, Array],
+) -> meshio.Mesh:
+    points = vertices.detach().cpu().double().numpy()
+    if points.shape[1] == 2:
+        points = np.pad(points, ((0, 0), (0, 1)))
+    names = {ours: theirs for theirs, ours in CELLS.items()}
+    blocks: list[Any] = [(names[name], index.numpy()) for name, index in cells.items()]
+    if cell_data and len(blocks) > 1:
+        raise ValueError(
+            "cell_data needs a mesh with one kind of element; write Mesh(vertices, tetrahedra) and "
+            "the triangles apart."
+        )
+    count = len(blocks[0][1])
+    return meshio.Mesh(
+        points,
+        blocks,
+        {name: _field("point_data", name, x, len(points)) for name, x in point_data.items()},
+        {name: [_field("cell_data", name, x, count)] for name, x in cell_data.items()},
+    )
+
+
+def _field(kind: str, name: str, value: Array, count: int) -> np.ndarray:
+    found = as_tensor(f"{kind}[{name!r}]", value).detach().cpu().numpy()
+    if found.ndim == 0 or len(found) != count:
+        raise ValueError(f"{kind}[{name!r}] needs {count} rows; got shape {found.shape}.")
+    return found
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in meshio.extension_to_filetypes:
+        known = ", ".join(sorted(x for x in meshio.extension_to_filetypes if x.count(".") == 1))
+        raise ValueError(f"meshio has no format for {path.name!r}; its suffixes are {known}.")
