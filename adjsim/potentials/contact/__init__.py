@@ -1,6 +1,7 @@
 """Contact: penalties of the gaps between vertices and surfaces, and between particles."""
 
 from adjsim.potentials.contact.base import Contact, MovingContact, PlaneContact, SurfaceContact
+from adjsim.potentials.contact.particles import ParticleContact
 from adjsim.potentials.contact.penalties import Barrier, Penalty, Quadratic, Softplus
 from adjsim.potentials.contact.surfaces import (
     Box,
@@ -20,6 +21,7 @@ __all__ = [
     "Inside",
     "Moving",
     "MovingContact",
+    "ParticleContact",
     "Penalty",
     "Plane",
     "PlaneContact",

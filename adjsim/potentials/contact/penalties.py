@@ -12,6 +12,9 @@ from adjsim._inputs import as_number
 from adjsim._params import register
 from adjsim._typing import Number
 
+# Steps of the search for a gap: half of a digit in 53 remains.
+HALVINGS = 53
+
 
 class Penalty(nn.Module):
     """An energy u(g) of a vertex with gap g, elementwise, with closed derivatives.
@@ -102,15 +105,15 @@ class Quadratic(Penalty):
         return torch.where(gap < 0, self._value("stiffness", gap), 0.0)
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self.stiffness.detach()
+        return self._value("stiffness", self.stiffness).detach()
 
 
 class Softplus(Penalty):
     """The smooth one-sided penalty, ``u(g) = k/2 s^2`` with ``s = w ln(1 + exp(-g/w))``.
 
     It is smooth everywhere and tends to :class:`Quadratic` as the width w goes to zero. It acts
-    before contact: at the surface the force is ``k w ln(2)/2 = 0.35 k w``, and at ``g = 10 w`` it is
-    1e-9 of ``k w``. The curvature is at most 1.0451 k, at ``g = -3.1 w``.
+    before contact: the force is ``k w ln(2)/2 = 0.35 k w`` at the surface, and 2e-9 ``k w`` at
+    ``g = 10 w``. The curvature is at most 1.0454 k, at ``g = -3.1 w``.
 
     Args:
         stiffness: k, energy / length^2; a number or ``(atoms,)``.
@@ -121,6 +124,9 @@ class Softplus(Penalty):
         ValueError: numbers that are not positive and finite.
     """
 
+    #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
+    STIFFEST: ClassVar[float] = 1.0454
+
     stiffness: Tensor
     width: Tensor
 
@@ -129,9 +135,6 @@ class Softplus(Penalty):
         self._register("stiffness", stiffness)
         self._register("width", width)
         self.lowest = _checked_depth(depth)
-
-    #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
-    STIFFEST: ClassVar[float] = 1.0451
 
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = self._value("width", gap)
@@ -151,7 +154,7 @@ class Softplus(Penalty):
         return self._value("stiffness", gap) * share * (share + soft * (1 - share) / width)
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        return self.STIFFEST * self.stiffness.detach()
+        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
 
 
 class Barrier(Penalty):
@@ -180,27 +183,71 @@ class Barrier(Penalty):
 
     stiffness: Tensor
     distance: Tensor
-    floor: Tensor
+    floor: Tensor | None
 
     def __init__(self, stiffness: Number, distance: Number, floor: Number | None = None) -> None:
         super().__init__()
         self._register("stiffness", stiffness)
         self._register("distance", distance)
-        self._register("floor", self.distance.detach() / 20 if floor is None else floor)
-        if not bool((self.floor.detach() < self.distance.detach()).all()):
+        if floor is None:
+            self.register_buffer("floor", None)
+            return
+        self._register("floor", floor)
+        low, high = self._range(self.distance.detach())
+        if not bool((low.detach() < high).all()):
             raise ValueError(
-                f"floor must be below distance; got {self.floor.tolist()} and "
-                f"{self.distance.tolist()}."
+                f"floor must be below distance; got {low.tolist()} and {high.tolist()}."
             )
 
     def element(self, gap: Tensor) -> Tensor:
-        raise NotImplementedError
+        g, x, scale, distance = self._parts(gap)
+        log, rest, beyond = x.log(), 1 - x, gap - g
+        value = -distance * distance * rest * rest * log
+        value = value + beyond * (self._slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
+        return torch.where(gap >= distance, 0.0, scale * value)
 
     def slope(self, gap: Tensor) -> Tensor:
-        raise NotImplementedError
+        g, x, scale, distance = self._parts(gap)
+        log = x.log()
+        value = self._slope(distance, x, log) + (gap - g) * _bend(x, log)
+        return torch.where(gap >= distance, 0.0, scale * value)
 
     def curvature(self, gap: Tensor) -> Tensor:
-        raise NotImplementedError
+        _, x, scale, distance = self._parts(gap)
+        return torch.where(gap >= distance, 0.0, scale * _bend(x, x.log()))
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        raise NotImplementedError
+        with torch.no_grad():
+            floor, distance = self._range(self.distance)
+            gap, _ = torch.broadcast_tensors(floor, self.stiffness)
+            if energy is not None:
+                # The energy decreases with the gap, so halving finds where it is that of a vertex.
+                low, high = gap, distance.expand_as(gap)
+                for _ in range(HALVINGS):
+                    middle = (low + high) / 2
+                    above = self.element(middle) > energy
+                    low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+                gap = torch.where(self.element(gap) > energy, low, gap)
+            return self.curvature(gap)
+
+    def _range(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gaps where the quadratic function ends and where the energy ends."""
+        distance = self._value("distance", like)
+        return distance / 20 if self.floor is None else self._value("floor", like), distance
+
+    def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the point g of the barrier that is nearest to a gap, g/d, the stiffness and d."""
+        floor, distance = self._range(gap)
+        # NaN fails both comparisons, and comes back by the distance to the floor.
+        g = torch.where(gap > floor, torch.where(gap < distance, gap, distance), floor)
+        return g, g / distance, self._value("stiffness", gap), distance
+
+    @staticmethod
+    def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
+        """Compute u' / stiffness, which is negative."""
+        return distance * (1 - x) * (2 * log + 1 - 1 / x)
+
+
+def _bend(x: Tensor, log: Tensor) -> Tensor:
+    """Compute u'' / stiffness of the barrier."""
+    return 1 / (x * x) + 2 / x - 3 - 2 * log

@@ -214,10 +214,10 @@ class Box(Surface):
 class Inside(Surface):
     """The same surface with matter inside: a ball becomes a bowl, a box a container.
 
-    The gap is that of the surface with the other sign. A container made of a box has creases inside,
-    where two walls are equally near, at which a penalty that reaches there turns abruptly. A
-    one-sided penalty, which acts behind the walls alone, is smooth; for other penalties add a
-    contact for each wall.
+    The gap is that of the surface with the other sign. A container made of a box has creases
+    inside, where two walls are equally near. The force of a penalty that reaches there turns
+    abruptly. :class:`Quadratic` acts behind the walls alone, and has no creases; for other
+    penalties add a contact with a plane for each wall.
 
     Args:
         surface: :class:`Sphere`, :class:`Box`, :class:`Cylinder` or another surface.
@@ -295,7 +295,7 @@ class _BoxGap(Coordinate):
         signs = [torch.where(x < 0, -torch.ones_like(x), torch.ones_like(x)) for x in b]
         self._out = [x > 0 for x in d]
         self._outside = Distance([s * x.clamp(min=0) for s, x in zip(signs, d, strict=True)])
-        # Depths are compared and selected one after the other, so that the first of equal ones wins.
+        # One face after the other is compared, so that the first of equally near ones remains.
         depth, face = d[0], [signs[0], *(torch.zeros_like(x) for x in d[1:])]
         for k, x in enumerate(d[1:], 1):
             nearer = x > depth
