@@ -33,7 +33,6 @@ from adjsim.estimators import (
     ForwardSensitivity,
     Girsanov,
     GradientEstimate,
-    ImplicitDifferentiation,
     Pathwise,
     Reweighting,
     ScoreFunction,
@@ -130,10 +129,12 @@ from adjsim.solvers import (
     Splitting,
     VelocityVerlet,
 )
+from adjsim.statics import minimize
 
 __version__ = "0.1.0"
 
 # Grouped by layer, as the documentation is.
+
 __all__ = [  # noqa: RUF022
     # potentials
     "AsymmetricDoubleWell",
@@ -250,12 +251,13 @@ __all__ = [  # noqa: RUF022
     # simulation
     "Trajectory",
     "simulate",
+    # statics
+    "minimize",
     # estimators
     "FiniteDifference",
     "ForwardSensitivity",
     "Girsanov",
     "GradientEstimate",
-    "ImplicitDifferentiation",
     "Pathwise",
     "REINFORCE",
     "Reweighting",
