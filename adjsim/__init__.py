@@ -121,7 +121,9 @@ from adjsim.potentials import (
 from adjsim.simulation import simulate
 from adjsim.solvers import (
     BAOAB,
+    BackwardEuler,
     EulerMaruyama,
+    ImplicitMidpoint,
     InstabilityError,
     LeimkuhlerMatthews,
     ODESolver,
@@ -234,7 +236,9 @@ __all__ = [  # noqa: RUF022
     "VelocityRescale",
     # solvers
     "BAOAB",
+    "BackwardEuler",
     "EulerMaruyama",
+    "ImplicitMidpoint",
     "InstabilityError",
     "LeimkuhlerMatthews",
     "ODESolver",

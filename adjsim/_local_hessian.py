@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse as sparse
 import torch
 from scipy.sparse.linalg import LinearOperator, splu
-from scipy.spatial import cKDTree
+from scipy.spatial import KDTree
 
 from adjsim._curvature import Hessian, IterativeInverse, extreme
 
@@ -41,7 +41,7 @@ def local_hessian(hessian: Hessian, pattern: Any = None) -> Any:
     q = hessian.restrict(hessian.q).reshape(-1, hessian.q.shape[-1])
     if not len(q) > 1:
         return None
-    tree = cKDTree(q)
+    tree = KDTree(q)
     spacing = float(tree.query(q, k=2)[0][:, 1].max())
     for multiple in RANGES:
         pairs = tree.query_pairs(multiple * spacing, output_type="ndarray")
@@ -124,9 +124,9 @@ class LocalInverse(IterativeInverse):
 
     def estimate(self, b: np.ndarray) -> np.ndarray:
         b = self.project(b)
-        x = self._solve(b)
+        x = self.solution(b)
         # One refinement brings the residual to rounding.
-        return self.project(x + self._solve(b - self.matrix @ x))
+        return self.project(x + self.solution(b - self.matrix @ x))
 
     def _largest(self) -> float:
         return abs(extreme(self.matrix, "LM", 1e-2)[0])
@@ -134,12 +134,13 @@ class LocalInverse(IterativeInverse):
     def _softest(self) -> np.ndarray:
         # The inverse's eigenvalues are 1/curvature: a negative curvature is at the lower end, the
         # softest positive one at the upper.
-        inverse = LinearOperator(self.hessian.shape, matvec=self._solve, dtype=np.float64)
+        inverse = _Solution(self)
         lowest, direction = extreme(inverse, "SA", 1e-3)
         negative = lowest < -0.5 / self.largest_curvature
         return direction if negative else extreme(inverse, "LA", 1e-3)[1]
 
-    def _solve(self, b: np.ndarray) -> np.ndarray:
+    def solution(self, b: np.ndarray) -> np.ndarray:
+        """Solve the system above without refinement."""
         columns = self.flat.shape[1]
         if self._factor is None or self._factor[0] != columns:
             # The shift is below the rounding of the matrix. It keeps a matrix regular that has
@@ -151,3 +152,14 @@ class LocalInverse(IterativeInverse):
             self._factor = columns, splu(cast(Any, whole.tocsc()))
         solved = self._factor[1].solve(np.concatenate([b.ravel(), np.zeros(columns)]))
         return solved[: b.size]
+
+
+class _Solution(LinearOperator):
+    """The pseudo-inverse as a linear operator."""
+
+    def __init__(self, inverse: LocalInverse) -> None:
+        super().__init__(np.dtype(np.float64), inverse.hessian.shape)
+        self.inverse = inverse
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self.inverse.solution(x)
