@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number
-from adjsim._layout import is_tracing
 from adjsim._module import ModuleTensors
 from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
@@ -58,11 +57,6 @@ class ImplicitMove:
 
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the move."""
-        if is_tracing():
-            raise TypeError(
-                "compile=True is not for implicit steps, whose iterations depend on the state: "
-                "leave compile=True out."
-            )
         assert isinstance(state, AnyMomentumState)
         q, p, c = state.position, state.momentum, context.coefficients["1/m"]
         trainable = [self.tensors.tensors[i] for i in self.tensors.wanted]
@@ -201,6 +195,7 @@ class ImplicitSolver(SteppingSolver):
     in reversed order for half a step after it.
     """
 
+    compiles: ClassVar[bool] = False
     theta: ClassVar[float]
     order: ClassVar[int]
 

@@ -7,6 +7,9 @@ With inverse masses c, s = sqrt(c) and a time a, the position x and a vector w s
 In the second equation the mass is divided out from both sides, so its matrix is symmetric for a
 force from an energy, and atoms of infinite mass (c = 0) keep x = z. Systems of a batch are solved
 side by side, each to its own convergence.
+
+The matrix of a small system is made from one product of as many copies of the system as it has
+coordinates, and factorised. A larger one is used by its products.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from adjsim.potentials.base import ForceField, force_vjp
 NEWTON_STEPS = 50
 # Halvings of a Newton step that makes the residual larger.
 HALVINGS = 12
+# Largest number of coordinates of a system, and of entries of its copies (16 megabytes of float64),
+# for which the matrix is made.
+DENSE, ENTRIES = 128, 2**21
 # Vectors of GMRES between restarts, and restarts.
 KRYLOV, RESTARTS = 50, 40
 
@@ -49,16 +55,44 @@ class StepMatrix:
         self.symmetric = not isinstance(forces.potential, ForceField)
 
     def solve(self, b: Tensor, share: float, transposed: bool = False) -> tuple[Tensor, Tensor]:
-        """Solve the linear system to a residual that is this share of b.
+        """Solve the linear system, by products to a residual that is this share of b.
 
         Returns:
-            The solution, and a mask ``(*batch, 1, 1)`` of the systems in which the matrix was found
-            to be no positive matrix. Their solutions are partial.
+            The solution, and a mask ``(*batch, 1, 1)`` of the systems in which a symmetric matrix
+            was found not to be positive. There it is some direction in which the residual shrinks.
         """
+        size = b.shape[-1] * b.shape[-2]
+        if size <= DENSE and size * b.numel() <= ENTRIES:
+            return self._factorised(b, transposed)
         if self.symmetric:
             return conjugate_gradients(self._transposed, b, share)
         product = self._transposed if transposed else self._product
         return gmres(product, b, share), torch.zeros_like(dot(b, b), dtype=torch.bool)
+
+    def _factorised(self, b: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        *batch, atoms, dim = b.shape
+        size = atoms * dim
+        units = torch.eye(size).to(b).reshape(size, *(1 for _ in batch), atoms, dim)
+        copies = self.x.expand(size, *b.shape)
+        _, pullback = force_vjp(self.forces.potential, copies, [], self.t)
+        rows, _ = pullback((self.root * units).expand_as(copies))
+        for _ in range(2 * size):
+            self.forces.count()
+        rows = (units - self.a**2 * self.root * rows).movedim(0, -3).reshape(*batch, size, size)
+        right = b.reshape(*batch, size, 1)
+        if not self.symmetric:
+            matrix = rows.mT if transposed else rows
+            w = torch.linalg.solve(matrix, right)
+            return w.reshape(b.shape), torch.zeros_like(dot(b, b), dtype=torch.bool)
+        matrix = 0.5 * (rows + rows.mT)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        refused = (info > 0)[..., None, None]
+        w = torch.cholesky_solve(right, factor)
+        if bool(refused.any()):
+            values, vectors = torch.linalg.eigh(matrix)
+            shrinking = vectors @ ((vectors.mT @ right) / values.abs().clamp(min=1e-8)[..., None])
+            w = torch.where(refused, shrinking, w)
+        return w.reshape(b.shape), refused
 
     def _transposed(self, w: Tensor) -> Tensor:
         _, pullback = force_vjp(self.forces.potential, self.x, [], self.t)
