@@ -33,7 +33,6 @@ from adjsim.estimators import (
     ForwardSensitivity,
     Girsanov,
     GradientEstimate,
-    ImplicitDifferentiation,
     Pathwise,
     Reweighting,
     ScoreFunction,
@@ -122,7 +121,9 @@ from adjsim.potentials import (
 from adjsim.simulation import simulate
 from adjsim.solvers import (
     BAOAB,
+    BackwardEuler,
     EulerMaruyama,
+    ImplicitMidpoint,
     InstabilityError,
     LeimkuhlerMatthews,
     ODESolver,
@@ -130,10 +131,12 @@ from adjsim.solvers import (
     Splitting,
     VelocityVerlet,
 )
+from adjsim.statics import minimize
 
 __version__ = "0.1.0"
 
 # Grouped by layer, as the documentation is.
+
 __all__ = [  # noqa: RUF022
     # potentials
     "AsymmetricDoubleWell",
@@ -233,7 +236,9 @@ __all__ = [  # noqa: RUF022
     "VelocityRescale",
     # solvers
     "BAOAB",
+    "BackwardEuler",
     "EulerMaruyama",
+    "ImplicitMidpoint",
     "InstabilityError",
     "LeimkuhlerMatthews",
     "ODESolver",
@@ -250,12 +255,13 @@ __all__ = [  # noqa: RUF022
     # simulation
     "Trajectory",
     "simulate",
+    # statics
+    "minimize",
     # estimators
     "FiniteDifference",
     "ForwardSensitivity",
     "Girsanov",
     "GradientEstimate",
-    "ImplicitDifferentiation",
     "Pathwise",
     "REINFORCE",
     "Reweighting",

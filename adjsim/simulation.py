@@ -194,6 +194,11 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
             f"{problem.solver!r}."
         )
+    if not problem.solver.compiles:
+        raise TypeError(
+            f"compile=True is not for {type(problem.solver).__name__}, whose iterations depend on "
+            "the state: leave compile=True out."
+        )
     if in_transform():
         raise RuntimeError(
             "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "

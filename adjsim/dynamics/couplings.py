@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -255,7 +256,35 @@ class Map:
         return state._replace(**dict(zip(self.fields, values, strict=True)))
 
 
-Move = Shear | Scale | Map
+class Move(Protocol):
+    """The interface of moves: the three above, and steps of implicit solvers."""
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The fields that it writes."""
+        ...
+
+    @property
+    def invertible(self) -> bool:
+        """Whether the state before it follows from the state after it."""
+        ...
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        """Return the state after the move."""
+        ...
+
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
+        """Propagate state and cotangents back through the move.
+
+        The state comes from the inverse unless ``before`` is given.
+        """
+        ...
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:

@@ -5,7 +5,6 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.finite_difference import FiniteDifference
 from adjsim.estimators.forward_sensitivity import ForwardSensitivity
 from adjsim.estimators.girsanov import Girsanov
-from adjsim.estimators.implicit import ImplicitDifferentiation
 from adjsim.estimators.pathwise import Pathwise
 from adjsim.estimators.reweighting import Reweighting
 from adjsim.estimators.score_function import REINFORCE, ScoreFunction
@@ -17,7 +16,6 @@ __all__ = [
     "ForwardSensitivity",
     "Girsanov",
     "GradientEstimate",
-    "ImplicitDifferentiation",
     "Pathwise",
     "Reweighting",
     "ScoreFunction",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor, nn
 
@@ -200,8 +200,13 @@ class Problem(Generic[State]):
 
 
 class SteppingSolver(ABC):
-    """The base class of solvers with fixed steps of size dt."""
+    """The base class of solvers with fixed steps of size dt.
 
+    ``compiles`` is whether a step is one sequence of operations for all states, which can be
+    compiled.
+    """
+
+    compiles: ClassVar[bool] = True
     dt: float
 
     @abstractmethod

@@ -310,12 +310,12 @@ def test_forces_and_minima_are_found_in_inference_mode(name):
     potential, position = POTENTIALS[name](), square()[0]
     expected, minimum = adjsim.force(potential, position), None
     if name in ("harmonic", "plain-module"):
-        minimum = adjsim.ImplicitDifferentiation()(potential, position)
+        minimum = adjsim.minimize(potential, position)
     with torch.inference_mode():
         made = position * 1.0
         torch.testing.assert_close(adjsim.force(potential, made), expected, rtol=1e-14, atol=1e-14)
         if minimum is not None:
-            assert torch.equal(adjsim.ImplicitDifferentiation()(potential, made), minimum)
+            assert torch.equal(adjsim.minimize(potential, made), minimum)
 
 
 ESTIMATORS = [

@@ -16,13 +16,13 @@ from adjsim import (
     FiniteDifference,
     ForwardSensitivity,
     Girsanov,
-    ImplicitDifferentiation,
     Pathwise,
     ReversibleAdjoint,
     Reweighting,
     ScoreFunction,
     Simulation,
     TimeAverage,
+    minimize,
 )
 from adjsim.systems import cluster
 from tests.problems import Cage, parameter, slow_but, square
@@ -585,9 +585,8 @@ def test_the_derivative_of_a_minimum():
     """A pair at 2^(1/6) sigma, a cluster by central differences, and the harmonic centre in many
     dimensions.
     """
-    find = ImplicitDifferentiation()
     potential = adjsim.LennardJones(parameter(1.3), parameter(1.1))
-    pair = find(potential, torch.tensor([[0.0, 0.0, 0.0], [1.3, 0.1, 0.0]]))
+    pair = minimize(potential, torch.tensor([[0.0, 0.0, 0.0], [1.3, 0.1, 0.0]]))
     distance = (pair[1] - pair[0]).norm()
     assert float(distance) == pytest.approx(2 ** (1 / 6) * 1.1, rel=1e-9)
     epsilon, sigma = torch.autograd.grad(distance, [potential.epsilon, potential.sigma])
@@ -595,7 +594,7 @@ def test_the_derivative_of_a_minimum():
     assert abs(float(epsilon)) < 1e-8
     center = nn.Parameter(torch.randn(20, 3))
     bowl = adjsim.Harmonic(torch.rand(20, 3) + 0.5, center)
-    found = find(bowl, torch.zeros(20, 3))
+    found = minimize(bowl, torch.zeros(20, 3))
     (slope,) = torch.autograd.grad((found * torch.arange(60.0).reshape(20, 3)).sum(), center)
     torch.testing.assert_close(slope, torch.arange(60.0).reshape(20, 3), rtol=1e-7, atol=1e-7)
 
@@ -606,9 +605,7 @@ def test_the_derivative_of_a_cluster_against_differences():
         cage = Cage()
         if value is not None:
             cage.width.data.fill_(value)
-        found = ImplicitDifferentiation()(
-            cage, torch.cat([square()[0], square()[0] + torch.tensor([0.5, 2.0])])
-        )
+        found = minimize(cage, torch.cat([square()[0], square()[0] + torch.tensor([0.5, 2.0])]))
         return (found**2).sum(), cage
 
     total, cage = size()
@@ -620,14 +617,14 @@ def test_the_derivative_of_a_cluster_against_differences():
 
 def test_saddles_and_unfinished_minima_are_errors():
     with pytest.raises(RuntimeError, match="saddle"):
-        ImplicitDifferentiation()(adjsim.DoubleWell(parameter(1.0)), torch.zeros(1, 2))
+        minimize(adjsim.DoubleWell(parameter(1.0)), torch.zeros(1, 2))
     with pytest.raises(RuntimeError, match="the minimiser stopped"):
-        ImplicitDifferentiation(tol=1e-30)(adjsim.LennardJones(parameter(1.0)), square()[0])
+        minimize(adjsim.LennardJones(parameter(1.0)), square()[0], tol=1e-30)
 
 
 def test_batches_of_minima():
     potential = adjsim.AsymmetricDoubleWell(parameter(1.0), parameter(0.2))
-    found = ImplicitDifferentiation()(potential, torch.tensor([[[-1.1]], [[1.2]]]))
+    found = minimize(potential, torch.tensor([[[-1.1]], [[1.2]]]))
     (slope,) = torch.autograd.grad(found.sum(), potential.asymmetry)
     expected = sum(-1 / (12 * float(q) ** 2 - 4) for q in found.detach().flatten())
     assert float(slope) == pytest.approx(expected, rel=1e-8)

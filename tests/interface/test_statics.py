@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import ImplicitDifferentiation
-from adjsim.estimators import curvature
+from adjsim import _curvature as curvature
+from adjsim import minimize, statics
 from adjsim.systems import cluster
 from tests.problems import parameter
 
@@ -17,13 +17,13 @@ from tests.problems import parameter
 def _way(request, monkeypatch):
     """The Hessian diagonalised, and by its products alone."""
     if request.param == "products":
-        monkeypatch.setattr(curvature, "DENSE", 3)
+        monkeypatch.setattr(statics, "DENSE", 3)
 
 
 def displaced(potential):
     """The cluster near its minimum, and off the origin."""
     q = cluster().position * 1.1
-    return ImplicitDifferentiation()(potential, q + 0.01 * torch.randn(q.shape) + 0.3)
+    return minimize(potential, q + 0.01 * torch.randn(q.shape) + 0.3)
 
 
 @pytest.mark.usefixtures("_way")
@@ -48,10 +48,7 @@ def test_the_derivative_is_that_of_a_minimiser_that_follows_forces():
     potential = adjsim.LennardJones(parameter(1.0), parameter(1.1))
     q, weight, h = displaced(potential), torch.randn(13, 3), 1e-4
     slope = torch.autograd.grad((q * weight).sum(), potential.sigma)[0]
-    moved = [
-        ImplicitDifferentiation()(adjsim.LennardJones(1.0, 1.1 + s * h), q.detach())
-        for s in (1, -1)
-    ]
+    moved = [minimize(adjsim.LennardJones(1.0, 1.1 + s * h), q.detach()) for s in (1, -1)]
     difference = float(((moved[0] - moved[1]) * weight).sum()) / (2 * h)
     # Of order h^2.
     assert float(slope) == pytest.approx(difference, rel=1e-6)
@@ -67,9 +64,9 @@ def test_soft_directions_are_errors_and_flat_ones_are_left_out(stiffness, fails)
             RuntimeError,
             match=r"ill-conditioned: its curvatures are between 1e-10 and 1, a condition number",
         ):
-            ImplicitDifferentiation()(bowl, start)
+            minimize(bowl, start)
         return
-    (slope,) = torch.autograd.grad(ImplicitDifferentiation()(bowl, start).sum(), center)
+    (slope,) = torch.autograd.grad(minimize(bowl, start).sum(), center)
     torch.testing.assert_close(
         slope, torch.tensor([4.0, 4.0 if stiffness else 0.0]), rtol=1e-7, atol=1e-12
     )
@@ -87,7 +84,7 @@ class InField(nn.Module):
 
 
 def test_a_parameter_that_pushes_along_a_flat_direction_is_an_error():
-    q = ImplicitDifferentiation()(InField(), torch.tensor([[0.0, 0.0, 0.0], [1.2, 0.0, 0.0]]))
+    q = minimize(InField(), torch.tensor([[0.0, 0.0, 0.0], [1.2, 0.0, 0.0]]))
     with pytest.raises(
         RuntimeError, match="'field' pushes along a direction in which the energy has no curvature"
     ):
@@ -96,7 +93,7 @@ def test_a_parameter_that_pushes_along_a_flat_direction_is_an_error():
 
 def test_what_the_iterations_leave_is_an_error_of_our_own(monkeypatch):
     """MINRES that stopped short; and softest directions that Lanczos iterations do not find."""
-    monkeypatch.setattr(curvature, "DENSE", 3)
+    monkeypatch.setattr(statics, "DENSE", 3)
     potential = adjsim.LennardJones(parameter(1.0), parameter(1.1))
     q = displaced(potential)
     with monkeypatch.context() as patch:
@@ -108,10 +105,10 @@ def test_what_the_iterations_leave_is_an_error_of_our_own(monkeypatch):
     monkeypatch.setattr(curvature, "RESTARTS", 3)
     bowl = adjsim.Harmonic(torch.logspace(-9, 0, 300).reshape(-1, 3), parameter(0.1))
     with pytest.raises(RuntimeError, match="could not be distinguished from the others"):
-        ImplicitDifferentiation()(bowl, torch.full((100, 3), 0.1))
+        minimize(bowl, torch.full((100, 3), 0.1))
 
 
 @pytest.mark.usefixtures("_way")
 def test_a_saddle_of_a_large_system_is_an_error():
     with pytest.raises(RuntimeError, match="saddle"):
-        ImplicitDifferentiation()(adjsim.DoubleWell(parameter(1.0)), torch.zeros(3, 2))
+        minimize(adjsim.DoubleWell(parameter(1.0)), torch.zeros(3, 2))

@@ -1,5 +1,7 @@
 """The Hessian of an energy at a minimum, and its pseudo-inverse.
 
+Atoms may be fixed. The Hessian is then that of the other, free, atoms.
+
 At a minimum each direction is one of three kinds, by the ratio of its curvature to the largest
 curvature: *flat* (zero to rounding), *stiff* (above the square root of machine epsilon), or *soft*
 (in between). A linear system is solved in the stiff directions alone. A soft direction would cost
@@ -8,6 +10,9 @@ the solution more than half of its digits, so it is an error.
 The Hessian of a free cluster is singular, and its eigenvalues are known to rounding only: MINRES
 applied to a right-hand side with a component along a flat direction diverges. So flat directions
 are found first and projected out.
+
+The Hessian of few coordinates is diagonalised. A larger one is factorised if atoms interact with
+near atoms alone (:mod:`adjsim._local_hessian`), and otherwise used by its products.
 """
 
 from __future__ import annotations
@@ -35,21 +40,54 @@ RESIDUAL = 1e-8
 SEARCHED = 32
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
+# Coordinates of the copies of a system whose products are taken together: two megabytes of float64.
+BATCH = 2**18
 
 
 class Hessian(LinearOperator):
-    """The Hessian of the energy as a linear operator."""
+    """The Hessian of the energy in the coordinates of the free atoms, as a linear operator.
 
-    def __init__(self, potential: nn.Module, q: Tensor) -> None:
-        super().__init__(np.dtype(np.float64), (q.numel(), q.numel()))
+    Args:
+        potential: the energy.
+        q: position of one system, ``(atoms, dim)``.
+        free: mask of the atoms that are not fixed, ``(atoms,)``; None: all atoms.
+    """
+
+    def __init__(self, potential: nn.Module, q: Tensor, free: Tensor | None = None) -> None:
         self.potential, self.q = potential, q.detach()
+        self.free = torch.ones(len(q), dtype=torch.bool) if free is None else free.cpu()
+        size = int(self.free.sum()) * q.shape[-1]
+        super().__init__(np.dtype(np.float64), (size, size))
+
+    def restrict(self, x: Tensor) -> np.ndarray:
+        """Return the entries ``(..., atoms, dim)`` of the free atoms, ``(..., free x dim)``."""
+        taken = x.detach().double().cpu()[..., self.free, :]
+        return taken.reshape(*x.shape[:-2], -1).numpy()
+
+    def embed(self, x: np.ndarray) -> Tensor:
+        """Return a field that is zero on fixed atoms; the opposite of :meth:`restrict`."""
+        field = torch.zeros(*x.shape[:-1], *self.q.shape, dtype=torch.float64)
+        taken = torch.from_numpy(np.ascontiguousarray(x))
+        field[..., self.free, :] = taken.reshape(*x.shape[:-1], -1, self.q.shape[-1])
+        return field.to(self.q)
+
+    def force(self) -> np.ndarray:
+        """Compute the force on the free atoms."""
+        return self.restrict(force(self.potential, self.q))
+
+    def products(self, x: np.ndarray) -> np.ndarray:
+        """Compute the product with each row of x, ``(count, free x dim)``."""
+        chunk = max(1, BATCH // self.q.numel())
+        found = [self._rows(x[start : start + chunk]) for start in range(0, len(x), chunk)]
+        return np.concatenate(found)
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         _, pullback = force_vjp(self.potential, self.q, [])
-        along, _ = pullback(
-            torch.from_numpy(np.ascontiguousarray(x.ravel())).to(self.q).reshape(self.q.shape)
-        )
-        return -along.detach().double().cpu().numpy().ravel()
+        return -self.restrict(pullback(self.embed(x.ravel()))[0])
+
+    def _rows(self, x: np.ndarray) -> np.ndarray:
+        _, pullback = force_vjp(self.potential, self.q.expand(len(x), *self.q.shape), [])
+        return -self.restrict(pullback(self.embed(x))[0])
 
 
 class PseudoInverse(ABC):
@@ -57,16 +95,17 @@ class PseudoInverse(ABC):
 
     Attributes:
         largest_curvature: the largest absolute curvature.
-        flat: orthonormal flat directions, ``(atoms x dim, count)``.
+        flat: orthonormal flat directions, ``(free x dim, count)``.
     """
 
-    def __init__(self, potential: nn.Module, q: Tensor) -> None:
-        self.hessian, self.q = Hessian(potential, q), q
-        self.epsilon = float(torch.finfo(q.dtype).eps)
-        self.residual_force = float(force(potential, q).detach().abs().max())
+    def __init__(self, hessian: Hessian) -> None:
+        self.hessian, self.q = hessian, hessian.q
+        self.epsilon = float(torch.finfo(self.q.dtype).eps)
+        self.residual_force = float(np.abs(hessian.force()).max())
         self.largest_curvature = max(1e-300, self._largest())
         # Where a residual force is left, a rotation has the curvature force/radius.
-        radius = float((q - q.mean(-2, keepdim=True)).square().sum(-1).mean().sqrt())
+        q = hessian.restrict(self.q).reshape(-1, self.q.shape[-1])
+        radius = math.sqrt(float(((q - q.mean(0)) ** 2).sum(-1).mean()))
         turning = 10 * self.residual_force / radius if radius > 0 else 0.0
         self.rounding = ROUNDING * self.epsilon * self.largest_curvature + turning
         self.soft_limit = max(math.sqrt(self.epsilon) * self.largest_curvature, self.rounding)
@@ -138,7 +177,7 @@ class DenseInverse(PseudoInverse):
     """The pseudo-inverse from all eigenvalues and eigenvectors."""
 
     def _largest(self) -> float:
-        matrix = np.stack([self.hessian.matvec(unit) for unit in np.eye(self.q.numel())])
+        matrix = self.hessian.products(np.eye(self.hessian.shape[0]))
         self.values, self.vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
         return float(np.abs(self.values).max())
 
@@ -164,23 +203,19 @@ class IterativeInverse(PseudoInverse):
 
     def _largest(self) -> float:
         # An estimate is enough: it is the scale of the other curvatures.
-        value, _ = self._extreme(self.hessian, "LM", 1e-2)
+        value, _ = extreme(self.hessian, "LM", 1e-2)
         return abs(value)
 
     def _flat(self) -> np.ndarray:
-        rigid = rigid_motions(self.q.double().cpu().numpy())
-        curvature = np.stack([self.hessian.matvec(motion) for motion in rigid.T], 1)
+        rigid = rigid_motions(self.hessian.restrict(self.q).reshape(-1, self.q.shape[-1]))
+        curvature = self.hessian.products(np.ascontiguousarray(rigid.T)).T
         # A combination, such as a rotation about one axis, may be flat where its parts are not.
         _, sizes, mixtures = np.linalg.svd(curvature, full_matrices=False)
         return rigid @ mixtures[sizes <= self.rounding].T
 
     def check(self) -> None:
         for _ in range(SEARCHED + 1):
-            # The lowest curvature is the largest eigenvalue of a shifted operator. Lanczos
-            # converges relative to the size of that eigenvalue.
-            shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
-            _, direction = self._extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))
-            direction = self.project(direction)
+            direction = self.project(self._softest())
             direction /= np.linalg.norm(direction)
             # The error of Rayleigh's quotient is of second order in the vector's error.
             lowest = float(direction @ self.hessian.matvec(direction))
@@ -200,22 +235,12 @@ class IterativeInverse(PseudoInverse):
         x, _ = minres(_Deflated(self), b, rtol=1e-14, maxiter=20 * len(b) + 100)
         return self.project(np.asarray(x))
 
-    @staticmethod
-    def _extreme(
-        operator: LinearOperator, which: Literal["LA", "LM"], tol: float
-    ) -> tuple[float, np.ndarray]:
-        n = operator.shape[0]
-        start = np.random.default_rng(0).standard_normal(n)
-        options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
-        try:
-            values, vectors = eigsh(operator, k=1, which=which, **options)
-        except ArpackNoConvergence as failure:
-            raise RuntimeError(
-                "the softest curvature of the minimum could not be distinguished from the others, "
-                "since it is a small share of the largest: the minimum is ill-conditioned. Hold "
-                "the soft coordinate, or measure it in units in which it is stiffer."
-            ) from failure
-        return float(values[0]), vectors[:, 0]
+    def _softest(self) -> np.ndarray:
+        """Find the direction of the lowest curvature that is not known to be flat."""
+        # The lowest curvature is the largest eigenvalue of a shifted operator. Lanczos converges
+        # relative to the size of that eigenvalue.
+        shifted = _Deflated(self, -1.0, 1.1 * self.largest_curvature)
+        return extreme(shifted, "LA", 0.1 * math.sqrt(self.epsilon))[1]
 
 
 class _Deflated(LinearOperator):
@@ -239,9 +264,22 @@ class _Deflated(LinearOperator):
         return self.sign * product + self.offset * x
 
 
-def pseudo_inverse(potential: nn.Module, q: Tensor) -> PseudoInverse:
-    """Make the pseudo-inverse of the Hessian at the position ``(atoms, dim)`` of one system."""
-    return (DenseInverse if q.numel() <= DENSE else IterativeInverse)(potential, q)
+def extreme(
+    operator: LinearOperator, which: Literal["LA", "SA", "LM"], tol: float
+) -> tuple[float, np.ndarray]:
+    """Find an extreme eigenvalue of a symmetric operator, and its vector."""
+    n = operator.shape[0]
+    start = np.random.default_rng(0).standard_normal(n)
+    options: dict[str, Any] = {"v0": start, "ncv": min(n, 64), "maxiter": RESTARTS, "tol": tol}
+    try:
+        values, vectors = eigsh(operator, k=1, which=which, **options)
+    except ArpackNoConvergence as failure:
+        raise RuntimeError(
+            "the softest curvature of the minimum could not be distinguished from the others, "
+            "since it is a small share of the largest: the minimum is ill-conditioned. Hold "
+            "the soft coordinate, or measure it in units in which it is stiffer."
+        ) from failure
+    return float(values[0]), vectors[:, 0]
 
 
 def rigid_motions(q: np.ndarray) -> np.ndarray:

@@ -1,0 +1,280 @@
+"""Statics: minima of the energy, differentiable in parameters and boundary values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import torch
+from torch import Tensor, nn
+
+from adjsim._curvature import DENSE, DenseInverse, Hessian, IterativeInverse, PseudoInverse
+from adjsim._inputs import as_indices, as_number, as_tensor, as_whole, outside_inference_mode
+from adjsim._local_hessian import LocalInverse, atom_pattern, local_hessian
+from adjsim._module import ModuleTensors, exclusive
+from adjsim._params import trainable
+from adjsim._state import check_position
+from adjsim._typing import Positions, PositionsLike
+from adjsim.potentials.base import ForceField, force, force_vjp
+
+NEWTON_STEPS = 20
+# Share of dF/dtheta along a flat direction that counts as zero.
+FLAT_SHARE = 1e-6
+
+
+@outside_inference_mode()
+def minimize(
+    potential: nn.Module,
+    position: PositionsLike,
+    *,
+    fixed: Any = None,
+    tol: float = 1e-10,
+    max_iterations: int = 10_000,
+) -> Positions:
+    """Find the energy minimum near a position, as a function of parameters and fixed positions::
+
+        F_f(q*; theta) = 0        dq_f = H_ff^+ (dF_f/dtheta dtheta - H_fc dq_c)
+
+    by the implicit function theorem, with f the free atoms, c the fixed ones and H = -dF/dq at q*,
+    the Hessian of the energy. The path of the
+    minimiser is neither stored nor differentiated. The backward pass solves one linear system with
+    H_ff for each system of a batch, and its gradient has no graph.
+
+    The minimiser is L-BFGS, and then Newton's method. The Hessian of up to 600 coordinates is
+    diagonalised. A larger one is found from a few dozen products and factorised if each atom
+    interacts with near atoms alone, as in an elastic body or a network of springs. Otherwise the
+    linear systems are solved by products with the Hessian (MINRES).
+
+    ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
+    energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
+    with any n along the flat directions. The least-norm solution has n = 0. It is the derivative of
+    a minimiser that follows forces: where the energy is flat for every theta, forces have no
+    component along flat directions, so the cluster is neither translated nor rotated. A loss that
+    depends on the position or orientation of the cluster gets the derivative of this minimiser. If
+    a parameter pushes along a flat direction (``dF/dtheta`` has a component there), there is no
+    minimum at another value of the parameter, which is an error.
+
+    Do not use it for a mean at a temperature (see ScoreFunction), or where the minimum changes its
+    basin with the parameter: the derivative is that of one basin.
+
+    Args:
+        potential: energy module.
+        position: where to start, ``(*batch, atoms, dim)``. The fixed atoms stay there, and
+            gradients reach their positions. The minimum does not depend on the start of the others.
+        fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
+        tol: the largest residual force component, relative to the largest curvature times the size
+            of start and minimum.
+        max_iterations: of L-BFGS.
+
+    Returns:
+        The minimum, ``(*batch, atoms, dim)``.
+
+    Raises:
+        TypeError: a force without an energy.
+        ValueError: a fixed atom that does not exist, or no free atom.
+        RuntimeError: the minimiser did not converge; it converged to a saddle (a direction has
+            negative curvature); the minimum is ill-conditioned (a nonzero curvature, as a share of
+            the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that
+            fewer than half of the derivative's digits are left; a parameter or a fixed atom pushes
+            along a flat direction.
+    """
+    if isinstance(potential, ForceField):
+        raise TypeError(
+            f"{type(potential).__name__} is a force that need not come from an energy, so there is "
+            "no energy to minimise; give a potential."
+        )
+    tol, max_iterations = as_number("tol", tol), as_whole("max_iterations", max_iterations)
+    if not tol > 0 or max_iterations < 1:
+        raise ValueError(
+            f"tol and max_iterations must be positive; got {tol} and {max_iterations}."
+        )
+    start = as_tensor("position", position)
+    check_position(start)
+    search = _Search(potential, _free(fixed, start.shape[-2]), tol, max_iterations)
+    with exclusive(potential):
+        if bool(search.free.all()):
+            start = start.detach()
+        return _Minimum.apply(search, start, *trainable(potential).values())
+
+
+def _free(fixed: Any, atoms: int) -> Tensor:
+    """Return the mask of the atoms that are not fixed."""
+    free = torch.ones(atoms, dtype=torch.bool)
+    if fixed is None:
+        return free
+    given = fixed if isinstance(fixed, Tensor) else np.asarray(fixed)
+    if given.dtype in (torch.bool, np.bool_):
+        mask = torch.as_tensor(given).cpu()
+        if mask.shape != (atoms,):
+            raise ValueError(
+                f"fixed is a mask of shape {tuple(mask.shape)}; it must be ({atoms},), one entry "
+                "for each atom."
+            )
+        free = ~mask
+    elif len(given):
+        index = as_indices("fixed", given).cpu().reshape(-1)
+        if not bool(((index >= 0) & (index < atoms)).all()):
+            raise ValueError(
+                f"fixed holds {_first_outside(index, atoms)}, and there are {atoms} atoms, from 0 "
+                f"to {atoms - 1}."
+            )
+        free[index] = False
+    if not bool(free.any()):
+        raise ValueError("all atoms are fixed, so there is nothing to minimise: leave one free.")
+    return free
+
+
+def _first_outside(index: Tensor, atoms: int) -> int:
+    """Return the first number that is not that of an atom."""
+    return int(index[(index < 0) | (index >= atoms)][0])
+
+
+class _Search:
+    """The search for a minimum of a potential in the free atoms of a system."""
+
+    def __init__(self, potential: nn.Module, free: Tensor, tol: float, max_iterations: int) -> None:
+        self.potential, self.free = potential, free
+        self.tol, self.max_iterations = tol, max_iterations
+
+    def find(self, start: Tensor) -> Tensor:
+        """Find the minimum near one system's position."""
+        q = self._descend(start)
+        # The quasi-Newton steps stop at the rounding of the energy; a few Newton steps reach the
+        # rounding of the force.
+        left, allowed, inverse = math.inf, 0.0, self.pseudo_inverse(q)
+        for _ in range(NEWTON_STEPS):
+            scale = max(1e-300, float(start.abs().max()), float(inverse.q.abs().max()))
+            left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
+            step = inverse.estimate(inverse.hessian.force())
+            nearer = self.pseudo_inverse(inverse.q + inverse.hessian.embed(step), inverse)
+            if left <= allowed and nearer.residual_force >= 0.5 * left:
+                inverse.check()
+                return inverse.q
+            inverse = nearer
+        raise RuntimeError(
+            f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
+            "allowed): start nearer to a minimum, or raise max_iterations or tol."
+        )
+
+    def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
+        """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
+
+        Args:
+            q: the position.
+            near: the pseudo-inverse at a position nearby, whose pattern of zeros is tried first.
+        """
+        hessian = Hessian(self.potential, q, self.free)
+        if hessian.shape[0] <= DENSE:
+            return DenseInverse(hessian)
+        if near is not None and not isinstance(near, LocalInverse):
+            return IterativeInverse(hessian)
+        pattern = None if near is None else atom_pattern(near.matrix, q.shape[-1])
+        matrix = local_hessian(hessian, pattern)
+        return IterativeInverse(hessian) if matrix is None else LocalInverse(hessian, matrix)
+
+    def _descend(self, start: Tensor) -> Tensor:
+        """Follow quasi-Newton steps down to the rounding of the energy."""
+        frame = Hessian(self.potential, start, self.free)
+
+        def place(x: np.ndarray) -> Tensor:
+            return torch.where(self.free[:, None].to(start.device), frame.embed(x), start)
+
+        def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
+            q = place(x)
+            with torch.no_grad():
+                return float(self.potential(q)), -frame.restrict(force(self.potential, q))
+
+        options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
+        found = scipy.optimize.minimize(
+            energy, frame.restrict(start), jac=True, method="L-BFGS-B", options=options
+        )
+        return place(found.x)
+
+
+class _Minimum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, search: _Search, start: Tensor, *parameters: Tensor) -> Tensor:
+        flat = start.detach().reshape(-1, *start.shape[-2:])
+        found = torch.stack([search.find(q) for q in flat]).reshape(start.shape)
+        ctx.search, ctx.tensors = search, ModuleTensors(search.potential)
+        ctx.save_for_backward(found, *parameters)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of a minimum comes from a linear system and has no graph of its own, "
+                "so it cannot be differentiated again (create_graph=True, double backward)."
+            )
+        found, *_ = ctx.saved_tensors
+        search, tensors = ctx.search, ctx.tensors
+        wanted = set(tensors.wanted)
+        leaves = tuple(
+            x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors.tensors)
+        )
+        parameters = tensors.trainable(leaves)
+        total = [torch.zeros_like(p) for p in parameters.values()]
+        systems = found.reshape(-1, *found.shape[-2:])
+        positions: list[Tensor] = []
+        with tensors.substituted(leaves):
+            for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
+                inverse = search.pseudo_inverse(q)
+                inverse.check()
+                _check_flat_directions(inverse, parameters)
+                x = inverse.solve(inverse.hessian.restrict(v))
+                along, grads = _products(inverse.hessian, x, list(parameters.values()))
+                positions.append(_held(inverse.hessian, v + along))
+                total = [old + g for old, g in zip(total, grads, strict=True)]
+        return (None, torch.stack(positions).reshape(found.shape), *total)
+
+
+def _products(
+    hessian: Hessian, x: np.ndarray, parameters: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute ``x^T dF_f/dq`` and ``x^T dF_f/dtheta``, for x of the free atoms."""
+    _, pullback = force_vjp(hessian.potential, hessian.q, parameters)
+    along, grads = pullback(hessian.embed(x))
+    listed = grads if isinstance(grads, list) else grads.gradient(parameters)
+    return along, [
+        torch.zeros_like(p) if g is None else g.detach()
+        for p, g in zip(parameters, listed, strict=True)
+    ]
+
+
+def _held(hessian: Hessian, x: Tensor) -> Tensor:
+    """Return the entries ``(atoms, dim)`` of fixed atoms, and zero for the others."""
+    return torch.where(hessian.free[:, None].to(x.device), 0.0, x)
+
+
+def _check_flat_directions(inverse: PseudoInverse, parameters: dict[str, Tensor]) -> None:
+    """Refuse a parameter, or a fixed atom, that pushes along a flat direction.
+
+    A push counts if it exceeds the sum of two bounds: a share of the push along a direction that is
+    not flat, and the rounding of forces divided by the size of the parameter.
+    """
+    if not inverse.flat.shape[1]:
+        return
+    hessian = inverse.hessian
+    other = inverse.project(np.random.default_rng(0).standard_normal(hessian.shape[0]))
+    other /= max(1e-300, float(np.linalg.norm(other)))
+    rounding, listed = inverse.rounding * float(inverse.q.abs().max()), list(parameters.values())
+    names = [*(f"parameter {name!r}" for name in parameters), "a fixed atom"]
+    sizes = [*(float(p.detach().norm()) or 1.0 for p in listed), float(inverse.q.norm()) or 1.0]
+
+    def pushes(direction: np.ndarray) -> list[float]:
+        along, grads = _products(hessian, direction, listed)
+        return [float(g.norm()) for g in (*grads, _held(hessian, along))]
+
+    usual = pushes(other)
+    for direction in inverse.flat.T:
+        for name, push, scale, size in zip(names, pushes(direction), usual, sizes, strict=True):
+            if push > FLAT_SHARE * scale + rounding / size:
+                raise RuntimeError(
+                    f"{name} pushes along a direction in which the energy has no "
+                    "curvature, so there is no minimum at another value of it, and "
+                    "no derivative. Restrain that direction, for example by a weak spring on the "
+                    "centre."
+                )
