@@ -34,7 +34,7 @@ from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpe
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
 from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import reads_force
 from adjsim.solvers.base import Problem, TimeInStep
@@ -226,9 +226,9 @@ class BackwardLoops:
         """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
         Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
-        evaluated with cotangents of zero, to which all its contributions are proportional, and its
-        state is dropped. So a loop contains its force once. Where no move after the last position
-        move reads the force, an iteration is a whole step.
+        evaluated, and its state and its contributions are dropped. So a loop contains its force
+        once. Where no move after the last position move reads the force, an iteration is a whole
+        step.
         """
         moves = driver.program.moves
         late = range(driver.last_position_move + 1, len(moves))
@@ -253,53 +253,47 @@ class BackwardLoops:
                 """Run the backward pass over the moves ``part`` of step number k."""
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 for i in reversed(part):
-                    self._reverse(i, t, noise)
+                    self.state = self._before(i, t, noise, self.sums)
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
 
-                Moves that do not write the position neither read nor replace its cotangent, so this
-                cotangent is set aside only with moves that do.
+                An absent step has the noise and the times of the nearest step of the loop.
                 """
-                names = [
-                    name
-                    for name in self.sums.fields
-                    if name != "position" or driver.last_position_move in part
-                ]
-                aside = {name: self.sums[name] for name in names}
-                for name in names:
-                    self.sums[name] = torch.where(absent, 0.0, aside[name])
                 steps, time = self.constants.steps, driver.time(self.constants, k)
                 first = driver.time(self.constants, torch.zeros_like(steps))(0.0)
                 last = driver.time(self.constants, steps)(0.0)
-                # Zero cotangents stay zero only where numbers are finite, so an absent step has
-                # the noise and the times of the run.
                 noise = driver.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
+                sums = CotangentsUnless(absent, self.sums)
                 for i in reversed(part):
-                    before = self.state
-                    self._reverse(i, lambda share: time(share).maximum(first).minimum(last), noise)
+                    before = self._before(
+                        i, lambda share: time(share).maximum(first).minimum(last), noise, sums
+                    )
                     self.state = kind._make(
                         new if new is old else torch.where(absent, old, new)
-                        for old, new in zip(before, self.state, strict=True)
+                        for old, new in zip(self.state, before, strict=True)
                     )
-                for name in names:
-                    self.sums.add(name, torch.where(absent, aside[name], 0.0))
 
-            def _reverse(self, i: int, t: TimeInStep, noise: Sequence[Tensor] | None) -> None:
+            def _before(
+                self,
+                i: int,
+                t: TimeInStep,
+                noise: Sequence[Tensor] | None,
+                sums: Cotangents,
+            ) -> AnyState:
+                """Run the backward pass over a move, and return the state before it."""
                 coefficients, part = self.constants.coefficients, slice(i, i + 1)
-                self.state = self.program.backward(
-                    t, self.state, coefficients, noise, self.forces, self.sums, None, part
+                return self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, sums, None, part
                 )
 
             def add_average(self, absent: Tensor | None) -> None:
                 """Add the contribution of a time average to the cotangent of the state."""
                 if averaging:
-                    (cotangent,) = self.constants.average
-                    if absent is not None:
-                        cotangent = torch.where(absent, 0.0, cotangent)
+                    sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
                     state = driver.stepper.from_lattice(self.state)
                     RecordSweep(driver.recorder, (), None, 0.0).add_function(
-                        state, cotangent, self.sums, self.forces
+                        state, self.constants.average[0], sums, self.forces
                     )
 
             def carry(self) -> BackwardCarry:

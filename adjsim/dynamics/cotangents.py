@@ -131,6 +131,47 @@ class Cotangents:
                 self.add_parameter(name, grad)
 
 
+class CotangentsUnless(Cotangents):
+    """The same cotangents, to which a part of a sweep contributes unless it is absent.
+
+    An absent part may have been evaluated where its derivatives are not finite, so its
+    contributions are replaced by zero.
+
+    Args:
+        absent: whether the part is absent, a boolean number.
+        whole: the cotangents.
+    """
+
+    def __init__(self, absent: Tensor, whole: Cotangents) -> None:
+        self._state, self._forces, self._deferred = whole._state, whole._forces, whole._deferred
+        self.parameters = whole.parameters
+        self.coefficient_sums, self.parameter_sums = whole.coefficient_sums, whole.parameter_sums
+        self.absent, self.whole = absent, whole
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        super().__setitem__(name, torch.where(self.absent, self._state[name], value))
+
+    def add(self, name: str, value: Tensor, link: int | None = None) -> None:
+        super().add(name, self._present(value), link)
+
+    def add_to_force(self, force: LinearForce, value: Tensor) -> None:
+        super().add_to_force(force, self._present(value))
+
+    def add_coefficient(self, letter: str, name: str, value: Tensor) -> None:
+        super().add_coefficient(letter, name, self._present(value))
+
+    def add_parameter(self, name: str, value: Tensor) -> None:
+        super().add_parameter(name, self._present(value))
+
+    def _take_products(self) -> None:
+        # The products of forces belong to all parts, and their cotangents are those of the parts
+        # that are present.
+        self.whole._take_products()
+
+    def _present(self, value: Tensor) -> Tensor:
+        return torch.where(self.absent, 0.0, value)
+
+
 def select_link(value: Tensor, link: int | None) -> Tensor:
     """Return one link of a field, or all of it.
 
