@@ -39,7 +39,7 @@ jax.config.update("jax_enable_x64", True)
 wp.config.quiet = True
 
 MODULUS, RATIO, DENSITY, DT = 1e5, 0.3, 1000.0, 1e-4
-STEPS, WARP_STEPS, ROUNDS = 500, 100, 5
+STEPS, WARP_STEPS, ROUNDS = 2000, 100, 5
 MESH = meshes.box([1.0, 1.0, 1.0], [7, 7, 7])
 MASS = MESH.lumped_mass(DENSITY)
 # Allowed difference between the sides' derivatives by the modulus, relative.
