@@ -35,8 +35,6 @@ from adjsim.potentials.elastic.matrices import (
 
 # Newton steps for t, which converge quadratically where R is unique; and for R.
 ROOT_STEPS, ROTATION_STEPS = 16, 3
-# The determinant of ``tr(S) - S`` relative to |F|^3, below which R counts as not unique.
-DEGENERATE = 1e-10
 
 
 def rotation(f: Matrix) -> Matrix:
@@ -55,11 +53,16 @@ def rotation_along(f: Matrix, r: Matrix, df: Matrix) -> Matrix:
     return product(r, _skew(_turn(product(transposed(r), f), product(transposed(r), df))))
 
 
+def _smallest(x: Tensor) -> float:
+    """Return the determinant of ``tr(S) - S`` relative to |F|^dim below which R is not unique."""
+    return torch.finfo(x.dtype).eps ** (2 / 3)
+
+
 def _turn(s: Matrix, a: Matrix) -> list[Tensor]:
     """Solve ``(tr(S) - S) w = axial(A - A^T)``; w is zero where it is not unique."""
     if len(s) == 2:
         total = trace(s)
-        unique = total * total > DEGENERATE * DEGENERATE * inner(s, s)
+        unique = total * total > _smallest(total) ** 2 * inner(s, s)
         return [(a[1][0] - a[0][1]) * torch.where(unique, 1 / torch.where(unique, total, 1), 0)]
     axial = [a[2][1] - a[1][2], a[0][2] - a[2][0], a[1][0] - a[0][1]]
     symmetric = scaled(-0.5, added(s, transposed(s)))
@@ -67,7 +70,7 @@ def _turn(s: Matrix, a: Matrix) -> list[Tensor]:
     adjugate = cofactors(whole)
     size = determinant(whole, adjugate)
     cube = inner(s, s)
-    unique = size * size > DEGENERATE * DEGENERATE * cube * cube * cube
+    unique = size * size > _smallest(size) ** 2 * cube * cube * cube
     inverse = torch.where(unique, 1 / torch.where(unique, size, 1), 0)
     return [inverse * (x * axial[0] + y * axial[1] + z * axial[2]) for x, y, z in adjugate]
 
@@ -85,7 +88,7 @@ def _rotation(f: Matrix) -> Matrix:
     if len(f) == 2:
         x, y = f[0][0] + f[1][1], f[1][0] - f[0][1]
         square = x * x + y * y
-        unique = square > DEGENERATE * DEGENERATE * inner(f, f)
+        unique = square > _smallest(square) ** 2 * inner(f, f)
         inverse = torch.where(unique, torch.rsqrt(torch.where(unique, square, 1)), 0)
         c, s = torch.where(unique, x * inverse, 1), y * inverse
         return [[c, -s], [s, c]]
