@@ -89,4 +89,5 @@ class Gravity(Potential):
                 f"direction has {len(self.direction)} entries and position has dim {dim}."
             )
         direction = self.direction.to(position)
-        return (column * (direction / direction.norm())).expand_as(position)
+        length = (direction * direction).sum().sqrt()
+        return (column * (direction / length)).expand_as(position)
