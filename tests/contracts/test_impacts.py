@@ -86,15 +86,22 @@ def test_error_control_gives_the_derivatives_of_the_bounce():
     def rate(t: Tensor, y: Tensor) -> Tensor:
         return torch.cat([y[1:], force(potential, y[:1, None]).flatten() / m])
 
+    def surface(t: Tensor, y: Tensor) -> Tensor:
+        return y[0]
+
+    # Steps end at the surface, where the curvature of the penalty jumps.
+    surface.reset = lambda t, y: y  # type: ignore[attr-defined]
+
     found = adjsim.solve_ivp(
         rate,
         (0.0, 1.0),
         torch.cat([y0.reshape(1), torch.zeros_like(y0).reshape(1)]),
         "DOP853",
         t_eval=[1.0],
+        events=surface,
         params=[potential, m],
-        rtol=1e-9,
-        atol=1e-10,
+        rtol=1e-11,
+        atol=1e-12,
     )
     height = found.y[0, -1]
     assert height.item() == pytest.approx(BOUNCE, abs=1e-8)
@@ -137,7 +144,7 @@ def test_a_ball_on_a_barrier():
     # the stiffest point change the energy by 1e-5 of itself, and miss the lowest point by 2e-8.
     path = fall(potential, 0.02, -math.sqrt(2 * 9.81 * 0.98), 5e-6, 1600).position
     assert float(path.min()) == pytest.approx(closest, rel=1e-4)
-    assert float(path[-1]) > 0.01
+    assert float(path[-1]) > 0.005
 
 
 def test_a_fast_fall_does_not_pass_the_floor():

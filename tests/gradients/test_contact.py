@@ -62,7 +62,7 @@ def test_every_adjoint_gives_the_gradient_of_differences(surface, penalty, kind)
         _, found = gradients(potential, adjoint)
         for name, grad in direct.items():
             close(found[name], grad, tolerance)
-    h, total, rates = 1e-5, 0.0, 0.0
+    h, total = 1e-6, 0.0
     directions = [torch.randn_like(p) for p in potential.parameters()]
     with torch.no_grad():
         for sign in (1, -1):
@@ -75,7 +75,7 @@ def test_every_adjoint_gives_the_gradient_of_differences(surface, penalty, kind)
                 p -= sign * h * d
     terms = [(g * d).sum() for g, d in zip(direct.values(), directions, strict=True)]
     rates = float(sum(terms))
-    # Truncation h^2 and rounding 1e-15 / h are below 1e-7 of the terms.
+    # Truncation h^2, times 1e6 where a deep point is thrown out, and rounding 1e-14 / h.
     scale = float(sum(abs(term) for term in terms))
     assert total / (2 * h) == pytest.approx(rates, abs=1e-6 * scale)
 
