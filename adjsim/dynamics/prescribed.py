@@ -103,7 +103,7 @@ class Prescribed(nn.Module):
             )
 
 
-class PrescribedStream(Stream):
+class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, where prescribed vertices follow their path::
 
         dq/dt = p/m        prescribed: dq/dt = dpath/dt
@@ -117,7 +117,7 @@ class PrescribedStream(Stream):
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         prescribed = self._prescribed
         time = torch.as_tensor(t, dtype=torch.float64, device=state.position.device)
-        _, rate = torch.func.jvp(prescribed.path, (time,), (torch.ones_like(time),))
+        rate = torch.func.jvp(prescribed.path, (time,), (torch.ones_like(time),))[1]
         moved = prescribed.placed(rate, state.position)
         return {"position": super().drift(t, state)["position"] + moved}
 
