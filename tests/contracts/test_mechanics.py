@@ -78,7 +78,7 @@ def test_a_block_slides_to_rest():
     found = simulate(dynamics, begin, [0.0, 0.5], solver=Splitting(dynamics.scheme, 0.01))
     assert dynamics.scheme == "FBABF"
     v = found.final.momentum[0, 0]
-    assert float(v) == pytest.approx(0.5285, abs=1e-9)
+    assert v.item() == pytest.approx(0.5285, abs=1e-9)
     (slope,) = torch.autograd.grad(v, mu)
     assert float(slope) == pytest.approx(-4.905, abs=1e-7)
 
@@ -98,12 +98,13 @@ def test_the_stopping_distance_is_reached_to_second_order():
 
 def test_a_block_creeps_on_an_incline():
     """Where mu N tanh(v/v_s) balances the slope: v = v_s atanh(0.6) = 0.00693147."""
-    dynamics, begin = block(0.0, mu=0.5, smoothing=0.01, tangent=0.3)
+    dynamics, begin = block(0.006, mu=0.5, smoothing=0.01, tangent=0.3)
     rate, dt = 0.5 * 9.81 / 0.01, 2.5e-4
     with torch.no_grad():
-        made = simulate(dynamics, begin, [0.0, 0.05, 0.06], solver=Splitting("FBABF", dt))
-    speed = float(made.position[2, 0, 0] - made.position[1, 0, 0]) / 0.01
-    # The error of the splitting is of the order (rate dt)^2 / 12.
+        made = simulate(dynamics, begin, [0.0, 0.025, 0.03], solver=Splitting("FBABF", dt))
+    speed = float(made.position[2, 0, 0] - made.position[1, 0, 0]) / 0.005
+    # The error of the splitting is of the order (rate dt)^2 / 12. That of the start has decayed by
+    # exp(-0.64 rate 0.025) = 4e-4 in the mean.
     assert speed == pytest.approx(0.00693147, rel=(rate * dt) ** 2 / 12)
     assert 0.01 * math.atanh(0.6) == pytest.approx(0.00693147, abs=1e-8)
 
