@@ -42,8 +42,8 @@ def agree(mine, theirs, tolerance):
     for name, grad in theirs.items():
         assert grad is not None, name
         assert mine[name] is not None, name
-        # A small gradient is a sum of terms of order 1e-3 and above, which round.
-        size = max(float(grad.norm()), 1e-3)
+        # A small gradient is a sum of terms of order 1e-2 and above, which round.
+        size = max(float(grad.norm()), 1e-2)
         assert float((mine[name] - grad).norm()) <= tolerance * size, name
 
 
@@ -65,7 +65,8 @@ def test_gradients_of_every_number_are_those_of_differences(name):
             slope = (ends[0] - ends[1]) / (2 * h)
             grad = float(found[parameter_name].reshape(-1)[i])
             assert grad == pytest.approx(slope, rel=1e-6, abs=1e-8), (parameter_name, i)
-            assert abs(grad) > 1e-6, (parameter_name, i)
+        # Some vertices have no contact, and prescribed ones no mass; no number has no effect.
+        assert float(found[parameter_name].abs().max()) > 1e-6, parameter_name
 
 
 @pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, BODIES))
