@@ -40,8 +40,8 @@ RESIDUAL = 1e-8
 SEARCHED = 32
 # Restarts of Lanczos iterations, of 64 products each.
 RESTARTS = 300
-# Coordinates of the copies of a system whose products are taken together: two megabytes of float64.
-BATCH = 2**18
+# Coordinates of the copies of a system whose products are taken together: half a megabyte.
+BATCH = 2**16
 
 
 class Hessian(LinearOperator):

@@ -109,6 +109,23 @@ def _colouring(conflicts: Any) -> np.ndarray:
     return colour
 
 
+def positive_factor(matrix: Any, shift: float) -> Any:
+    """Factorise a symmetric matrix plus a multiple of the unit matrix; None if it is not positive.
+
+    By Sylvester's law of inertia the pivots on the diagonal have the signs of the eigenvalues.
+    """
+    shifted = matrix + shift * sparse.identity(matrix.shape[0])
+    symmetric = {"SymmetricMode": True}
+    factor = splu(
+        cast(Any, shifted.tocsc()),
+        permc_spec="MMD_AT_PLUS_A",
+        diag_pivot_thresh=0.0,
+        options=symmetric,
+    )
+    diagonal = np.array_equal(factor.perm_r, factor.perm_c)
+    return factor if diagonal and bool((factor.U.diagonal() > 0).all()) else None
+
+
 class LocalInverse(IterativeInverse):
     """The pseudo-inverse of a sparse Hessian by a factorisation.
 
@@ -131,13 +148,15 @@ class LocalInverse(IterativeInverse):
     def _largest(self) -> float:
         return abs(extreme(self.matrix, "LM", 1e-2)[0])
 
+    def check(self) -> None:
+        if positive_factor(self.matrix, self.soft_limit) is None:
+            self._check_lowest(extreme(self.matrix, "SA", 1e-3)[0])
+        super().check()
+
     def _softest(self) -> np.ndarray:
-        # The inverse's eigenvalues are 1/curvature: a negative curvature is at the lower end, the
-        # softest positive one at the upper.
-        inverse = _Solution(self)
-        lowest, direction = extreme(inverse, "SA", 1e-3)
-        negative = lowest < -0.5 / self.largest_curvature
-        return direction if negative else extreme(inverse, "LA", 1e-3)[1]
+        # No curvature is far below zero, so the lowest one is the one nearest to zero, whose
+        # inverse is the largest.
+        return extreme(_Solution(self), "LM", 1e-3)[1]
 
     def solution(self, b: np.ndarray) -> np.ndarray:
         """Solve the system above without refinement."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim._curvature import DENSE, DenseInverse, Hessian, IterativeInverse, PseudoInverse
 from adjsim._inputs import as_indices, as_number, as_tensor, as_whole, outside_inference_mode
-from adjsim._local_hessian import LocalInverse, atom_pattern, local_hessian
+from adjsim._local_hessian import LocalInverse, atom_pattern, local_hessian, positive_factor
 from adjsim._module import ModuleTensors, exclusive
 from adjsim._params import trainable
 from adjsim._state import check_position
@@ -20,6 +20,12 @@ from adjsim._typing import Positions, PositionsLike
 from adjsim.potentials.base import ForceField, force, force_vjp
 
 NEWTON_STEPS = 20
+# Multiple of the unit matrix that is added to every Hessian, as a share of its norm, so that
+# rounding does not drive a free body along flat directions; and the smallest one that is added to a
+# Hessian that is not positive.
+GAUGE, SHIFT = 1e-10, 1e-6
+# Share of the expected decrease of the energy that a step must reach.
+SUFFICIENT = 1e-4
 # Share of dF/dtheta along a flat direction that counts as zero.
 FLAT_SHARE = 1e-6
 
@@ -42,10 +48,11 @@ def minimize(
     minimiser is neither stored nor differentiated. The backward pass solves one linear system with
     H_ff for each system of a batch, and its gradient has no graph.
 
-    The minimiser is L-BFGS, and then Newton's method. The Hessian of up to 600 coordinates is
-    diagonalised. A larger one is found from a few dozen products and factorised if each atom
-    interacts with near atoms alone, as in an elastic body or a network of springs. Otherwise the
-    linear systems are solved by products with the Hessian (MINRES).
+    The Hessian of up to 600 coordinates is diagonalised. A larger one is found from some dozens of
+    products and factorised if each atom interacts with near atoms alone, as in an elastic body or
+    a network of springs. Otherwise the linear systems are solved by products with the Hessian
+    (MINRES). Where factors are known, the minimiser follows Newton steps (Levenberg-Marquardt);
+    elsewhere it is L-BFGS, with Newton steps at its end.
 
     ``H^+`` is the pseudo-inverse. A free cluster may be translated and rotated without a change of
     energy, so its minima form a family, and the theorem gives ``dq* = H^+ dF/dtheta dtheta + n``
@@ -66,7 +73,7 @@ def minimize(
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
         tol: the largest residual force component, relative to the largest curvature times the size
             of start and minimum.
-        max_iterations: of L-BFGS.
+        max_iterations: of the minimiser.
 
     Returns:
         The minimum, ``(*batch, atoms, dim)``.
@@ -140,9 +147,10 @@ class _Search:
 
     def find(self, start: Tensor) -> Tensor:
         """Find the minimum near one system's position."""
-        q = self._descend(start)
-        # The quasi-Newton steps stop at the rounding of the energy; a few Newton steps reach the
-        # rounding of the force.
+        q = self._descend_by_factors(start)
+        q = self._descend(start) if q is None else q
+        # The steps above stop at the rounding of the energy; a few Newton steps reach the rounding
+        # of the force.
         left, allowed, inverse = math.inf, 0.0, self.pseudo_inverse(q)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(inverse.q.abs().max()))
@@ -174,6 +182,40 @@ class _Search:
         matrix = local_hessian(hessian, pattern)
         return IterativeInverse(hessian) if matrix is None else LocalInverse(hessian, matrix)
 
+    def _descend_by_factors(self, start: Tensor) -> Tensor | None:
+        """Follow Newton steps to the rounding of the energy; None if the Hessian is not sparse.
+
+        A multiple of the unit matrix is added to a Hessian that is not positive, and where a step
+        does not lower the energy as it should (Levenberg-Marquardt).
+        """
+        hessian = Hessian(self.potential, start, self.free)
+        matrix = None if hessian.shape[0] <= DENSE else local_hessian(hessian)
+        energy, shift = self._energy(start), 0.0
+        rounding = 1e3 * float(torch.finfo(start.dtype).eps)
+        for _ in range(self.max_iterations):
+            if matrix is None:
+                return None
+            force, scale = hessian.force(), float(abs(matrix).sum(0).max())
+            factor = positive_factor(matrix, max(shift, GAUGE) * scale)
+            if factor is not None:
+                step = factor.solve(force)
+                expected = float(force @ step)
+                if expected <= rounding * abs(energy):
+                    break
+                q = hessian.q + hessian.embed(step)
+                lower = self._energy(q)
+                if lower <= energy - SUFFICIENT * expected:
+                    hessian, energy = Hessian(self.potential, q, self.free), lower
+                    matrix = local_hessian(hessian, atom_pattern(matrix, q.shape[-1]))
+                    shift = 0.1 * shift if shift > SHIFT else 0.0
+                    continue
+            shift = max(10 * shift, SHIFT)
+        return hessian.q
+
+    def _energy(self, q: Tensor) -> float:
+        with torch.no_grad():
+            return float(self.potential(q))
+
     def _descend(self, start: Tensor) -> Tensor:
         """Follow quasi-Newton steps down to the rounding of the energy."""
         frame = Hessian(self.potential, start, self.free)
@@ -184,7 +226,7 @@ class _Search:
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
             q = place(x)
             with torch.no_grad():
-                return float(self.potential(q)), -frame.restrict(force(self.potential, q))
+                return self._energy(q), -frame.restrict(force(self.potential, q))
 
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
         found = scipy.optimize.minimize(

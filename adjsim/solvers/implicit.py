@@ -92,13 +92,14 @@ class ImplicitMove:
         x = self._inner_position(after, c, context, before)
         linear = context.forces.linear(x, context.t)
         f = torch.where(c > 0, linear.value, 0.0)
+        reversed_ = before is None
         if before is None:
             p = after.momentum - h * f
             before = after._replace(position=x - a * c * (p + a * f), momentum=p)
         assert isinstance(before, AnyMomentumState)
         along_q, along_p = cotangents["position"], cotangents["momentum"]
         b = torch.where(c > 0, h * along_p + h * a * c * along_q, 0.0)
-        w = self._adjoint_force(x, b, c, context)
+        w = self._adjoint_force(x, b, c, context, reversed_)
         cotangents.add_to_force(linear, w)
         # a J^T w, from the linear system.
         r = h * along_q + torch.where(c > 0, (w - b) / (a * torch.where(c > 0, c, 1.0)), 0.0)
@@ -120,15 +121,24 @@ class ImplicitMove:
         z = after.position - b * c * after.momentum
         return solve_position(context.forces, context.t, b, c, z, after.position, self.tol)
 
-    def _adjoint_force(self, x: Tensor, b: Tensor, c: Tensor, context: MoveContext) -> Tensor:
+    def _adjoint_force(
+        self, x: Tensor, b: Tensor, c: Tensor, context: MoveContext, reversed_: bool
+    ) -> Tensor:
         """Solve ``(1 - a^2 c J^T) w = b``."""
         matrix = StepMatrix(context.forces, x, context.t, self.theta * self.h, c)
         scaled = torch.where(c > 0, b / torch.where(c > 0, matrix.root, 1.0), 0.0)
         w, indefinite = matrix.solve(scaled, 8 * torch.finfo(x.dtype).eps, transposed=True)
         if bool(indefinite.any()):
+            # The forward step would have been refused at the same position.
+            remedy = (
+                "Reversing the steps has probably lost the trajectory: pass checkpoint_every= to "
+                "ReversibleAdjoint, or use CheckpointAdjoint()."
+                if reversed_
+                else "Use a smaller dt."
+            )
             raise RuntimeError(
                 f"the implicit step at t = {float(context.t):g} has no derivative: the energy has "
-                "a negative curvature that is too large for the time of the step. Use a smaller dt."
+                f"a negative curvature that is too large for the time of the step. {remedy}"
             )
         return matrix.root * w
 

@@ -28,7 +28,7 @@ NEWTON_STEPS = 50
 HALVINGS = 12
 # Largest number of coordinates of a system, and of entries of its copies (16 megabytes of float64),
 # for which the matrix is made.
-DENSE, ENTRIES = 128, 2**21
+DENSE, ENTRIES = 300, 2**21
 # Vectors of GMRES between restarts, and restarts.
 KRYLOV, RESTARTS = 50, 40
 
@@ -142,10 +142,12 @@ def solve_position(
 
     left, scale = residual(x), largest(x)
     done, before = torch.zeros_like(scale, dtype=torch.bool), torch.zeros_like(scale)
+    indefinite = done
     length = scale
     for _ in range(NEWTON_STEPS):
         matrix = StepMatrix(forces, x, t, a, inverse_mass)
-        w, indefinite = matrix.solve(torch.where(done, 0.0, left), share)
+        w, refused = matrix.solve(torch.where(done, 0.0, left), share)
+        indefinite = torch.where(done, indefinite, refused)
         step = root * w
         x, left, length, whole = _advance(x, step, left, residual)
         scale = torch.maximum(scale, largest(x))

@@ -1,6 +1,8 @@
-"""Derivatives of minima: flat directions, and systems that cannot be solved."""
+"""Minima and their derivatives: fixed atoms, sparse Hessians, flat directions, and errors."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 
 import adjsim
 from adjsim import _curvature as curvature
-from adjsim import minimize, statics
+from adjsim import meshes, minimize, statics
+from adjsim.potentials.elastic import NeoHookean
 from adjsim.systems import cluster
 from tests.problems import parameter
 
@@ -112,3 +115,176 @@ def test_what_the_iterations_leave_is_an_error_of_our_own(monkeypatch):
 def test_a_saddle_of_a_large_system_is_an_error():
     with pytest.raises(RuntimeError, match="saddle"):
         minimize(adjsim.DoubleWell(parameter(1.0)), torch.zeros(3, 2))
+
+
+# Fixed atoms.
+
+
+@pytest.mark.parametrize("fixed", [[True, False, False, True], [0, 3], torch.tensor([0, 3])])
+def test_a_chain_between_two_fixed_atoms(fixed):
+    """Springs in a row: each takes a share of the whole elongation in proportion to 1/k."""
+    k = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+    chain = adjsim.HarmonicBond(torch.tensor([[0, 1], [1, 2], [2, 3]]), k, torch.ones(3))
+    ends = torch.tensor([0.5, 5.0], requires_grad=True)
+    start = torch.stack([ends[0], torch.tensor(1.7), torch.tensor(3.0), ends[1]]).reshape(4, 1)
+    q = minimize(chain, start, fixed=fixed)[:, 0]
+    shares = (1 / k) / (1 / k).sum()
+    expected = ends[0] + 1 + shares[0] * (ends[1] - ends[0] - 3)
+    assert float(q[1].detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert torch.equal(q[[0, 3]], ends)
+    found = torch.autograd.grad(q[1], [k, ends])
+    for x, y in zip(found, torch.autograd.grad(expected, [k, ends]), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_fixed_atoms_of_a_cluster_against_differences():
+    """Boundary values of a batch of two, in a random direction."""
+    potential, q = adjsim.LennardJones(parameter(1.0), parameter(1.1)), cluster().position * 1.1
+    start = torch.stack([q, 1.001 * q])
+    along, weight = torch.zeros_like(start), torch.randn_like(start)
+    along[:, :4] = torch.randn(2, 4, 3)
+    start.requires_grad_()
+
+    def value(position):
+        return (minimize(potential, position, fixed=range(4)) * weight).sum()
+
+    slope, h = torch.autograd.grad(value(start), start)[0], 2e-5
+    assert not slope[:, 4:].any()
+    ends = [float(value(start.detach() + s * h * along).detach()) for s in (1, -1)]
+    # Of order h^2.
+    assert float((slope * along).sum()) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-6)
+
+
+# Sparse Hessians.
+
+
+def network(shape, stiffness=100.0):
+    """A cubic lattice of springs with diagonals, at rest where it is placed."""
+    q = torch.tensor(list(itertools.product(*map(range, shape)))).double()
+    distance = torch.cdist(q, q)
+    i, j = torch.nonzero(torch.triu(distance < 1.75, 1), as_tuple=True)
+    return q, adjsim.HarmonicBond(torch.stack([i, j], 1), stiffness, distance[i, j])
+
+
+class Hung(nn.Module):
+    """A body under its weight."""
+
+    def __init__(self, body, weight):
+        super().__init__()
+        self.body, self.weight = body, parameter(weight)
+
+    def forward(self, position):
+        return self.body(position) + self.weight * position[..., -1].sum(-1)
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_a_factorised_network_equals_the_diagonalised_one(clamped, monkeypatch):
+    q, body = network((14, 2), parameter(100.0))
+    potential = Hung(body, 1e-3) if clamped else body
+    fixed = q[:, 0] == 0 if clamped else None
+    start, weight = q + 0.05 * torch.randn_like(q), torch.randn_like(q)
+    found = []
+    for limit in (600, 3):
+        monkeypatch.setattr(statics, "DENSE", limit)
+        here = start.clone().requires_grad_()
+        x = minimize(potential, here, fixed=fixed)
+        lengths = (x[1:] - x[:-1]).norm(dim=-1)
+        wanted = [here, *potential.parameters()] if clamped else [*potential.parameters()]
+        grads = torch.autograd.grad((lengths * weight[1:, 0]).sum(), wanted)
+        # A free body may have been placed and turned in another way.
+        found.append([x.detach() if clamped else lengths.detach(), *grads])
+    search = statics._Search(potential, torch.ones(len(q), dtype=torch.bool), 1e-10, 10)
+    assert isinstance(search.pseudo_inverse(q), statics.LocalInverse)
+    for x, y in zip(*found, strict=True):
+        # Both solve systems of condition numbers near 1e4 to rounding.
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+def test_errors_of_factorised_networks(monkeypatch):
+    """A strut that is compressed along itself is a saddle; a weak spring is a soft direction."""
+    monkeypatch.setattr(statics, "DENSE", 3)
+    q, body = network((24, 2), 100.0)
+    ends = (q[:, 0] == 0) | (q[:, 0] == 23)
+    with pytest.raises(RuntimeError, match="saddle"):
+        minimize(body, q * torch.tensor([0.9, 1.0]), fixed=ends)
+    lengths = torch.ones(1)
+    tip, ends = torch.cat([q, torch.tensor([[24.0, 0.5]])]), [0, 1]
+    ties = torch.tensor([[46, 48], [47, 48]])
+    for stiffness, message in ((1e-8, "ill-conditioned"), (100.0, None)):
+        whole = body + adjsim.HarmonicBond(ties, parameter(stiffness), 1.25**0.5 * lengths)
+        if message is None:
+            found = minimize(whole, tip, fixed=ends)
+            assert float((found.detach() - tip).norm()) < 1e-10
+            continue
+        with pytest.raises(RuntimeError, match=message):
+            minimize(whole, tip, fixed=ends)
+
+
+def beam(cells, modulus=1e5):
+    """An elastic beam, clamped at one end, under gravity."""
+    mesh = meshes.box([4.0, 1.0, 1.0], cells)
+    weight = mesh.lumped_mass(100.0) * 9.81
+    solid = NeoHookean(mesh, parameter(modulus), parameter(0.3))
+    return mesh.vertices, solid + Load(weight), mesh.vertices[:, 0] == 0
+
+
+class Load(nn.Module):
+    """Weights on vertices."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, position):
+        return (self.weight * position[..., -1]).sum(-1)
+
+
+@pytest.mark.parametrize(
+    "cells", [(8, 2, 2), pytest.param((20, 4, 4), marks=pytest.mark.slow)], ids=str
+)
+def test_an_elastic_beam_under_gravity(cells, monkeypatch):
+    """The sag of the tip by E against differences; and the clamp: where it is moved, the beam moves
+    with it, and where it is turned, the beam turns, but for gravity.
+    """
+    monkeypatch.setattr(statics, "DENSE", 3)
+    q, potential, fixed = beam(cells)
+    start = q.clone().requires_grad_()
+    tip = minimize(potential, start, fixed=fixed)[-1]
+    assert float(tip[2].detach() - q[-1, 2]) < -1.0
+    modulus = next(potential.parameters())
+    slope, held = torch.autograd.grad(tip[2], [modulus, start])
+    torch.testing.assert_close(held.sum(0), torch.tensor([0.0, 0.0, 1.0]), rtol=0, atol=1e-8)
+    assert not held[~fixed].any()
+    sags, h = [], 10.0
+    for sign in (1, -1):
+        moved = beam(cells, 1e5 + sign * h)[1]
+        sags.append(float(minimize(moved, q, fixed=fixed)[-1, 2].detach()))
+    # Of order (h/E)^2.
+    assert float(slope) == pytest.approx((sags[0] - sags[1]) / (2 * h), rel=1e-6)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ([4], "fixed holds 4, and there are 4 atoms"),
+        ([-1], "fixed holds -1"),
+        ([True], r"a mask of shape \(1,\); it must be \(4,\)"),
+        ([0, 1, 2, 3], "all atoms are fixed"),
+        ([0.5], "fixed must be integers"),
+    ],
+)
+def test_fixed_atoms_that_do_not_exist_are_refused(fixed, message):
+    with pytest.raises(ValueError, match=message):
+        minimize(adjsim.Harmonic(), torch.ones(4, 2), fixed=fixed)
+
+
+def test_what_cannot_be_minimised_or_differentiated_again_is_refused():
+    with pytest.raises(TypeError, match="no energy to minimise"):
+        minimize(adjsim.ForceField(), torch.ones(4, 2))
+    k = parameter(1.0)
+    q = minimize(adjsim.DoubleWell(k), torch.full((1, 1), 1.1))
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(q.sum(), k, create_graph=True)
