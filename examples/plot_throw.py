@@ -3,9 +3,9 @@ Gravity from a throw
 ====================
 
 A ball is thrown upwards, and its height is measured 50 times within a second, with
-noise. How high did it start, how fast, and what is g? The height is :math:`y_0 + v_0 t -
-g t^2/2`, so linear least squares knows the answer and its errors. Here the answer comes
-from a simulation and its gradients, which need no formula for the height.
+noise. How high did it start, how fast, and what is g? The height is :math:`y_0 + v_0 t
+- g t^2/2`, so linear least squares knows the answer and its errors. Here the answer
+comes from a simulation and its gradients, which need no formula for the height.
 
 Units are m and s. The truth is :math:`y_0 = 2`, :math:`v_0 = 3` and :math:`g = 9.81`,
 and the noise has a standard deviation of 0.01 m.
