@@ -233,7 +233,7 @@ class Dihedral(Coordinate):
         mm, nn = dot(m, m), dot(n, n)
         straight = torch.minimum(mm, nn) <= _smallest(mm)
         y, x = dot(u1, n), dot(m, n)
-        self.value = torch.atan2(torch.where(straight, 0.0, y), torch.where(straight, 1.0, x))
+        self.value = self._angle(torch.where(straight, 0.0, y), torch.where(straight, 1.0, x))
         self._inverses = [
             torch.where(straight, 0.0, 1 / torch.where(straight, 1.0, square))
             for square in (mm, nn)
@@ -247,6 +247,10 @@ class Dihedral(Coordinate):
             scaled(-units[1].inverse, added(*ends)),
             scaled(units[2].inverse, self._normals[1]),
         ]
+
+    def _angle(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute the angle whose sine and cosine are in proportion to y and x."""
+        return torch.atan2(y, x)
 
     def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
         units, (first, middle, last) = self._units, self.gradient
@@ -267,6 +271,17 @@ class Dihedral(Coordinate):
             for unit, change, rate, old in zip(units, changes, rates, self.gradient, strict=True)
         ]
         return dot(first, v[0]) + dot(middle, v[1]) + dot(last, v[2]), turned
+
+
+class Fold(Dihedral):
+    """The angle by which two triangles with a common edge are folded, from -pi to pi.
+
+    It is the dihedral angle less pi, so it is zero, and smooth, where the four points are in a
+    plane with the triangles beside each other. It jumps where they lie on each other.
+    """
+
+    def _angle(self, y: Tensor, x: Tensor) -> Tensor:
+        return torch.atan2(-y, -x)
 
 
 def _smallest(square: Tensor) -> float:

@@ -13,76 +13,26 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import Grid, straight_through
-from adjsim._inputs import outside_inference_mode
+from adjsim._grid import Grid
 from adjsim._layout import materialise
 from adjsim._module import refuse_written, version_of
-from adjsim._params import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
-from adjsim._state import in_transform
 from adjsim._typing import Energies, Positions
-
-
-@dataclass(frozen=True)
-class DeferredVJP:
-    """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
-
-    Deferred gradients of the same function may be stacked along a new leading axis and computed
-    together. This spares small systems the overhead of one autograd call per step.
-
-    Args:
-        module: the module with the parameters theta.
-        function: of x, elementwise.
-        weight: the cotangent of its value.
-        x: the point of evaluation.
-    """
-
-    module: nn.Module
-    function: Callable[[Tensor], Tensor]
-    weight: Tensor
-    x: Tensor
-
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the gradients; None for parameters that the function does not depend on.
-
-        Raises:
-            ValueError: the function depends on a tensor that requires grad and is not one of the
-                parameters.
-        """
-        with torch.enable_grad():
-            total = (self.weight * self.function(self.x)).sum()
-        refuse_unknown(total, self.module, parameters, f"the force of {type(self.module).__name__}")
-        if not parameters or not total.requires_grad:
-            return [None] * len(parameters)
-        return list(torch.autograd.grad(total, parameters, allow_unused=True))
-
-
-@dataclass(frozen=True)
-class VJPSum:
-    """A sum of gradients with respect to the parameters, each deferred or a list."""
-
-    terms: tuple[ParameterVJP, ...]
-
-    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Compute the sums; None for parameters that no term depends on."""
-        total: list[Tensor | None] = [None] * len(parameters)
-        for term in self.terms:
-            found = term if isinstance(term, list) else term.gradient(parameters)
-            total = [
-                x if y is None else y if x is None else x + y
-                for x, y in zip(total, found, strict=True)
-            ]
-        return total
-
-
-ParameterVJP: TypeAlias = DeferredVJP | VJPSum | list[Tensor | None]
-Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
+from adjsim.potentials.products import (
+    DeferredVJP,
+    ParameterVJP,
+    Pullback,
+    VJPSum,
+    autograd_vjp,
+    derivative,
+    derived_force,
+    energy_vjp,
+)
 
 
 class Potential(nn.Module):
@@ -93,8 +43,8 @@ class Potential(nn.Module):
             f"{type(self).__name__} has no energy: write forward(position) -> (*batch,)."
         )
 
-    def __add__(self, other: nn.Module) -> SumPotential:
-        return SumPotential(self, other)
+    def __add__(self, other: nn.Module) -> SumPotential | SumForce:
+        return SumForce(self, other) if isinstance(other, ForceField) else SumPotential(self, other)
 
     def __radd__(self, other: nn.Module) -> SumPotential:
         return SumPotential(other, self)
@@ -106,7 +56,7 @@ class Potential(nn.Module):
         contributions rounds each of them to the grid before the sum. Then the sum is exact, and
         does not depend on the order.
         """
-        return _derived(self, position, grid)
+        return derived_force(self, position, grid)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.
@@ -127,7 +77,7 @@ class Potential(nn.Module):
         The second product is a :class:`DeferredVJP`, a list of gradients or a :class:`VJPSum`. On a
         grid the force has the bits of :meth:`force`.
         """
-        return _autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
+        return autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
 
 
 class SumPotential(Potential):
@@ -148,19 +98,13 @@ class SumPotential(Potential):
         super().__init__()
         if not parts:
             raise ValueError("a sum of potentials needs at least one part.")
-        flat: list[nn.Module] = []
         for part in parts:
             if not isinstance(part, nn.Module) or isinstance(part, ForceField):
                 raise TypeError(
                     f"a part of a sum of potentials is a module with an energy; got a "
                     f"{type(part).__name__}."
                 )
-            # A subclass, or a sum with hooks, is more than its parts.
-            plain = type(part) is SumPotential and not (
-                part._forward_hooks or part._forward_pre_hooks
-            )
-            flat += cast(SumPotential, part).parts if plain else [part]
-        self.parts = nn.ModuleList(flat)
+        self.parts = nn.ModuleList(_flat(parts))
 
     def forward(self, position: Positions) -> Energies:
         energies = [part(position) for part in self.parts]
@@ -185,15 +129,30 @@ class SumPotential(Potential):
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
-        found = [force_vjp(part, position, parameters, grid=grid) for part in self.parts]
+        return _sum_vjp([force_vjp(part, position, parameters, grid=grid) for part in self.parts])
 
-        def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
-            products = [inner(v) for _, inner in found]
-            return _total([along for along, _ in products]), VJPSum(
-                tuple(rest for _, rest in products)
-            )
 
-        return _total([value for value, _ in found]), pullback
+def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Replace sums among parts by the parts of these sums."""
+    flat: list[nn.Module] = []
+    for part in parts:
+        # A subclass, or a sum with hooks, is more than its parts.
+        plain = type(part) in (SumPotential, SumForce) and not (
+            part._forward_hooks or part._forward_pre_hooks
+        )
+        flat += cast(SumPotential, part).parts if plain else [part]
+    return flat
+
+
+def _sum_vjp(found: Sequence[tuple[Tensor, Pullback]]) -> tuple[Tensor, Pullback]:
+    """Sum forces and their products."""
+
+    def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
+        products = [inner(v) for _, inner in found]
+        terms: tuple[ParameterVJP, ...] = tuple(rest for _, rest in products)
+        return _total([along for along, _ in products]), VJPSum(terms)
+
+    return _total([value for value, _ in found]), pullback
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
@@ -205,13 +164,79 @@ def _total(values: Sequence[Tensor]) -> Tensor:
 
 
 class ForceField(nn.Module):
-    """A force without an energy, ``F(t, q)``.
+    """A force without an energy, ``F(t, q)``. Subclasses write ``forward(t, position)``.
 
-    Examples are a control and a non-conservative drive. It has no invariant.
+    Examples are a control and a non-conservative drive. It has no invariant. Its products are taken
+    by automatic differentiation; a subclass may write ``force_vjp`` in closed form. A sum with
+    energies or other force fields, ``a + b``, is a :class:`SumForce`.
     """
 
     def forward(self, t: Any, position: Positions) -> Positions:
         raise TypeError(f"{type(self).__name__} has no force: write forward(t, position).")
+
+    def __add__(self, other: nn.Module) -> SumForce:
+        return SumForce(self, other)
+
+    def __radd__(self, other: nn.Module) -> SumForce:
+        return SumForce(other, self)
+
+    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
+        """Compute the force, on a grid as :meth:`Potential.force` does."""
+        return self(t, position)
+
+    def force_vjp(
+        self,
+        t: Any,
+        position: Positions,
+        parameters: Sequence[Tensor],
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Pullback]:
+        """Compute the force at time t and its product, as :meth:`Potential.force_vjp` does."""
+        return autograd_vjp(lambda q: self(t, q), self, position, parameters)
+
+
+class SumForce(ForceField):
+    """A sum of forces of energies and of force fields, ``F = -sum_k dU_k/dq + sum_j F_j(t, q)``.
+
+    It is written ``a + b``, where one of both is a :class:`ForceField`. Each part keeps its own
+    closed forms. The parameters of part k have names that begin with ``parts.k``.
+
+    Args:
+        parts: energy modules and force fields. A sum among them is replaced by its parts.
+
+    Raises:
+        TypeError: a part that is not a module.
+        ValueError: no parts.
+    """
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError("a sum of forces needs at least one part.")
+        for part in parts:
+            if not isinstance(part, nn.Module):
+                raise TypeError(
+                    "a part of a sum of forces is an energy module or a ForceField; got a "
+                    f"{type(part).__name__}."
+                )
+        self.parts = nn.ModuleList(_flat(parts))
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        return _total([force(part, position, t) for part in self.parts])
+
+    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
+        if grid is None:
+            return self(t, position)
+        return _total([force(part, position, t, grid) for part in self.parts])
+
+    def force_vjp(
+        self,
+        t: Any,
+        position: Positions,
+        parameters: Sequence[Tensor],
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Pullback]:
+        return _sum_vjp([force_vjp(part, position, parameters, t, grid) for part in self.parts])
 
 
 class SeparablePotential(Potential):
@@ -269,11 +294,11 @@ def force(
     position = materialise(position)
     version = version_of(position)
     if isinstance(potential, ForceField):
-        value = potential(t, position)
+        value = potential.force(t, position) if grid is None else potential.force(t, position, grid)
     elif isinstance(potential, Potential):
         value = potential.force(position) if grid is None else potential.force(position, grid)
     else:
-        value = _derived(potential, position, grid)
+        value = derived_force(potential, position, grid)
     refuse_written(potential, position, version)
     return value
 
@@ -293,7 +318,11 @@ def force_vjp(
     position = materialise(position)
     version = version_of(position)
     if isinstance(potential, ForceField):
-        value, pullback = _autograd_vjp(lambda q: potential(t, q), potential, position, parameters)
+        value, pullback = (
+            potential.force_vjp(t, position, parameters)
+            if grid is None
+            else potential.force_vjp(t, position, parameters, grid)
+        )
     elif not isinstance(potential, Potential):
         value, pullback = energy_vjp(potential, position, parameters, grid)
     elif grid is None:
@@ -302,92 +331,3 @@ def force_vjp(
         value, pullback = potential.force_vjp(position, parameters, grid)
     refuse_written(potential, position, version)
     return value, lambda v: pullback(materialise(v))
-
-
-def energy_vjp(
-    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
-) -> tuple[Tensor, Pullback]:
-    """Compute the force and its product by automatic differentiation of the energy alone.
-
-    The energy is evaluated once, and with a grid once more; see :meth:`Potential.force`.
-    """
-    if torch.compiler.is_compiling() or in_transform():
-        return _autograd_vjp(
-            lambda q: _derived(potential, q, grid), potential, position, parameters
-        )
-    with torch.enable_grad():
-        q = position.detach().requires_grad_()
-        total = potential(q).sum()
-        smooth = torch.zeros_like(q)
-        if total.requires_grad:
-            smooth = -torch.autograd.grad(total, q, create_graph=True, materialize_grads=True)[0]
-    # The graph of the energy has all leaves of that of the force, and is smaller.
-    if unknown_leaf(total, [q, *parameters]) is not None:
-        what = f"the force of {type(potential).__name__}"
-        refuse_unknown(smooth, potential, [q, *parameters], what)
-    value = smooth.detach()
-    if grid is not None:
-        # A derivative with a graph comes from other kernels, and may differ in the last bit.
-        with torch.no_grad():
-            value = -derivative(potential, position)
-    return value, _pullback(smooth, q, parameters)
-
-
-def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
-
-    The cost does not depend on how x was computed: the function is applied to a view of x, and
-    autograd stops at the node of this view. If it differentiated with respect to x itself where x
-    is a leaf, it would visit every operation of the graph.
-    """
-    if torch.compiler.is_compiling() or in_transform():
-        return torch.func.grad(lambda y: function(y).sum())(x)
-    if torch.is_inference_mode_enabled():
-        # Nothing requires grad in inference mode, which would look like a zero derivative.
-        with outside_inference_mode():
-            return derivative(function, x.clone())
-    create = torch.is_grad_enabled()
-    with torch.enable_grad():
-        here = x.view_as(x) if x.requires_grad else point_of_differentiation(x)
-        total = function(here).sum()
-        if not total.requires_grad:
-            return torch.zeros_like(x)
-        (slope,) = torch.autograd.grad(total, here, create_graph=create, allow_unused=True)
-    if slope is None:
-        return torch.zeros_like(x)
-    # If nothing but the leaf made here requires grad, the result must not require grad.
-    keeps_graph = x.requires_grad or next(leaves(slope), None) is not None
-    return slope if keeps_graph else slope.detach()
-
-
-def _derived(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
-    smooth = -derivative(potential, position)
-    if grid is None or not smooth.requires_grad:
-        return smooth
-    # A derivative with a graph comes from other kernels, and may differ in the last bit.
-    with torch.no_grad():
-        same = -derivative(potential, position)
-    return straight_through(smooth, same)
-
-
-def _autograd_vjp(
-    function: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    position: Tensor,
-    parameters: Sequence[Tensor],
-) -> tuple[Tensor, Pullback]:
-    with torch.enable_grad():
-        q = position.detach().requires_grad_()
-        value = function(q)
-    refuse_unknown(value, module, [q, *parameters], f"the force of {type(module).__name__}")
-    return value.detach(), _pullback(value, q, parameters)
-
-
-def _pullback(value: Tensor, q: Tensor, parameters: Sequence[Tensor]) -> Pullback:
-    def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        if not value.requires_grad:
-            return torch.zeros_like(q), [None] * len(parameters)
-        along, *rest = torch.autograd.grad(value, (q, *parameters), v, allow_unused=True)
-        return torch.zeros_like(q) if along is None else along, list[Tensor | None](rest)
-
-    return pullback

@@ -1,0 +1,96 @@
+"""Gravity near the ground: a constant force for each mass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjsim._grid import Grid
+from adjsim._params import register
+from adjsim._typing import Energies, Number, Positions
+from adjsim.potentials.base import DeferredVJP, Potential, Pullback
+
+
+class Gravity(Potential):
+    """Uniform gravity, ``U = sum over atoms of m g h``, with h the height along a direction.
+
+    The force is ``-m g`` along the direction. An atom of infinite mass, which is pinned, has
+    neither energy nor force.
+
+    Args:
+        mass: m; a scalar, ``(atoms,)`` or ``(atoms, 1)``, as that of the dynamics. Give both the
+            same parameter to differentiate with respect to it.
+        g: acceleration, length / time^2.
+        direction: ``(dim,)``, upward, of any length but zero; None for the last axis.
+
+    Raises:
+        ValueError: a mass that is not positive or of another shape, a g that is not one number, a
+            direction of length zero. At evaluation: a mass or a direction that does not fit the
+            position.
+    """
+
+    mass: Tensor
+    g: Tensor
+    direction: Tensor | None
+
+    def __init__(self, mass: Number, g: Number, *, direction: Number | None = None) -> None:
+        super().__init__()
+        register(self, "mass", mass, positive=True)
+        if self.mass.ndim > 2 or (self.mass.ndim == 2 and self.mass.shape[1] != 1):
+            raise ValueError(
+                f"mass must be a scalar, (atoms,) or (atoms, 1); got shape "
+                f"{tuple(self.mass.shape)}."
+            )
+        register(self, "g", g)
+        if self.g.numel() != 1:
+            raise ValueError(f"g must be one number; got shape {tuple(self.g.shape)}.")
+        if direction is None:
+            self.direction = None
+            return
+        register(self, "direction", direction)
+        assert self.direction is not None
+        if self.direction.ndim != 1 or not bool((self.direction.detach() != 0).any()):
+            raise ValueError(
+                f"direction must be (dim,) and not zero; got {self.direction.detach().tolist()}."
+            )
+
+    def forward(self, position: Positions) -> Energies:
+        return -(self._pull(position) * position).sum((-1, -2))
+
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        return self._pull(position)
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            value = self._pull(position)
+
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            return torch.zeros_like(v), DeferredVJP(self, self._pull, v, position)
+
+        return value, pullback
+
+    def _pull(self, position: Tensor) -> Tensor:
+        """Compute the force, of the shape of the position."""
+        atoms, dim = position.shape[-2:]
+        mass = self.mass.to(position)
+        if mass.numel() not in (1, atoms):
+            raise ValueError(f"mass has {mass.numel()} entries and position {atoms} atoms.")
+        weight = self.g.to(position).reshape(()) * torch.where(torch.isfinite(mass), mass, 0.0)
+        weight = weight.reshape(-1, 1) if weight.numel() > 1 else weight.reshape(())
+        return (-weight * self._upward(position, dim)).expand_as(position)
+
+    def _upward(self, like: Tensor, dim: int) -> Tensor:
+        """Return the unit vector upward."""
+        if self.direction is None:
+            # The last row of the unit matrix.
+            return torch.eye(dim, dtype=like.dtype, device=like.device)[-1]
+        if len(self.direction) != dim:
+            raise ValueError(
+                f"direction has {len(self.direction)} entries and position has dim {dim}."
+            )
+        direction = self.direction.to(like)
+        return direction / direction.norm()

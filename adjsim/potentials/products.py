@@ -1,0 +1,163 @@
+"""Vector-Jacobian products of forces: deferred, summed, and by automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._grid import Grid, straight_through
+from adjsim._inputs import outside_inference_mode
+from adjsim._params import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
+from adjsim._state import in_transform
+from adjsim._typing import Positions
+
+
+@dataclass(frozen=True)
+class DeferredVJP:
+    """A deferred gradient of ``sum of weight . function(x; theta)`` with respect to theta.
+
+    Deferred gradients of the same function may be stacked along a new leading axis and computed
+    together. This spares small systems the overhead of one autograd call per step.
+
+    Args:
+        module: the module with the parameters theta.
+        function: of x, elementwise.
+        weight: the cotangent of its value.
+        x: the point of evaluation.
+    """
+
+    module: nn.Module
+    function: Callable[[Tensor], Tensor]
+    weight: Tensor
+    x: Tensor
+
+    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Compute the gradients; None for parameters that the function does not depend on.
+
+        Raises:
+            ValueError: the function depends on a tensor that requires grad and is not one of the
+                parameters.
+        """
+        with torch.enable_grad():
+            total = (self.weight * self.function(self.x)).sum()
+        refuse_unknown(total, self.module, parameters, f"the force of {type(self.module).__name__}")
+        if not parameters or not total.requires_grad:
+            return [None] * len(parameters)
+        return list(torch.autograd.grad(total, parameters, allow_unused=True))
+
+
+@dataclass(frozen=True)
+class VJPSum:
+    """A sum of gradients with respect to the parameters, each deferred or a list."""
+
+    terms: tuple[ParameterVJP, ...]
+
+    def gradient(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Compute the sums; None for parameters that no term depends on."""
+        total: list[Tensor | None] = [None] * len(parameters)
+        for term in self.terms:
+            found = term if isinstance(term, list) else term.gradient(parameters)
+            total = [
+                x if y is None else y if x is None else x + y
+                for x, y in zip(total, found, strict=True)
+            ]
+        return total
+
+
+ParameterVJP: TypeAlias = DeferredVJP | VJPSum | list[Tensor | None]
+Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
+
+
+def energy_vjp(
+    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
+) -> tuple[Tensor, Pullback]:
+    """Compute the force and its product by automatic differentiation of the energy alone.
+
+    The energy is evaluated once, and with a grid once more; see :meth:`Potential.force`.
+    """
+    if torch.compiler.is_compiling() or in_transform():
+        return autograd_vjp(
+            lambda q: derived_force(potential, q, grid), potential, position, parameters
+        )
+    with torch.enable_grad():
+        q = position.detach().requires_grad_()
+        total = potential(q).sum()
+        smooth = torch.zeros_like(q)
+        if total.requires_grad:
+            smooth = -torch.autograd.grad(total, q, create_graph=True, materialize_grads=True)[0]
+    # The graph of the energy has all leaves of that of the force, and is smaller.
+    if unknown_leaf(total, [q, *parameters]) is not None:
+        what = f"the force of {type(potential).__name__}"
+        refuse_unknown(smooth, potential, [q, *parameters], what)
+    value = smooth.detach()
+    if grid is not None:
+        # A derivative with a graph comes from other kernels, and may differ in the last bit.
+        with torch.no_grad():
+            value = -derivative(potential, position)
+    return value, _pullback(smooth, q, parameters)
+
+
+def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute ``d(sum of function)/dx``, with a graph when grad mode is on.
+
+    The cost does not depend on how x was computed: the function is applied to a view of x, and
+    autograd stops at the node of this view. If it differentiated with respect to x itself where x
+    is a leaf, it would visit every operation of the graph.
+    """
+    if torch.compiler.is_compiling() or in_transform():
+        return torch.func.grad(lambda y: function(y).sum())(x)
+    if torch.is_inference_mode_enabled():
+        # Nothing requires grad in inference mode, which would look like a zero derivative.
+        with outside_inference_mode():
+            return derivative(function, x.clone())
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        here = x.view_as(x) if x.requires_grad else point_of_differentiation(x)
+        total = function(here).sum()
+        if not total.requires_grad:
+            return torch.zeros_like(x)
+        (slope,) = torch.autograd.grad(total, here, create_graph=create, allow_unused=True)
+    if slope is None:
+        return torch.zeros_like(x)
+    # If nothing but the leaf made here requires grad, the result must not require grad.
+    keeps_graph = x.requires_grad or next(leaves(slope), None) is not None
+    return slope if keeps_graph else slope.detach()
+
+
+def derived_force(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
+    """Compute the force by automatic differentiation of the energy."""
+    smooth = -derivative(potential, position)
+    if grid is None or not smooth.requires_grad:
+        return smooth
+    # A derivative with a graph comes from other kernels, and may differ in the last bit.
+    with torch.no_grad():
+        same = -derivative(potential, position)
+    return straight_through(smooth, same)
+
+
+def autograd_vjp(
+    function: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    position: Tensor,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Pullback]:
+    """Compute a force and its product by automatic differentiation of the force."""
+    with torch.enable_grad():
+        q = position.detach().requires_grad_()
+        value = function(q)
+    refuse_unknown(value, module, [q, *parameters], f"the force of {type(module).__name__}")
+    return value.detach(), _pullback(value, q, parameters)
+
+
+def _pullback(value: Tensor, q: Tensor, parameters: Sequence[Tensor]) -> Pullback:
+    def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        if not value.requires_grad:
+            return torch.zeros_like(q), [None] * len(parameters)
+        along, *rest = torch.autograd.grad(value, (q, *parameters), v, allow_unused=True)
+        return torch.zeros_like(q) if along is None else along, list[Tensor | None](rest)
+
+    return pullback
