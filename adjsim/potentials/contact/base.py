@@ -1,0 +1,315 @@
+"""Contact of vertices with surfaces.
+
+With the gap g, the unit normal n and the curvature H of the surface (see
+:mod:`adjsim.potentials.contact.surfaces`), and the energy u(g) of one vertex (see
+:mod:`adjsim.potentials.contact.penalties`), force and product are closed forms::
+
+    F = -u'(g) n
+    (dF/dq) v = -u''(g) (n . v) n - u'(g) H v
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._geometry import Coordinate, Vector, combined, scaled
+from adjsim._grid import Grid
+from adjsim._inputs import as_indices, describe_type, outside_inference_mode
+from adjsim._typing import Array, Energies, Number, Positions
+from adjsim.potentials.base import DeferredVJP, ForceField, Potential, Pullback, VJPSum
+from adjsim.potentials.contact.penalties import Penalty, Softplus
+from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
+
+
+class SurfaceContact(nn.Module):
+    """What contacts with a surface at rest and with a moving one have in common.
+
+    All results are for all vertices. Those not in ``index`` have a gap and a normal, and no force.
+
+    Attributes:
+        surface: the surface, or a moving one.
+        penalty: the energy of a vertex as a function of its gap.
+    """
+
+    penalty: Penalty
+    _chosen: Tensor | None
+
+    def _check(self, surface: Any, penalty: Any, index: Array | None) -> None:
+        """Check and store what is common. Called by the constructors."""
+        if not isinstance(penalty, Penalty):
+            raise TypeError(
+                "penalty must be Quadratic(stiffness), Softplus(stiffness, width) or "
+                f"Barrier(stiffness, distance); got {describe_type(penalty)}."
+            )
+        self.surface = surface
+        self.penalty = penalty
+        with outside_inference_mode():
+            chosen = None if index is None else _mask(index)
+            self.register_buffer("_chosen", chosen, persistent=False)
+
+    @property
+    def _resting(self) -> Surface:
+        raise NotImplementedError
+
+    def _shift(self, like: Tensor, t: Any) -> Tensor | None:
+        """Compute by how much the surface has moved, ``(dim,)``; None at rest."""
+        return None
+
+    def gap(self, position: Positions, t: Any = 0.0) -> Tensor:
+        """Compute the gap of each vertex, ``(*batch, atoms)``, negative behind the surface."""
+        return self._coordinate(self._relative(position, t)).value.squeeze(-2)
+
+    def normal(self, position: Positions, t: Any = 0.0) -> Positions:
+        """Compute the unit normal of the surface at each vertex, ``(*batch, atoms, dim)``."""
+        return _joined(self._coordinate(self._relative(position, t)).gradient[0], position)
+
+    def normal_force(self, position: Positions, t: Any = 0.0) -> Tensor:
+        """Compute the size of the contact force on each vertex, ``(*batch, atoms)``, >= 0."""
+        return -self._slope(self._coordinate(self._relative(position, t))).squeeze(-2)
+
+    def surface_velocity(self, position: Positions, t: Any = 0.0) -> Positions:
+        """Compute the velocity of the surface at each vertex, ``(*batch, atoms, dim)``."""
+        return torch.zeros_like(position)
+
+    def largest_curvature(self, atoms: int, energy: float | None = None) -> Tensor:
+        """Compute the largest curvature of the penalty at each vertex, ``(atoms,)``.
+
+        See :meth:`Penalty.largest_curvature`. Vertices not in ``index`` have zero.
+        """
+        return self._masked(self.penalty.largest_curvature(energy).expand(atoms))
+
+    def refuse_penetration(self, position: Positions, t: Any = 0.0) -> None:
+        """Raise if a vertex is behind the surface by more than the penalty allows.
+
+        Raises:
+            ValueError: it names the vertex, its gap and the ways out.
+        """
+        lowest = self.penalty.lowest
+        if lowest is None:
+            return
+        with torch.no_grad():
+            gap = self._masked(self.gap(position, t), torch.inf)
+            worst = int(gap.argmin())
+            found = float(gap.flatten()[worst])
+        if found < lowest:
+            raise ValueError(
+                f"vertex {worst % position.shape[-2]} is at the gap {found:g} from the surface, "
+                f"below {lowest:g}, the lowest one that {type(self.penalty).__name__} allows: "
+                "decrease dt, or increase the stiffness or the distance of the penalty."
+            )
+
+    def _relative(self, position: Tensor, t: Any) -> Tensor:
+        """Return positions relative to where the surface was at first."""
+        shift = self._shift(position, t)
+        return position if shift is None else position - shift
+
+    def _coordinate(self, x: Tensor) -> Coordinate:
+        if x.shape[-1] != self._resting.dim:
+            raise ValueError(
+                f"{type(self._resting).__name__} is in {self._resting.dim} dimensions; position "
+                f"has dim {x.shape[-1]}."
+            )
+        return self._resting.coordinate(_columns(x))
+
+    def _masked(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Replace the entries ``(*batch, atoms)`` of vertices that are not in contact."""
+        if self._chosen is None:
+            return x
+        rest = x.shape[-1] - len(self._chosen)
+        if rest < 0:
+            raise ValueError(
+                f"index names vertex {len(self._chosen) - 1} and position has {x.shape[-1]}, "
+                "numbered from 0."
+            )
+        chosen = torch.cat([self._chosen, self._chosen.new_zeros(rest)])
+        return torch.where(chosen, x, fill)
+
+    def _energy(self, x: Tensor) -> Tensor:
+        """Compute the energies of positions relative to the surface."""
+        return self._masked(self.penalty.element(self._coordinate(x).value)).sum((-1, -2))
+
+    def _slope(self, gap: Coordinate) -> Tensor:
+        return self._masked(self.penalty.slope(gap.value))
+
+    def _push(self, x: Tensor) -> Tensor:
+        """Compute the forces at positions relative to the surface."""
+        gap = self._coordinate(x)
+        return _joined(scaled(-self._slope(gap), gap.gradient[0]), x)
+
+    def _push_vjp(self, x: Tensor) -> tuple[Tensor, Pullback]:
+        with torch.no_grad():
+            gap = self._coordinate(x)
+            slope = self._slope(gap)
+            (normal,) = gap.gradient
+            value = _joined(scaled(-slope, normal), x)
+
+        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+            with torch.no_grad():
+                rate, (turn,) = gap.along(_columns(v))
+                second = self._masked(self.penalty.curvature(gap.value)) * rate
+                along = _joined(combined(scaled(-second, normal), -slope, turn), x)
+                return along, DeferredVJP(self, self._push, v, x)
+
+        return value, pullback
+
+
+class Contact(SurfaceContact, Potential):
+    """Contact of vertices with a surface at rest, ``U = sum over vertices of u(g(q))``.
+
+    Args:
+        surface: where the gap g is measured from, such as :class:`Plane`.
+        penalty: the energy u of a vertex, such as :class:`Quadratic`.
+        index: the vertices that feel the surface, such as those of a mesh's surface. None: all.
+
+    Raises:
+        TypeError: a surface that moves, for which there is :class:`MovingContact`, or no surface;
+            no penalty.
+        ValueError: an index that is empty, negative or not integers; at evaluation, positions of
+            another dimension than the surface, or without a vertex of the index.
+    """
+
+    surface: Surface
+
+    def __init__(self, surface: Surface, penalty: Penalty, *, index: Array | None = None) -> None:
+        super().__init__()
+        if not isinstance(surface, Surface):
+            moving = isinstance(surface, Moving)
+            raise TypeError(
+                "Contact has an energy and its surface is at rest; got Moving(...). Use "
+                "MovingContact(surface, penalty)."
+                if moving
+                else "surface must be a Surface, such as Plane(normal, offset); got "
+                f"{describe_type(surface)}."
+            )
+        self._check(surface, penalty, index)
+
+    @property
+    def _resting(self) -> Surface:
+        return self.surface
+
+    def forward(self, position: Positions) -> Energies:
+        return self._energy(position)
+
+    # A vertex has one contribution, so there is no sum to round for.
+    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        return self._push(position)
+
+    def force_vjp(
+        self, position: Positions, parameters: Any, grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        return self._push_vjp(position)
+
+
+class MovingContact(SurfaceContact, ForceField):
+    """Contact of vertices with a moving surface, the force ``F(t, q) = -du(g(q - path(t)))/dq``.
+
+    The surface does work on the vertices, so energy is not conserved.
+
+    Args:
+        surface: a surface with a path, ``Moving(surface, path)``.
+        penalty, index: as for :class:`Contact`.
+
+    Raises:
+        TypeError: a surface at rest, for which there is :class:`Contact`; no penalty.
+        ValueError: as for :class:`Contact`; at evaluation, a path whose value is not ``(dim,)``.
+    """
+
+    surface: Moving
+
+    def __init__(self, surface: Moving, penalty: Penalty, *, index: Array | None = None) -> None:
+        super().__init__()
+        if not isinstance(surface, Moving):
+            raise TypeError(
+                f"surface must be Moving(surface, path); got {describe_type(surface)}. For a "
+                "surface at rest use Contact(surface, penalty)."
+            )
+        self._check(surface, penalty, index)
+
+    @property
+    def _resting(self) -> Surface:
+        return self.surface.surface
+
+    def _shift(self, like: Tensor, t: Any) -> Tensor:
+        found, dim = self.surface.path(t), self._resting.dim
+        if found.shape != (dim,):
+            raise ValueError(
+                f"the path of a {type(self._resting).__name__} must be ({dim},); got shape "
+                f"{tuple(found.shape)}."
+            )
+        return found.to(like)
+
+    def surface_velocity(self, position: Positions, t: Any = 0.0) -> Positions:
+        rate = getattr(self.surface.path, "rate", None)
+        if rate is None:
+            raise TypeError(
+                f"the path, a {type(self.surface.path).__name__}, has no rate(t), which the "
+                "velocity of the surface needs; the signals of adjsim.potentials have one."
+            )
+        return rate(t).to(position).expand_as(position)
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        return self._push(self._relative(position, t))
+
+    def force_vjp(self, t: Any, position: Positions, parameters: Any) -> tuple[Tensor, Pullback]:
+        with torch.enable_grad():
+            shift = self._shift(position, t)
+        value, inner = self._push_vjp(position - shift.detach())
+
+        def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
+            along, rest = inner(v)
+            if not (shift.requires_grad and parameters):
+                return along, VJPSum((rest,))
+            # The force depends on the difference of position and shift.
+            lead = tuple(range(along.ndim - 1))
+            found = torch.autograd.grad(shift, parameters, -along.sum(lead), allow_unused=True)
+            return along, VJPSum((rest, list[Tensor | None](found)))
+
+        return value, pullback
+
+
+class PlaneContact(Contact):
+    """Contact with a plane by the smooth penalty: ``Contact(Plane(...), Softplus(...))``.
+
+    Args:
+        normal, offset: see :class:`Plane`.
+        stiffness, width: see :class:`Softplus`.
+        index: see :class:`Contact`.
+    """
+
+    def __init__(
+        self,
+        normal: Number,
+        offset: Number,
+        stiffness: Number,
+        width: Number,
+        *,
+        index: Array | None = None,
+    ) -> None:
+        super().__init__(Plane(normal, offset), Softplus(stiffness, width), index=index)
+
+
+def _columns(x: Tensor) -> Vector:
+    """Split ``(*batch, atoms, dim)`` into coordinates ``(*batch, 1, atoms)``."""
+    return list(x.transpose(-1, -2).split(1, -2))
+
+
+def _joined(x: Vector, like: Tensor) -> Tensor:
+    """Join coordinates to ``(*batch, atoms, dim)``, of which some may be constants."""
+    row = (*like.shape[:-2], 1, like.shape[-2])
+    return torch.cat([part.expand(row) for part in x], -2).transpose(-1, -2)
+
+
+def _mask(index: Array) -> Tensor:
+    """Return which vertices, up to the last one of the index, are in it."""
+    found = as_indices("index", index)
+    if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
+        raise ValueError(
+            "index must be (vertices,), integers from 0, at least one; got shape "
+            f"{tuple(found.shape)}{f' with {int(found.min())}' if found.numel() else ''}."
+        )
+    chosen = torch.zeros(int(found.max()) + 1, dtype=torch.bool)
+    chosen[found] = True
+    return chosen

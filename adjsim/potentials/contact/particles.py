@@ -1,0 +1,90 @@
+"""Contact between particles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim._inputs import as_number, as_tensor
+from adjsim._params import register
+from adjsim._typing import Array, Number
+from adjsim.potentials.pair import PairPotential
+
+
+class ParticleContact(PairPotential):
+    """Contact between balls, ``U = sum over i<j of k/2 max(0, d_ij - r)^2`` with d = R_i + R_j.
+
+    Energy and force are continuous, and the curvature jumps from k to 0 at contact. Two balls of
+    equal mass m that meet with relative velocity w are in contact for ``t_c = pi sqrt(m / 2k)`` and
+    overlap by at most ``w sqrt(m / 2k)``, so choose k by the overlap that is allowed. They pass
+    through each other if their relative energy is above k d^2 / 2. Balls with one centre have no
+    force on each other.
+
+    Args:
+        radius: R, length; a number or ``(atoms,)``.
+        stiffness: k, energy / length^2; a number or ``(atoms, atoms)``, symmetric.
+        cutoff: reach of the neighbour list, at least the largest d, also after an optimiser has
+            changed the radii. None: the largest d, or no neighbour list if the radius requires
+            grad, so that it may grow.
+        box, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
+
+    Raises:
+        ValueError: radii that are not positive, a cutoff below the largest d, and as
+            :class:`~adjsim.potentials.PairPotential`.
+    """
+
+    radius: Tensor
+    stiffness: Tensor
+
+    def __init__(
+        self,
+        radius: Number,
+        stiffness: Number,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        skin: float | None = None,
+        exclusions: Array | None = None,
+    ) -> None:
+        found = as_tensor("radius", radius)
+        if found.numel() == 0 or found.ndim > 1 or not bool((found.detach() > 0).all()):
+            raise ValueError(
+                f"radius must be positive, a number or (atoms,); got {found.tolist()}."
+            )
+        # Of two different atoms, so a number counts twice.
+        widest = found.detach().flatten().expand(max(2, found.numel())).topk(2).values
+        largest = float(widest.sum())
+        if cutoff is None and not found.requires_grad:
+            cutoff = largest
+        if cutoff is not None and as_number("cutoff", cutoff) < largest * (1 - 1e-12):
+            raise ValueError(
+                f"cutoff must be at least the largest sum of two radii, {largest:g}; got "
+                f"{cutoff:g}."
+            )
+        super().__init__(cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
+        register(self, "radius", found, positive=True)
+        self.register_pair_parameter("stiffness", stiffness)
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        r, reach = self._distances(s)
+        overlap = torch.where(s == 0, reach, (reach - r).clamp(min=0))
+        return 0.5 * self.pair_parameter("stiffness", s) * overlap * overlap
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        r, reach = self._distances(s)
+        slope = -0.5 * self.pair_parameter("stiffness", s) * (reach / r - 1).clamp(min=0)
+        return torch.where(s == 0, 0.0, slope)
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        r, reach = self._distances(s)
+        curvature = 0.25 * self.pair_parameter("stiffness", s) * reach / (r * r * r)
+        # Not (r < reach), which would make NaN zero.
+        return torch.where(s == 0, 0.0, torch.where(r >= reach, 0.0, curvature))
+
+    def _distances(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distance of every pair, one in place of zero, and that of contact."""
+        r = torch.where(s == 0, 1.0, s).sqrt()
+        if self.radius.numel() == 1:
+            return r, 2 * self.pair_parameter("radius", s).reshape(())
+        own, other = self.atom_parameter("radius", s)
+        return r, own + other

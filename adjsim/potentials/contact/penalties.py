@@ -1,0 +1,253 @@
+"""Penalties: energies of one vertex as a function of its gap g."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._inputs import as_number
+from adjsim._params import register
+from adjsim._typing import Number
+
+# Steps of the search for a gap: half of a digit in 53 remains.
+HALVINGS = 53
+
+
+class Penalty(nn.Module):
+    """An energy u(g) of a vertex with gap g, elementwise, with closed derivatives.
+
+    Subclasses write ``element`` (u), ``slope`` (u' <= 0), ``curvature`` (u'') and
+    ``largest_curvature``. A parameter is a number, or ``(atoms,)``, one for each vertex.
+
+    Attributes:
+        lowest: the gap below which a run stops with an error; None: any gap is allowed.
+    """
+
+    lowest: float | None = None
+
+    def element(self, gap: Tensor) -> Tensor:
+        """Compute u(g), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no element(gap).")
+
+    def slope(self, gap: Tensor) -> Tensor:
+        """Compute du/dg, elementwise."""
+        raise TypeError(f"{type(self).__name__} has no slope(gap).")
+
+    def curvature(self, gap: Tensor) -> Tensor:
+        """Compute d2u/dg2, elementwise."""
+        raise TypeError(f"{type(self).__name__} has no curvature(gap).")
+
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        """Compute the largest u'' at gaps where u is at most ``energy``; None: at any gap.
+
+        The result is a number, or ``(atoms,)`` if a parameter is.
+        """
+        raise TypeError(f"{type(self).__name__} has no largest_curvature(energy).")
+
+    def _register(self, name: str, value: Number) -> None:
+        register(self, name, value, positive=True)
+        found: Tensor = getattr(self, name)
+        if found.numel() > 1 and found.ndim != 1:
+            raise ValueError(
+                f"{name} must be a number, or (atoms,), one for each vertex; got shape "
+                f"{tuple(found.shape)}."
+            )
+        if not bool(torch.isfinite(found.detach()).all()):
+            raise ValueError(f"{name} must be finite; got {found.tolist()}.")
+
+    def _value(self, name: str, gap: Tensor) -> Tensor:
+        """Return a parameter, to broadcast against gaps ``(*batch, atoms)``."""
+        value: Tensor = getattr(self, name).to(gap)
+        return value.reshape(()) if value.numel() == 1 else value
+
+
+def _checked_depth(depth: float | None) -> float | None:
+    if depth is None:
+        return None
+    found = as_number("depth", depth)
+    if not 0 < found < math.inf:
+        raise ValueError(f"depth must be positive and finite; got {depth}.")
+    return -found
+
+
+class Quadratic(Penalty):
+    """The one-sided quadratic penalty, ``u(g) = k/2 max(0, -g)^2``.
+
+    Value and slope are continuous and the curvature jumps from k to 0 at the surface, so the
+    derivative of the force is exact but at the surface itself. A load F sinks in by F/k.
+
+    Args:
+        stiffness: k, energy / length^2; a number or ``(atoms,)``.
+        depth: penetration beyond which a run stops with an error, length; None: no limit.
+
+    Raises:
+        ValueError: numbers that are not positive and finite.
+    """
+
+    stiffness: Tensor
+
+    def __init__(self, stiffness: Number, *, depth: float | None = None) -> None:
+        super().__init__()
+        self._register("stiffness", stiffness)
+        self.lowest = _checked_depth(depth)
+
+    def element(self, gap: Tensor) -> Tensor:
+        inside = gap.clamp(max=0)
+        return 0.5 * self._value("stiffness", gap) * inside * inside
+
+    def slope(self, gap: Tensor) -> Tensor:
+        return self._value("stiffness", gap) * gap.clamp(max=0)
+
+    def curvature(self, gap: Tensor) -> Tensor:
+        return torch.where(gap < 0, self._value("stiffness", gap), 0.0)
+
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        return self._value("stiffness", self.stiffness).detach()
+
+
+class Softplus(Penalty):
+    """The smooth one-sided penalty, ``u(g) = k/2 s^2`` with ``s = w ln(1 + exp(-g/w))``.
+
+    It is smooth everywhere and tends to :class:`Quadratic` as the width w goes to zero. It acts
+    before contact: the force is ``k w ln(2)/2 = 0.35 k w`` at the surface, and 2e-9 ``k w`` at
+    ``g = 10 w``. The curvature is at most 1.0454 k, at ``g = -3.1 w``.
+
+    Args:
+        stiffness: k, energy / length^2; a number or ``(atoms,)``.
+        width: w, length; likewise.
+        depth: penetration beyond which a run stops with an error, length; None: no limit.
+
+    Raises:
+        ValueError: numbers that are not positive and finite.
+    """
+
+    #: The maximum over x of a^2 + ln(1 + exp(x)) a (1 - a), with a = 1 / (1 + exp(-x)).
+    STIFFEST: ClassVar[float] = 1.0454
+
+    stiffness: Tensor
+    width: Tensor
+
+    def __init__(self, stiffness: Number, width: Number, *, depth: float | None = None) -> None:
+        super().__init__()
+        self._register("stiffness", stiffness)
+        self._register("width", width)
+        self.lowest = _checked_depth(depth)
+
+    def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        width = self._value("width", gap)
+        x = -gap / width
+        return width * (x.clamp(min=0) + torch.exp(-x.abs()).log1p()), torch.sigmoid(x), width
+
+    def element(self, gap: Tensor) -> Tensor:
+        soft, _, _ = self._parts(gap)
+        return 0.5 * self._value("stiffness", gap) * soft * soft
+
+    def slope(self, gap: Tensor) -> Tensor:
+        soft, share, _ = self._parts(gap)
+        return -self._value("stiffness", gap) * soft * share
+
+    def curvature(self, gap: Tensor) -> Tensor:
+        soft, share, width = self._parts(gap)
+        return self._value("stiffness", gap) * share * (share + soft * (1 - share) / width)
+
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        return self.STIFFEST * self._value("stiffness", self.stiffness).detach()
+
+
+class Barrier(Penalty):
+    """The logarithmic barrier, ``u(g) = -kappa (g - d)^2 ln(g/d)``.
+
+    See Li et al., ACM Trans. Graph. 39, 49 (2020). It is exactly zero from the distance d on, with
+    two continuous derivatives there, and infinite at contact. Below the floor f it continues as the
+    quadratic function with the same value, slope and curvature as at f, so that an explicit step
+    that jumps over the surface comes back. With x = g/d::
+
+        u'(g) = kappa d (1 - x) (2 ln(x) + 1 - 1/x)     (negative below d)
+        u''(g) = kappa (-2 ln(x) - 3 + 2/x + 1/x^2)     (decreases with g)
+
+    The stiffness at the floor bounds the step of the run: ``u''(f) = 443 kappa`` at f = d/20.
+
+    Args:
+        stiffness: kappa, energy / length^2; a number or ``(atoms,)``.
+        distance: d, length; likewise.
+        floor: f, length, below d; likewise. None: d/20.
+
+    Raises:
+        ValueError: numbers that are not positive and finite, a floor at or above the distance.
+    """
+
+    lowest = 0.0
+
+    stiffness: Tensor
+    distance: Tensor
+    floor: Tensor | None
+
+    def __init__(self, stiffness: Number, distance: Number, floor: Number | None = None) -> None:
+        super().__init__()
+        self._register("stiffness", stiffness)
+        self._register("distance", distance)
+        if floor is None:
+            self.register_buffer("floor", None)
+            return
+        self._register("floor", floor)
+        low, high = self._range(self.distance.detach())
+        if not bool((low.detach() < high).all()):
+            raise ValueError(
+                f"floor must be below distance; got {low.tolist()} and {high.tolist()}."
+            )
+
+    def element(self, gap: Tensor) -> Tensor:
+        g, x, scale, distance = self._parts(gap)
+        log, rest, beyond = x.log(), 1 - x, gap - g
+        value = -distance * distance * rest * rest * log
+        value = value + beyond * (self._slope(distance, x, log) + 0.5 * beyond * _bend(x, log))
+        return torch.where(gap >= distance, 0.0, scale * value)
+
+    def slope(self, gap: Tensor) -> Tensor:
+        g, x, scale, distance = self._parts(gap)
+        log = x.log()
+        value = self._slope(distance, x, log) + (gap - g) * _bend(x, log)
+        return torch.where(gap >= distance, 0.0, scale * value)
+
+    def curvature(self, gap: Tensor) -> Tensor:
+        _, x, scale, distance = self._parts(gap)
+        return torch.where(gap >= distance, 0.0, scale * _bend(x, x.log()))
+
+    def largest_curvature(self, energy: float | None = None) -> Tensor:
+        with torch.no_grad():
+            floor, distance = self._range(self.distance)
+            gap, _ = torch.broadcast_tensors(floor, self.stiffness)
+            if energy is not None:
+                # The energy decreases with the gap, so halving finds where it is that of a vertex.
+                low, high = gap, distance.expand_as(gap)
+                for _ in range(HALVINGS):
+                    middle = (low + high) / 2
+                    above = self.element(middle) > energy
+                    low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+                gap = torch.where(self.element(gap) > energy, low, gap)
+            return self.curvature(gap)
+
+    def _range(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gaps where the quadratic function ends and where the energy ends."""
+        distance = self._value("distance", like)
+        return distance / 20 if self.floor is None else self._value("floor", like), distance
+
+    def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the point g of the barrier that is nearest to a gap, g/d, the stiffness and d."""
+        floor, distance = self._range(gap)
+        # NaN fails both comparisons, and comes back by the distance to the floor.
+        g = torch.where(gap > floor, torch.where(gap < distance, gap, distance), floor)
+        return g, g / distance, self._value("stiffness", gap), distance
+
+    @staticmethod
+    def _slope(distance: Tensor, x: Tensor, log: Tensor) -> Tensor:
+        """Compute u' / stiffness, which is negative."""
+        return distance * (1 - x) * (2 * log + 1 - 1 / x)
+
+
+def _bend(x: Tensor, log: Tensor) -> Tensor:
+    """Compute u'' / stiffness of the barrier."""
+    return 1 / (x * x) + 2 / x - 3 - 2 * log

@@ -1,0 +1,343 @@
+"""Surfaces, as the gap between a point and the surface.
+
+The gap g is the distance of a point from the surface, negative behind it. It is a
+:class:`~adjsim._geometry.Coordinate` with value g, gradient n, the unit normal, and the derivative
+of n along a displacement v, which is H v with the curvature H of the surface:
+
+=====================  =====================  ==============================  =====================
+surface                g                      n                               H
+=====================  =====================  ==============================  =====================
+:class:`Plane`         n . x - offset         n                               0
+:class:`Sphere`        abs(w) - radius        w / abs(w)                      (1 - n n^T) / abs(w)
+:class:`Cylinder`      abs(w) - radius        w / abs(w)                      (1 - a a^T - n n^T) /
+                                                                              abs(w)
+:class:`Box`, outside  abs(w)                 w / abs(w)                      (P - n n^T) / abs(w)
+:class:`Box`, inside   max of d               sign of x - center along the    0
+                                              axis of the maximum
+=====================  =====================  ==============================  =====================
+
+For the sphere ``w = x - center``. For the cylinder w is the part of ``x - center`` that is
+orthogonal to the axis a. For the box ``d = abs(x - center) - half_lengths``, w has the entries
+``max(0, d)`` with the signs of ``x - center``, and P selects the axes with d > 0.
+
+A gap is not differentiable at the centre of a sphere, on the axis of a cylinder, and inside a box
+where two faces are equally near. Normal and curvature are finite there: zero at the centre and on
+the axis, and those of the first of the faces inside a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._geometry import Coordinate, Distance, Vector, combined, dot, scaled, subtracted
+from adjsim._inputs import describe_type
+from adjsim._params import register
+from adjsim._typing import Number
+
+
+class Surface(nn.Module):
+    """A surface that does not move. Subclasses write ``coordinate(x)``.
+
+    Attributes:
+        dim: the number of coordinates of a point.
+    """
+
+    dim: int
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        """Compute the gap of points, with its first and second derivative.
+
+        Args:
+            x: the coordinates of the points, dim tensors ``(*batch, 1, points)``.
+        """
+        raise TypeError(f"{type(self).__name__} has no coordinate(x).")
+
+    def _register_point(self, name: str, value: Number) -> None:
+        """Store a vector with an entry for each dimension."""
+        register(self, name, value)
+        found: Tensor = getattr(self, name)
+        if found.ndim != 1:
+            raise ValueError(
+                f"{name} must be (dim,), one number for each dimension; got shape "
+                f"{tuple(found.shape)}."
+            )
+        _refuse_infinite(name, found)
+
+    def _register_length(self, name: str, value: Number) -> None:
+        """Store a positive number."""
+        register(self, name, value, positive=True)
+        found: Tensor = getattr(self, name)
+        if found.numel() != 1:
+            raise ValueError(f"{name} must be one number; got shape {tuple(found.shape)}.")
+        _refuse_infinite(name, found)
+
+
+class Plane(Surface):
+    """The plane ``n . x = offset``, with matter on the side to which n points.
+
+    The gap is ``n . x - offset`` with ``n = normal / abs(normal)``.
+
+    Args:
+        normal: ``(dim,)``, of any length but zero.
+        offset: distance of the plane from the origin along n.
+
+    Raises:
+        ValueError: a normal of length zero or not ``(dim,)``, more than one offset, infinite
+            numbers.
+    """
+
+    normal: Tensor
+    offset: Tensor
+
+    def __init__(self, normal: Number, offset: Number = 0.0) -> None:
+        super().__init__()
+        self._register_point("normal", normal)
+        register(self, "offset", offset)
+        self.dim = len(self.normal)
+        if not bool(self.normal.detach().abs().max() > 0):
+            raise ValueError("normal must not be zero.")
+        if self.offset.numel() != 1:
+            raise ValueError(f"offset must be one number; got shape {tuple(self.offset.shape)}.")
+        _refuse_infinite("offset", self.offset)
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        normal = _column(self.normal, x)
+        return _PlaneGap(x, scaled(dot(normal, normal).rsqrt(), normal), _number(self.offset, x))
+
+
+class Sphere(Surface):
+    """A solid ball, with matter outside of it.
+
+    The gap is ``abs(x - center) - radius``. In two dimensions it is a disc.
+
+    Args:
+        center: ``(dim,)``.
+        radius: length.
+
+    Raises:
+        ValueError: a radius that is not one positive number, infinite numbers.
+    """
+
+    center: Tensor
+    radius: Tensor
+
+    def __init__(self, center: Number, radius: Number) -> None:
+        super().__init__()
+        self._register_point("center", center)
+        self._register_length("radius", radius)
+        self.dim = len(self.center)
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        return _Rounded(subtracted(x, _column(self.center, x)), _number(self.radius, x))
+
+
+class Cylinder(Surface):
+    """A solid cylinder without ends, with matter outside of it.
+
+    The gap is ``abs(w) - radius`` with the part w of ``x - center`` that is orthogonal to the axis.
+
+    Args:
+        center: ``(3,)``, a point of the axis.
+        axis: ``(3,)``, of any length but zero.
+        radius: length.
+
+    Raises:
+        ValueError: not three dimensions, an axis of length zero, a radius that is not one positive
+            number, infinite numbers.
+    """
+
+    center: Tensor
+    axis: Tensor
+    radius: Tensor
+
+    def __init__(self, center: Number, axis: Number, radius: Number) -> None:
+        super().__init__()
+        self._register_point("center", center)
+        self._register_point("axis", axis)
+        self._register_length("radius", radius)
+        if len(self.center) != 3 or len(self.axis) != 3:
+            raise ValueError(
+                f"center and axis must be (3,); got {tuple(self.center.shape)} and "
+                f"{tuple(self.axis.shape)}. In two dimensions use Sphere, a disc."
+            )
+        if not bool(self.axis.detach().abs().max() > 0):
+            raise ValueError("axis must not be zero.")
+        self.dim = 3
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        axis = _column(self.axis, x)
+        axis = scaled(dot(axis, axis).rsqrt(), axis)
+        b = subtracted(x, _column(self.center, x))
+        return _Rounded(b, _number(self.radius, x), axis)
+
+
+class Box(Surface):
+    """A solid box along the axes, with matter outside of it.
+
+    The gap is the distance from the box, and inside minus the distance from the nearest face. Edges
+    and corners are round seen from outside. Inside, the force turns abruptly where another face
+    becomes the nearest one, so keep penetrations small beside the half lengths.
+
+    Args:
+        center: ``(dim,)``.
+        half_lengths: ``(dim,)``, positive.
+
+    Raises:
+        ValueError: half lengths that are not positive or not as many as the coordinates of the
+            center, infinite numbers.
+    """
+
+    center: Tensor
+    half_lengths: Tensor
+
+    def __init__(self, center: Number, half_lengths: Number) -> None:
+        super().__init__()
+        self._register_point("center", center)
+        register(self, "half_lengths", half_lengths, positive=True)
+        _refuse_infinite("half_lengths", self.half_lengths)
+        self.dim = len(self.center)
+        if self.half_lengths.shape != self.center.shape:
+            raise ValueError(
+                f"half_lengths must be ({self.dim},), as center; got shape "
+                f"{tuple(self.half_lengths.shape)}."
+            )
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        b = subtracted(x, _column(self.center, x))
+        return _BoxGap(b, _column(self.half_lengths, x))
+
+
+class Inside(Surface):
+    """The same surface with matter inside: a ball becomes a bowl, a box a container.
+
+    The gap is that of the surface with the other sign. A container made of a box has creases
+    inside, where two walls are equally near. The force of a penalty that reaches there turns
+    abruptly. :class:`Quadratic` acts behind the walls alone, and has no creases; for other
+    penalties add a contact with a plane for each wall.
+
+    Args:
+        surface: :class:`Sphere`, :class:`Box`, :class:`Cylinder` or another surface.
+
+    Raises:
+        TypeError: no surface, or a :class:`Moving` one: write ``Moving(Inside(surface), path)``.
+    """
+
+    def __init__(self, surface: Surface) -> None:
+        super().__init__()
+        if not isinstance(surface, Surface):
+            raise TypeError(
+                f"surface must be a Surface; got {describe_type(surface)}. A moving one is "
+                "Moving(Inside(surface), path)."
+            )
+        self.surface = surface
+        self.dim = surface.dim
+
+    def coordinate(self, x: Vector) -> Coordinate:
+        return _Opposite(self.surface.coordinate(x))
+
+
+class Moving(nn.Module):
+    """A surface that moves without turning: at time t it is shifted by ``path(t)``.
+
+    Args:
+        surface: the surface where the path is zero.
+        path: a module or function from the time, a float or a tensor, to the shift ``(dim,)``,
+            differentiable. Tensors that it reads and that require grad must be parameters or
+            buffers of a module.
+
+    Raises:
+        TypeError: no :class:`Surface`, or a path that cannot be called.
+    """
+
+    def __init__(self, surface: Surface, path: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        if not isinstance(surface, Surface):
+            raise TypeError(f"surface must be a Surface; got {describe_type(surface)}.")
+        if not callable(path):
+            raise TypeError(f"path must be a function of time; got {describe_type(path)}.")
+        self.surface = surface
+        self.path = path
+        self.dim = surface.dim
+
+
+class _PlaneGap(Coordinate):
+    def __init__(self, x: Vector, normal: Vector, offset: Tensor) -> None:
+        self.value = dot(normal, x) - offset
+        self.gradient = [normal]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        return dot(self.gradient[0], v[0]), [[torch.zeros_like(part) for part in v[0]]]
+
+
+class _Rounded(Coordinate):
+    """The distance of b from a centre or, with a unit vector along an axis, from the axis."""
+
+    def __init__(self, b: Vector, radius: Tensor, axis: Vector | None = None) -> None:
+        self._axis = axis
+        self._distance = Distance(self._across(b))
+        self.value = self._distance.value - radius
+        self.gradient = self._distance.gradient
+
+    def _across(self, b: Vector) -> Vector:
+        return b if self._axis is None else combined(b, -dot(self._axis, b), self._axis)
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        return self._distance.along(self._across(v[0]))
+
+
+class _BoxGap(Coordinate):
+    def __init__(self, b: Vector, half_lengths: Vector) -> None:
+        d = [x.abs() - h for x, h in zip(b, half_lengths, strict=True)]
+        signs = [torch.where(x < 0, -torch.ones_like(x), torch.ones_like(x)) for x in b]
+        self._out = [x > 0 for x in d]
+        self._outside = Distance([s * x.clamp(min=0) for s, x in zip(signs, d, strict=True)])
+        # One face after the other is compared, so that the first of equally near ones remains.
+        depth, face = d[0], [signs[0], *(torch.zeros_like(x) for x in d[1:])]
+        for k, x in enumerate(d[1:], 1):
+            nearer = x > depth
+            depth = torch.where(nearer, x, depth)
+            face = [
+                torch.where(nearer, signs[k] if j == k else 0.0, old) for j, old in enumerate(face)
+            ]
+        self._is_outside = depth > 0
+        self.value = torch.where(self._is_outside, self._outside.value, depth)
+        self.gradient = [
+            [
+                torch.where(self._is_outside, round_, flat)
+                for round_, flat in zip(self._outside.gradient[0], face, strict=True)
+            ]
+        ]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        moved = [torch.where(out, x, 0.0) for out, x in zip(self._out, v[0], strict=True)]
+        _, (turn,) = self._outside.along(moved)
+        return dot(self.gradient[0], v[0]), [turn]
+
+
+class _Opposite(Coordinate):
+    def __init__(self, gap: Coordinate) -> None:
+        self._gap = gap
+        self.value = -gap.value
+        self.gradient = [[-x for x in gap.gradient[0]]]
+
+    def along(self, *v: Vector) -> tuple[Tensor, list[Vector]]:
+        rate, (turn,) = self._gap.along(*v)
+        return -rate, [[-x for x in turn]]
+
+
+def _column(vector: Tensor, like: Vector) -> Vector:
+    """Return the entries of a vector, each to broadcast against coordinates of points."""
+    return list(vector.to(like[0]).reshape(-1, 1, 1).unbind(0))
+
+
+def _number(value: Tensor, like: Vector) -> Tensor:
+    return value.to(like[0]).reshape(())
+
+
+def _refuse_infinite(name: str, value: Tensor) -> None:
+    if not bool(torch.isfinite(value.detach()).all()):
+        raise ValueError(f"{name} must be finite; got {value.tolist()}.")
