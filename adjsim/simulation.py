@@ -10,13 +10,14 @@ from adjsim._inputs import as_flag, describe_type, outside_inference_mode, refus
 from adjsim._module import ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_captured
-from adjsim._state import State, as_state, in_transform
+from adjsim._state import State, as_state, detached, in_transform
 from adjsim._trajectory import Record, TimeAverage, Trajectory, check_record, check_times
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.start_energy import check_potential
 from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem, SteppingSolver
@@ -79,8 +80,10 @@ def simulate(
 
     Raises:
         ValueError: times off the grid, wrong shapes, NaN or infinite input, a start without a
-            finite energy (such as two atoms at one place), a scheme that misses a term, a tensor
-            that requires grad and is not registered.
+            finite energy (such as two atoms at one place), a scheme that misses a term, a step
+            that is too long for the stiffness of a body (the message has the bound), a body that
+            penetrates a surface during the run (it names the step), a tensor that requires grad
+            and is not registered.
         TypeError: a solver and an adjoint that do not go together; a class or a function in place
             of an object; a record that cannot be called.
         FloatingPointError: the run reached NaN or infinity; the message names the step.
@@ -143,8 +146,19 @@ def run(
         if compile:
             _check_compiled(problem, adjoint)
         adjoint.check(problem)
+        if not in_transform():
+            _check_start(problem)
         states, saved, final = adjoint.run(problem)
     return Trajectory(times, states, saved, final, problem.stats)
+
+
+@torch.no_grad()
+def _check_start(problem: Problem[State]) -> None:
+    """Refuse a start that does not fit its time, and a step that is too long for the start."""
+    dynamics, start, t = problem.dynamics, detached(problem.state), float(problem.times[0])
+    dynamics.check_start(t, start)
+    if isinstance(problem.solver, SteppingSolver):
+        problem.solver.check(dynamics, start, t)
 
 
 def _check_dynamics(dynamics: Any) -> None:
@@ -194,6 +208,14 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "gradient is needed. Use ReversibleAdjoint(), run under torch.no_grad(), or leave "
             "compile=True out."
         )
+    if needs_gradient:
+        for stage, move in problem.solver.program(problem.dynamics, problem.state).moves:
+            if isinstance(move, Map) and move.no_loop:
+                raise TypeError(
+                    f"compile=True cannot undo term {stage.letter!r} of "
+                    f"{type(problem.dynamics).__name__}: {move.no_loop}. Leave compile=True out, "
+                    "or run under torch.no_grad()."
+                )
 
 
 def _check_captured(

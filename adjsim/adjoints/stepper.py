@@ -14,6 +14,7 @@ from adjsim._noise import Noise
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, all_finite, detached, in_transform
 from adjsim._trajectory import step_numbers
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import BufferGrowth
@@ -205,6 +206,7 @@ class Stepper:
 
         Raises:
             FloatingPointError: a number is not finite; the message names the step.
+            ValueError: a state that the dynamics excludes; the message names the step.
             OverflowError: a number is outside of the lattice of an exact run; the message names the
                 step.
         """
@@ -231,6 +233,8 @@ class Stepper:
                 if not self._is_valid(state):
                     self._raise_at_step(good, good_step, k, inputs, problem.dynamics.potential)
                 good, good_step = detached(state), k
+            if problem.dynamics.checks_states and not in_transform():
+                self._check_states(good, good_step, state, k, inputs, problem.dynamics)
             for observer in observers:
                 observer.visit(k, state, entries)
         if lattice is not None:
@@ -249,6 +253,42 @@ class Stepper:
             if self.program.lattice is None
             else self.program.lattice.in_range(state)
         )
+
+    @torch.no_grad()
+    def _check_states(
+        self,
+        good: AnyState,
+        good_step: int,
+        state: AnyState,
+        step: int,
+        inputs: Inputs,
+        dynamics: Dynamics[Any],
+    ) -> None:
+        """Refuse a state that the dynamics excludes, and name the first step that reached one.
+
+        Raises:
+            ValueError: the reason of the dynamics, and the step.
+        """
+        reason = self._refusal(state, step, dynamics)
+        if reason is None:
+            return
+        first, forces = step, self.program.forces(dynamics.potential)
+        for k in range(good_step, step - 1):
+            good, _ = self.spill(k + 1, self.step(k, good, inputs, forces))
+            found = self._refusal(good, k + 1, dynamics)
+            if found is not None:
+                first, reason = k + 1, found
+                break
+        raise ValueError(
+            f"{reason} This happened in step {first} (t = {self.clock.time(first):g})."
+        ) from reason
+
+    def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
+        try:
+            dynamics.check_state(self.clock.time(step), detached(self.from_lattice(state)))
+        except ValueError as reason:
+            return reason
+        return None
 
     @torch.no_grad()
     def _raise_at_step(

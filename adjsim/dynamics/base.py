@@ -74,6 +74,8 @@ class Dynamics(nn.Module, Generic[State]):
 
     state_type: type[State] = cast("type[State]", PhaseState)
     damping_name = "friction"
+    # Whether check_state is called for the states of a run.
+    checks_states = False
     # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
     # momentum.
     bath_fields: tuple[str, ...] = ()
@@ -178,6 +180,22 @@ class Dynamics(nn.Module, Generic[State]):
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
         check_state(state, self.state_type)
+
+    def check_step(self, dt: float, state: State, t: float = 0.0) -> None:
+        """Refuse, before any work, an explicit step that is too long to be stable at a start."""
+
+    def check_start(self, t: float, state: State) -> None:
+        """Refuse, before any work, a start that does not fit the time of the start."""
+
+    def check_state(self, t: float, state: State) -> None:
+        """Refuse a state of a run that the model excludes, such as a body behind a wall.
+
+        It is called with the run's parameters: after every step, or in compiled runs after every
+        loop of steps, if ``checks_states`` is true.
+
+        Raises:
+            ValueError: the reason; the run adds the step.
+        """
 
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""

@@ -158,6 +158,11 @@ class Map:
     sources ``reads``, such as the force and the noise. If it has an inverse, the sources must not
     read what it writes. Without an inverse it can only be recomputed; ``loses`` then names the
     information that it destroys.
+
+    A function that evaluates modules of the dynamics, such as a contact or a controller, reads
+    their parameters: with ``reads_parameters`` the product includes them. ``no_loop`` says, for
+    error messages, why the inverse cannot be part of a compiled loop; it is empty for an inverse
+    that can.
     """
 
     fields: tuple[str, ...]
@@ -165,6 +170,8 @@ class Map:
     inverse: Callable[..., tuple[Tensor, ...]] | None
     reads: tuple[Source, ...] = ()
     loses: str = ""
+    reads_parameters: bool = False
+    no_loop: str = ""
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -208,7 +215,13 @@ class Map:
         with torch.enable_grad():
             out = self.function(coefficients, *read, *fields)
         received = [(x, inner) for x, (_, inner) in zip(read, parts, strict=True) if inner]
-        inputs = [*fields, *(x for x, _ in received), *(coefficients[k] for k in wanted)]
+        parameters = context.forces.parameters if self.reads_parameters else {}
+        inputs = [
+            *fields,
+            *(x for x, _ in received),
+            *(coefficients[k] for k in wanted),
+            *parameters.values(),
+        ]
         outer = tuple(cotangents[name] for name in self.fields)
         pairs = [(value, c) for value, c in zip(out, outer, strict=True) if value.requires_grad]
         for value, _ in pairs:
@@ -217,19 +230,21 @@ class Map:
                 [*read, *fields, *coefficients.values()],
                 f"the flow of term {context.letter!r}",
             )
-        found = [torch.zeros_like(x) for x in inputs]
+        found: list[Tensor | None] = [None] * len(inputs)
         if pairs:
             outputs, given = zip(*pairs, strict=True)
-            found = list(
-                torch.autograd.grad(
-                    outputs, inputs, given, allow_unused=True, materialize_grads=True
-                )
-            )
+            found = list(torch.autograd.grad(outputs, inputs, given, allow_unused=True))
+        for name, grad in zip(parameters, found[len(inputs) - len(parameters) :], strict=True):
+            if grad is not None:
+                cotangents.add_parameter(name, grad)
+        grads = [
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
+        ]
         for name in self.fields:
-            cotangents[name] = found.pop(0)
+            cotangents[name] = grads.pop(0)
         for _, inner in received:
-            inner(found.pop(0))
-        for name, grad in zip(wanted, found, strict=True):
+            inner(grads.pop(0))
+        for name, grad in zip(wanted, grads, strict=False):
             cotangents.add_coefficient(context.letter, name, grad)
         return before
 

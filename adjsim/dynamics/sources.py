@@ -2,8 +2,9 @@
 
 A *source* is a value that depends on the state, the coefficients and the step's noise, together
 with its vector-Jacobian product: another field (:class:`Field`), the force (:class:`Force`), a
-coefficient (:class:`Coefficient`), the noise (:class:`Random`), a sum of these
-(:class:`Combination`), or any function of fields (:class:`Function`).
+coefficient (:class:`Coefficient`), the noise (:class:`Random`), the time (:class:`Time`), a sum of
+these (:class:`Combination`), or any function of fields (:class:`Function`) or of the time
+(:class:`FunctionOfTime`).
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ class Random:
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
         assert context.noise is not None
         return context.noise[self.draw]
+
+    def vjp(
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
+        return self.value(state, context), None
+
+
+@dataclass(frozen=True)
+class Time:
+    """The time, which is not differentiated."""
+
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+        return torch.as_tensor(context.t, dtype=torch.float64, device=state.position.device)
 
     def vjp(
         self, state: AnyState, context: MoveContext, cotangents: Cotangents
@@ -195,6 +209,39 @@ class Function:
             for name, grad in zip(wanted, found[len(fields) :], strict=True):
                 if grad is not None:
                     cotangents.add_coefficient(context.letter, name, grad)
+
+        return value.detach(), accumulate
+
+
+@dataclass(frozen=True)
+class FunctionOfTime:
+    """The value of ``function(t, like)``, differentiated automatically.
+
+    It reads modules of the dynamics. ``like`` is a detached position, for shape, dtype and device.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+        return self.function(Time().value(state, context), state.position.detach())
+
+    def vjp(
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
+        parameters = context.forces.parameters
+        with torch.enable_grad():
+            value = self.value(state, context)
+        if not value.requires_grad:
+            return value, None
+        context.forces.refuse_unknown(value, [], f"the function of term {context.letter!r}")
+
+        def accumulate(cotangent: Tensor) -> None:
+            found = torch.autograd.grad(
+                value, list(parameters.values()), cotangent, allow_unused=True
+            )
+            for name, grad in zip(parameters, found, strict=True):
+                if grad is not None:
+                    cotangents.add_parameter(name, grad)
 
         return value.detach(), accumulate
 

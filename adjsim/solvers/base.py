@@ -212,6 +212,10 @@ class SteppingSolver(ABC):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
+    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
+        """Refuse, before any work, a step that is too long for the dynamics at a start."""
+        return
+
 
 def check_dt(dt: Any) -> float:
     step = as_number("dt", dt)

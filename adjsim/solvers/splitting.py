@@ -8,7 +8,7 @@ from adjsim._inputs import as_flag, describe_type
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.lattice import Lattice
-from adjsim.dynamics.sources import Coefficients
+from adjsim.dynamics.sources import Coefficients, reads_force
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 
 
@@ -80,6 +80,16 @@ class Splitting(SteppingSolver):
             letter: dynamics.terms[letter].coefficients(h, state)
             for letter, h in self._shares(dynamics).items()
         }
+
+    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
+        # A word with n kicks and n streams is as stable as n steps of dt/n at best.
+        shares = [
+            share
+            for letter, share in self._shares(dynamics).items()
+            if dynamics.terms[letter].advances_time
+            or any(map(reads_force, dynamics.terms[letter].moves(share, state)))
+        ]
+        dynamics.check_step(max(shares, default=self.dt), state, t)
 
     def _shares(self, dynamics: Dynamics[State]) -> dict[str, float]:
         count, known = Counter(self.scheme), dynamics.terms

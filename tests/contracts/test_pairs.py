@@ -332,7 +332,7 @@ def test_sums_are_flat_and_have_energies():
     assert list(total.parts) == [a, b, c]
     assert list((Cubic() + a).parts)[1] is a
     with pytest.raises(TypeError, match="is a module with an energy"):
-        a + adjsim.ForceField()
+        SumPotential(a, adjsim.ForceField())
     with pytest.raises(ValueError, match="at least one part"):
         SumPotential()
     with pytest.raises(ValueError, match=r"Whole, a part of a sum, maps position \(3, 4, 2\)"):

@@ -1,0 +1,305 @@
+"""Mechanics of bodies: Newton's equations with contact, friction, damping and control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._inputs import describe_type
+from adjsim._params import register
+from adjsim._state import AnyState, PhaseState
+from adjsim._typing import Array, Energies, Number, PositionsLike, Seed
+from adjsim.dynamics.base import (
+    MassiveDynamics,
+    Term,
+    as_start,
+    check_entries,
+    check_per_atom,
+    refuse_several,
+)
+from adjsim.dynamics.control import Feedback
+from adjsim.dynamics.damping import RayleighDamping, ViscousDamping
+from adjsim.dynamics.friction import CoulombFriction
+from adjsim.dynamics.prescribed import Prescribed, PrescribedStream
+from adjsim.dynamics.stable_step import largest_stable_step
+from adjsim.dynamics.terms import Kick, Stream
+from adjsim.potentials.base import ForceField, force
+from adjsim.potentials.contact import Contact, SurfaceContact
+from adjsim.potentials.controls import Controller
+
+
+class Mechanics(MassiveDynamics[PhaseState]):
+    """Newton's equations of a body with contact, friction, damping and control::
+
+        dq/dt = p/m
+        dp/dt = F(q) + F_contact(q) + friction - gamma p - beta K M^-1 p + u(t, q, p/m)
+
+    ====== ====================================================== =========================
+    letter term                                                   present with
+    ====== ====================================================== =========================
+    A      stream, :class:`~adjsim.dynamics.terms.Stream`         always
+    B      kick, :class:`~adjsim.dynamics.terms.Kick`             always
+    F      :class:`~adjsim.dynamics.friction.CoulombFriction`     friction
+    D      :class:`~adjsim.dynamics.damping.ViscousDamping` or    damping,
+           :class:`~adjsim.dynamics.damping.RayleighDamping`      stiffness_damping
+    U      :class:`~adjsim.dynamics.control.Feedback`             a Controller as control
+    ====== ====================================================== =========================
+
+    Schemes: "BAB" (velocity Verlet) and "BA" (semi-implicit Euler, first order) without friction,
+    damping and feedback; "FDBABDF" with friction and damping. ``scheme`` is a palindrome over the
+    terms that are present. A term is present if its number is not zero, or requires grad.
+
+    The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
+    run with a longer one is refused, with the bound. For stiff bodies use an implicit solver.
+    Friction and contact have no static regime: a body under load creeps, at most at ``smoothing``.
+
+    Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
+    vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
+    checkpoints. Their distance follows from an estimate of N, the load at the start; give
+    ``checkpoint_every`` where impacts are much harder.
+
+    Args:
+        potential: energy of the body and of the loads on it, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for fixed vertices.
+        contact: contact of vertices with a surface. Its force is added to that of the potential,
+            and its normal force is that of friction. Contacts without friction may be part of the
+            potential.
+        friction: coefficient mu of friction with the surface; scalar, ``(atoms,)`` or ``(atoms,
+            1)``.
+        smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
+        damping: rate gamma at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        stiffness_damping: beta, time; one number. A mode of angular frequency w decays at the rate
+            ``beta w^2 / 2``.
+        control: a :class:`~adjsim.potentials.controls.Controller`, or a force field that sees time
+            and positions alone, which is added to the potential.
+        prescribed: ``(index, path)``: the vertices ``(vertices,)`` and a function of time whose
+            values are their positions ``(vertices, dim)``. The start has to agree with it. A path
+            that is not a module is a function without parameters.
+
+    Raises:
+        ValueError: friction without a contact; negative friction or damping; stiffness damping of a
+            body with prescribed vertices, whose velocities it does not see.
+        TypeError: a contact or a control of another kind.
+    """
+
+    friction: Tensor
+    smoothing: Tensor
+    damping_rate: Tensor
+    stiffness_damping: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        *,
+        contact: SurfaceContact | None = None,
+        friction: Number = 0.0,
+        smoothing: Number = 1e-2,
+        damping: Number = 0.0,
+        stiffness_damping: Number = 0.0,
+        control: ForceField | None = None,
+        prescribed: tuple[Array, Callable[[Any], Tensor]] | None = None,
+    ) -> None:
+        _check_parts(contact, control)
+        feedback = isinstance(control, Controller)
+        added: list[Any] = [] if contact is None else [contact]
+        added += [] if control is None or feedback else [control]
+        total: Any = potential
+        for part in added:
+            total = total + part
+        super().__init__(total, mass)
+        self.body, self.contact = potential, contact
+        self.control: Any = control
+        self.prescribed = None if prescribed is None else Prescribed(*prescribed)
+        self.terms: dict[str, Term[PhaseState]] = {
+            "A": Stream(self) if prescribed is None else PrescribedStream(self),
+            "B": Kick(self),
+        }
+        self._add_friction(friction, smoothing)
+        self._add_damping(damping, stiffness_damping)
+        if feedback:
+            self.terms["U"] = Feedback(self)
+
+    def _add_friction(self, friction: Number, smoothing: Number) -> None:
+        register(self, "friction", friction)
+        register(self, "smoothing", smoothing, positive=True)
+        check_per_atom("friction", self.friction)
+        refuse_several("smoothing", self.smoothing)
+        if _is_given("friction", self.friction):
+            if self.contact is None:
+                raise ValueError("friction needs a surface: give a contact.")
+            self.terms["F"] = CoulombFriction(self)
+
+    def _add_damping(self, damping: Number, stiffness_damping: Number) -> None:
+        register(self, "damping_rate", damping)
+        register(self, "stiffness_damping", stiffness_damping)
+        check_per_atom("damping", self.damping_rate)
+        refuse_several("stiffness_damping", self.stiffness_damping)
+        viscous = _is_given("damping", self.damping_rate)
+        if _is_given("stiffness_damping", self.stiffness_damping):
+            if self.prescribed is not None:
+                raise ValueError(
+                    "stiffness_damping does not see the velocities of prescribed vertices. Use "
+                    "damping, or fix vertices that do not move by an infinite mass."
+                )
+            self.terms["D"] = RayleighDamping(self)
+        elif viscous:
+            self.terms["D"] = ViscousDamping(self)
+
+    @property
+    def scheme(self) -> str:
+        """A palindrome over the terms, such as "FDBABDF", for :class:`~adjsim.Splitting`."""
+        outer = "".join(letter for letter in "FDU" if letter in self.terms)
+        return f"{outer}BAB{outer[::-1]}"
+
+    def masses(self, like: Tensor) -> Tensor:
+        """Return the masses, infinite for prescribed vertices; a scalar or ``(atoms, 1)``."""
+        masses = super().masses(like)
+        if self.prescribed is None:
+            return masses
+        return torch.where(self.prescribed.mask(like.shape[-2]), torch.inf, masses)
+
+    def init(
+        self,
+        position: PositionsLike,
+        momentum: PositionsLike | None = None,
+        generator: Seed = None,
+        *,
+        velocity: PositionsLike | None = None,
+    ) -> PhaseState:
+        """Make a start, at rest unless the momentum or the velocity is given.
+
+        A velocity v becomes the momentum ``m v``, differentiable in both, and zero on fixed and
+        prescribed vertices.
+
+        Raises:
+            ValueError: both a momentum and a velocity.
+        """
+        if momentum is not None and velocity is not None:
+            raise ValueError("init takes a momentum or a velocity, not both.")
+        at, p = as_start(position, momentum)
+        if velocity is not None:
+            _, v = as_start(position, velocity)
+            assert v is not None
+            m = self.masses(at)
+            mobile = torch.isfinite(m)
+            p = torch.where(mobile, torch.where(mobile, m, 0.0) * v, 0.0)
+        state = PhaseState(at, torch.zeros_like(at) if p is None else p)
+        self.check(state)
+        return state
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        check_entries("friction", self.friction, state)
+        check_entries("damping", self.damping_rate, state)
+        assert isinstance(state, PhaseState)
+        if self.prescribed is not None:
+            self.prescribed.check_momentum(state.momentum)
+
+    def check_step(self, dt: float, state: PhaseState, t: float = 0.0) -> None:
+        bound = self.largest_step(state, t)
+        if dt > bound:
+            raise ValueError(
+                f"dt = {dt:g} is too long for the stiffness of the body or its contact: steps "
+                f"above {bound:.3g} (2 / omega_max) are unstable. Use a smaller dt, softer "
+                "numbers, or an implicit solver."
+            )
+
+    @torch.no_grad()
+    def largest_step(self, state: PhaseState, t: float = 0.0) -> float:
+        """Estimate the largest stable step of the schemes, 2 / omega_max, at a state.
+
+        Contact counts with the largest stiffness that the energy of the start reaches.
+        """
+        return largest_stable_step(
+            self.body,
+            self.masses(state.position).detach(),
+            state.position.detach(),
+            contact=self.contact,
+            energy=self._available_energy(state, t),
+        )
+
+    def _available_energy(self, state: PhaseState, t: float) -> float | None:
+        """Estimate the largest energy that contact with one vertex can store; None: unknown.
+
+        It is the kinetic energy, that of the contact, and the work of the forces at the start along
+        the gaps. Energy that the body stores is left out, since its zero is arbitrary.
+        """
+        contact, q = self.contact, state.position
+        if contact is None:
+            return None
+        load = (-force(self.body, q, t) * contact.normal(q, t)).sum(-1).clamp(min=0)
+        total = (load * contact.gap(q, t).clamp(min=0)).sum(-1) + self.kinetic_energy(state)
+        if isinstance(contact, Contact):
+            total = total + contact(q)
+        found = float(total.max())
+        return found if found > 0 else None
+
+    @property
+    def checks_states(self) -> bool:
+        return self.contact is not None
+
+    def check_state(self, t: float, state: PhaseState) -> None:
+        if self.contact is not None:
+            self.contact.refuse_penetration(state.position, t)
+
+    def check_start(self, t: float, state: PhaseState) -> None:
+        if self.prescribed is not None:
+            self.prescribed.check(t, state.position)
+        self.check_state(t, state)
+
+    def damping(self, state: PhaseState) -> float:
+        with torch.no_grad():
+            rate = float(self.damping_rate.max())
+            term = self.terms.get("D")
+            if isinstance(term, RayleighDamping):
+                rate = max(term.bounds(state))
+            if self.contact is None or "F" not in self.terms:
+                return rate
+            q = state.position
+            load = torch.maximum(
+                self.contact.normal_force(q), force(self.body, q).norm(dim=-1)
+            ).unsqueeze(-1)
+            sticking = self.friction.reshape(-1, 1).to(q) * load / (self.masses(q) * self.smoothing)
+            return rate + float(sticking.max())
+
+    def energy(self, state: PhaseState) -> Energies:
+        """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact.
+
+        Raises:
+            TypeError: forces without an energy.
+        """
+        if isinstance(self.potential, ForceField):
+            raise TypeError(
+                "energy: a moving contact, a control or another force field is a force without an "
+                "energy. kinetic_energy(state) and the energies of the parts are defined."
+            )
+        return self.kinetic_energy(state) + self.potential(state.position)
+
+    def invariant(self, state: PhaseState) -> Energies:
+        """Compute the energy, which is conserved without friction, damping, feedback and paths."""
+        if len(self.terms) > 2 or self.prescribed is not None:
+            return super().invariant(state)
+        return self.energy(state)
+
+
+def _check_parts(contact: Any, control: Any) -> None:
+    if contact is not None and not isinstance(contact, SurfaceContact):
+        raise TypeError(
+            f"contact must be a contact with a surface, such as PlaneContact(...); got "
+            f"{describe_type(contact)}."
+        )
+    if control is not None and not isinstance(control, ForceField):
+        raise TypeError(
+            "control must be a force field, such as OpenLoop(signal) or NeuralController(network);"
+            f" got {describe_type(control)}."
+        )
+
+
+def _is_given(name: str, value: Tensor) -> bool:
+    if not bool((value.detach() >= 0).all()):
+        raise ValueError(f"{name} must not be negative; got {value.detach().tolist()}.")
+    return value.requires_grad or bool((value != 0).any())
