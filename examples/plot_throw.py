@@ -20,6 +20,7 @@ from matplotlib.animation import FuncAnimation
 from scipy.optimize import least_squares
 
 import adjsim
+from adjsim.potentials.gravity import Gravity
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
@@ -39,22 +40,10 @@ data = design @ TRUTH + NOISE * np.random.default_rng(0).standard_normal(POINTS)
 # for a constant force, so the step may be as long as the time between two points.
 
 
-class Weight(adjsim.potentials.SeparablePotential):
-    """The energy of a mass of 1 at a height, with g as a parameter."""
-
-    def __init__(self, g):
-        super().__init__()
-        # A buffer is known to the adjoint, so a gradient may flow through it.
-        self.register_buffer("g", g)
-
-    def element(self, x):
-        return self.g * x
-
-
 def heights(parameters):
     """Return the simulated heights at the measured times."""
     start, velocity, g = parameters
-    dynamics = adjsim.Hamiltonian(Weight(g))
+    dynamics = adjsim.Hamiltonian(Gravity(1.0, g))
     state = dynamics.init(start.reshape(1, 1), velocity.reshape(1, 1))
     solver = adjsim.VelocityVerlet(1 / POINTS)
     return adjsim.simulate(dynamics, state, times, solver=solver).position[1:, 0, 0]
