@@ -47,7 +47,7 @@ MASSES = torch.tensor([[CART], [BOB]], dtype=torch.float64)
 
 
 class Sight(torch.nn.Module):
-    """What the network sees: place and velocity of the cart, and those of the bob from it.
+    """What the network sees: the cart, and the bob as seen from the cart.
 
     The numbers are divided by their usual sizes.
     """
@@ -72,7 +72,7 @@ def make_network(hidden):
 
 
 class CartPole(Mechanics):
-    """Cart and bob, joined by a stiff spring, with a force on the cart along the rail."""
+    """Cart and bob, joined by a stiff spring, and a force on the cart along a rail."""
 
     def __init__(self, network):
         rod = adjsim.HarmonicBond([[0, 1]], k=STIFFNESS, length=LENGTH)
@@ -91,7 +91,7 @@ class CartPole(Mechanics):
 
 
 def make_start(dynamics, angle, rate, place, velocity):
-    """Make starts from angles of the pole (zero is upright), its rates, and the cart."""
+    """Make starts from the pole's angles (zero is upright) and rates, and the cart."""
     lever = torch.stack([torch.sin(angle), torch.cos(angle)], -1)
     turning = torch.stack([torch.cos(angle), -torch.sin(angle)], -1)
     # The rail carries the weight.
