@@ -99,12 +99,15 @@ orders = np.log2(errors[:-1] / errors[1:])
 limit = (4 * efforts[80] - efforts[40]) / 3
 print("orders", ", ".join(f"{order:.3f}" for order in orders), f"; limit {limit:.8f}")
 assert abs(orders[-1] - 2) < 0.01
-# The extrapolation leaves an error of fourth order, 80^-4 = 2e-8 of the effort.
-assert abs(limit / known - 1) < 1e-6
+# The first and the last interval leave an error of third order, 80^-3 = 2e-6.
+assert abs(limit / known - 1) < 1e-5
 
 times = np.linspace(0, T, 81)
 by_hand = 6 * D / T**2 * (1 - 2 * times / T)
-assert np.abs(values - by_hand).max() < 3 * by_hand.max() / 80**2
+worst = np.abs(values - by_hand).max()
+print(f"the force differs by {worst:.1e} at most")
+# The first and the last value have half an interval, and are off in first order.
+assert worst < 2 * by_hand.max() / 80
 
 with torch.no_grad():
     place, momentum = (x.numpy() for x in move(make_push(torch.tensor(values)), 1, 80))

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.animation import FuncAnimation
-from scipy.optimize import minimize, root
+from scipy.optimize import minimize
 
 import adjsim
 from adjsim.potentials.contact.particles import ParticleContact
@@ -257,8 +257,8 @@ ratios = (np.array(penalties) - best.fun) / durations
 # Durations halve, so twice the last ratio less the one before has no second order.
 limit = 2 * ratios[-1] - ratios[-2]
 print(f"extrapolated to no duration {limit:.4f}")
-# The next order of the extrapolation is the square of the duration, 3e-3.
-assert abs(limit / slope - 1) < 1e-2
+# What is left are the square of the duration, 3e-3, and the error of the step.
+assert abs(limit / slope - 1) < 2e-2
 assert np.all(np.diff(np.abs(ratios - slope)) < 0)
 
 grid = grid.numpy()
@@ -297,7 +297,7 @@ for steps in list(ends)[:-1]:
         f"{steps} steps, omega h = {math.sqrt(800) / steps:.3f}: error of |x2|^2 "
         f"{error:+.2e}, by (omega h)^2 {error * steps**2 / 800:+.3f}"
     )
-    assert abs(error) < 0.1 * 800 / steps**2
+    assert abs(error) < 0.05 * 800 / steps**2
 
 # %%
 # Time stepping
@@ -315,13 +315,12 @@ for steps in list(ends)[:-1]:
 
 
 def way_by_steps(s, steps):
-    """Return how far the second ball goes along the diagonal."""
+    """Return how far the second ball goes along the diagonal, by forces at steps."""
     h = 1 / steps
-    pushes = torch.stack([s, torch.zeros(())]) * h
     gap, v = torch.tensor(D), torch.zeros(2)
     way = torch.zeros(())
-    for _ in range(steps):
-        v = v + pushes
+    for push in s.expand(steps):
+        v = v + h * torch.stack([push, torch.zeros(())])
         gap, way = gap + h * (v[1] - v[0]), way + h * v[1]
         if gap <= 0 and v[0] > v[1]:
             v = v.flip(0)
@@ -351,28 +350,28 @@ assert found_slope < 0.8 * middle / 2
 # in place of 0.32. The way as a function of the force is a saw: its teeth have the
 # slope that the derivative reports, and its jumps make up the rest.
 #
-# An optimiser with this derivative stops elsewhere. It believes that only the velocity
-# at the contact counts, so its best force is constant. With :math:`0.2 s = 2 |x_2(T)|
-# (1 - t_c)` the force and its true cost follow by hand.
+# Descent along this gradient starts from the best force, held until the contact. It
+# believes that a later contact does no harm, so it pushes less and less, and the cost
+# rises. In the end the first ball does not reach the second one.
 
+FEW = 40
+begins = torch.linspace(0, 1, FEW + 1)[:-1]
+pushes = torch.where(begins < time, force[0] + force[1] * begins, 0.0)
+descent = []
+for _ in range(60):
+    variable = pushes.clone().requires_grad_()
+    value = (AWAY - way_by_steps(variable, FEW)) ** 2
+    value = value + EFFORT * (variable**2).sum() / FEW
+    (gradient,) = torch.autograd.grad(value, variable)
+    pushes -= 0.3 * FEW * gradient
+    descent.append(value.item())
+print(f"descent by time stepping: cost {descent[0]:.4f} to {descent[-1]:.4f}")
+assert max(descent) > 1.9
+assert descent[-1] > best.fun + 0.3
 
-def residual(x):
-    contact, s = x
-    missing = AWAY - s * contact * (1 - contact)
-    return [s * contact**2 / 2 - D, EFFORT * s - missing * (1 - contact)]
-
-
-wrong_time, wrong_force = root(residual, [0.65, 5.0]).x
-wrong = cost_by_hand([wrong_time, wrong_time * wrong_force])
-print(
-    f"by the derivative of time stepping: force {wrong_force:.4f}, cost {wrong:.6f}; "
-    f"the least is {best.fun:.6f}"
-)
-assert wrong > best.fun + 0.01
-
-scan = np.linspace(3.5, 6.5, 241)
+scan = np.linspace(3.5, 6.5, 121)
 saw = [derivative_by_steps(s, 40) for s in scan]
-fig, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+fig, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
 axes[0].plot(scan, np.sqrt(2 * D * scan) - 2 * D, "k", label="by hand, and events")
 axes[0].plot(scan, [way for way, _ in saw], ".", ms=3, label="time stepping, 40 steps")
 axes[0].set(xlabel="force", ylabel="way of the second ball", title="the way")
@@ -380,6 +379,9 @@ axes[1].plot(scan, np.sqrt(D / (2 * scan)), "k", label="by hand, and events")
 axes[1].plot(scan, [found for _, found in saw], ".", ms=3, label="time stepping")
 axes[1].set(xlabel="force", ylabel="derivative by the force", title="its derivative")
 axes[1].set(ylim=(0, 0.42))
+axes[2].plot(descent, label="time stepping")
+axes[2].axhline(best.fun, color="k", lw=1, label="the least cost")
+axes[2].set(xlabel="update", ylabel="cost", title="descent from the best force")
 for ax in axes:
     ax.legend(fontsize="small")
 plt.show()
