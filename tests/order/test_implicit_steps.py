@@ -96,19 +96,19 @@ def test_order_against_a_tight_solution_of_the_same_equations(solver):
 def test_the_midpoint_rule_conserves_energy_over_long_times_and_reverses():
     dynamics = adjsim.Hamiltonian(adjsim.LennardJones(), torch.tensor([1.0, 1.5, 0.8, 2.0]))
     start = dynamics.init(*square())
-    times = torch.arange(0, 81) * 0.02
+    times = torch.arange(0, 121) * 0.02
     whole = run(dynamics, start, times, ImplicitMidpoint(0.02))
     frames = adjsim.PhaseState(whole.position, whole.momentum)
     error = (dynamics.invariant(frames) - dynamics.invariant(start)).abs()
-    # The error oscillates: it is no larger in the last quarter than twice that in the first.
-    assert float(error[-20:].max()) < 2 * float(error[:20].max()) < 0.02
+    # The error oscillates: it is no larger in the second half than twice that in the first.
+    assert float(error[60:].max()) < 2 * float(error[:60].max()) < 0.02
     back = run(
         dynamics,
         whole.final._replace(momentum=-whole.final.momentum),
         times,
         ImplicitMidpoint(0.02),
     ).final
-    # Chaos of four atoms amplifies 80 errors of 1e-14 by less than 1e3 in this time.
+    # Chaos of four atoms amplifies 120 errors of 1e-14 by less than 1e3 in this time.
     torch.testing.assert_close(back.position, start.position, rtol=0, atol=1e-9)
 
 
