@@ -4,7 +4,7 @@ Run: python examples/data/make_structure_study.py. It takes about five minutes o
 core.
 
 The known fluid is Lennard-Jones in reduced units. One network is trained on its g(r)
-through simulation, by Reweighting, and one on its forces. Each is simulated in three
+through simulation, and one on its forces. Each is simulated in three
 states: that of the training, a hotter one and a denser one.
 """
 
@@ -31,7 +31,7 @@ STATES = {
     "dense": (0.85, 1.2, 0.01),
 }
 R, WIDTH = torch.arange(0.7, 2.01, 0.03, dtype=torch.float64), 0.03
-REPLICAS, ROUNDS, UPDATES, RATE = 16, 14, 8, 0.02
+REPLICAS, ROUNDS, NOISE = 16, 13, 0.01
 LENGTHS = [0.05, 0.1, 0.2, 0.4]
 
 
@@ -192,52 +192,57 @@ def simulation(potential, position, duration):
     return adjsim.Simulation(dynamics, initial, [0.0, duration], solver=solver)
 
 
+def slopes(potential, position):
+    """Return dU/dweights of each frame, divided by kT, (frames, weights)."""
+    rows = [
+        torch.autograd.grad(potential(q), list(potential.parameters()))
+        for q in position
+    ]
+    flat = [torch.cat([x.flatten() for x in row]) for row in rows]
+    return torch.stack(flat) / STATES["training"][1]
+
+
 def train_on_structure(wanted, position, seed):
-    """Minimise the squared difference of g(r) by Adam, on frames of Reweighting."""
+    """Minimise the squared difference of g(r) by damped Gauss-Newton steps.
+
+    The derivative of a mean is minus the covariance with dU/kT. Reweighting computes
+    the same; here one sweep for each frame serves all distances. A step minimises
+
+        |difference - J step|^2 + NOISE^2 (var(dU/kT) + |step|^2)
+
+    so it leaves alone what changes g(r) less than the noise does. Long steps are
+    shortened, since the derivative is that at the frames. Late steps average.
+    """
     potential = network("training", seed)
     start_from_mean_force(potential, wanted)
-    begin, seen = weights(potential), {}
-
-    def g(state):
-        # Frames stay while the weights change, so their g(r) is computed once.
-        if id(state) not in seen:
-            seen[id(state)] = state, structure(state.position, "training")
-        return seen[id(state)][1]
-
-    runs, average = simulation(potential, position, 1.6), adjsim.TimeAverage(g)
-    # The call samples where needed, and takes a sweep for each entry of its observable.
-    # So it gets one number, and the gradient is that of the surrogate, in one sweep.
-    number = adjsim.TimeAverage(lambda state: state.position[:, 0, 0])
-    reweighting = adjsim.Reweighting(every=0.1, burn_in=0.4, threshold=0.7)
-    optimiser = torch.optim.Adam(potential.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, ROUNDS)
-    history = []
+    begin, history, at = weights(potential), [], position[:REPLICAS]
     for i in range(ROUNDS):
-        made = reweighting(
-            runs, number, replicas=REPLICAS, chunks=2, generator=seed + i
-        ).diagnostics
-        if made["sampled"]:
-            seen.clear()
-        for k in range(UPDATES):
-            optimiser.zero_grad()
-            loss = (reweighting.surrogate(average) - wanted).square().mean()
-            loss.backward()
-            optimiser.step()
-            if k == 0:
-                row = [loss.item() ** 0.5, made["weights_ess"], made["sampled"]]
-                history.append(row)
-                print(i, row, flush=True)
-        schedule.step()
+        q, _ = frames(potential, "training", at, 0.4, 1.6, 0.1, seed + i)
+        at, q = q[-1], q.flatten(0, 1)
+        g, u = structure(q, "training"), slopes(potential, q)
+        u = (u - u.mean(0)) / len(q) ** 0.5
+        jacobian = -(g - g.mean(0)).T @ u / len(q) ** 0.5
+        difference = wanted - g.mean(0)
+        metric = u.T @ u + torch.eye(u.shape[1])
+        left = jacobian.T @ jacobian + NOISE**2 * metric
+        step = torch.linalg.solve(left, jacobian.T @ difference)
+        change, length = float((u @ step).norm()), float(step.norm())
+        shorter = min(1.0, 2 / change, 1.5 / length)
+        step = step * shorter / max(1, i - ROUNDS // 2)
+        rms = float(difference.square().mean().sqrt())
+        history.append([rms, change, length])
+        put(potential, weights(potential) + step)
+        print(i, history[-1], flush=True)
     return {
         "seed": seed,
         "begin": begin,
         "history": history,
-        "frames": REPLICAS * 12,
+        "frames": len(q),
         "weights": weights(potential),
     }
 
 
-def gradients(begin, wanted, position, seed, groups=4, each=4):
+def gradients(begin, wanted, position, seed, groups=4, each=2):
     """Compare the gradient of the loss at equilibrium and along short runs.
 
     Both are for the network that starts from the potential of mean force. The loss is
