@@ -169,7 +169,8 @@ met.clear()
 gradient = torch.autograd.grad(loss(), weights)
 position = torch.cat(met)
 slopes = [torch.autograd.grad(potential(q), weights) for q in position]
-u = torch.stack([torch.cat([x.flatten() for x in row]) for row in slopes]) / 1.2
+u = torch.stack([torch.cat([x.flatten() for x in row]) for row in slopes])
+u = u / STATES["training"][1]
 each = adjsim.smooth_radial_distribution(position, R, box("training"), width=WIDTH)
 jacobian = -(each - each.mean(0)).T @ (u - u.mean(0)) / len(u)
 covariance = 2 / len(R) * (each.mean(0) - wanted) @ jacobian
@@ -189,7 +190,7 @@ for sign in (1, -1):
             x.sub_(sign * h * d)
 slope = sum(float((x * d).sum()) for x, d in zip(gradient, direction, strict=True))
 quotient = (ends[0] - ends[1]) / (2 * h)
-print(f"slope of the loss: {slope:.8f}, by differences {quotient:.8f}")
+print(f"slope of the loss: {slope:.10f}, by differences {quotient:.10f}")
 # Truncation and rounding of the quotient are below 1e-7 of it.
 assert abs(slope / quotient - 1) < 1e-6
 
