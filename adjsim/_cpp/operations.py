@@ -87,6 +87,7 @@ EXACT: dict[str, Printer] = {
     "sign": lambda x: f"({x} > 0) - ({x} < 0)",
     "sgn": lambda x: f"({x} > 0) - ({x} < 0)",
     "relu": lambda x: f"{x} < 0 ? 0 : {x}",
+    "sigmoid_backward": lambda g, y: f"{g} * (1 - {y}) * {y}",
 }
 LOGICAL: dict[str, Printer] = {
     "eq": lambda x, y: f"{x} == {y}",
