@@ -160,7 +160,8 @@ best, effort = values
 limit = (4 * effort - half) / 3
 print(f"effort {effort:.6f}, extrapolated {limit:.6f}, by the Gramian {least:.6f}")
 assert abs(limit / least - 1) < 1e-5
-assert np.abs(best - exact).max() < 1e-2 * np.abs(exact).max()
+# As above, the first and the last value are off in first order.
+assert np.abs(best - exact).max() < 4 * np.abs(exact).max() / STEPS
 
 linear = 2 * 6 * D / T**2 * (1 - 2 * times / T)
 paths = {}
