@@ -25,7 +25,7 @@ from adjsim.potentials.signals import PiecewiseLinear
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two atoms are too few to share between threads
 
-D, T, SPRING, LENGTH = 2.0, 1.5, 9.0, 0.5
+D, T, SPRING, LENGTH = 2.0, 1.5, 9.0, 1.0
 
 # %%
 # The problem
@@ -202,7 +202,7 @@ drawn = []
 for ax, name, force in zip(axes, paths, (linear, best), strict=True):
     ax.axvline(D, color="k", ls=":", lw=1)
     ax.axvline(D - LENGTH, color="k", ls=":", lw=1)
-    ax.set(xlim=(-1.5, 3.5), ylim=(-1, 1), yticks=[], title=name)
+    ax.set(xlim=(-1.8, 3.2), ylim=(-1, 1), yticks=[], title=name)
     (spring,) = ax.plot([], [], color="0.6", lw=2)
     (arrow,) = ax.plot([], [], color="C3", lw=3)
     (bodies,) = ax.plot([], [], "o", ms=16, color="C0")
