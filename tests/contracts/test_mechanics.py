@@ -143,7 +143,7 @@ def test_friction_is_smooth_at_rest():
 
     (slope,) = torch.autograd.grad(after(speed), speed, create_graph=True)
     decay = math.exp(-0.3 * 9.81 * h / 0.05)
-    assert float(slope) == pytest.approx(decay, rel=1e-13)
+    assert slope.item() == pytest.approx(decay, rel=1e-13)
     (bend,) = torch.autograd.grad(slope, speed)
     assert float(bend) == 0.0
     for v in (1e-12, 1e-6, 0.004999, 0.005001, 0.1):
