@@ -85,7 +85,9 @@ EXACT: dict[str, Printer] = {
     "maximum": lambda x, y: f"({x} > {y} || {x} != {x}) ? {x} : {y}",
     "minimum": lambda x, y: f"({x} < {y} || {x} != {x}) ? {x} : {y}",
     "sign": lambda x: f"({x} > 0) - ({x} < 0)",
+    "sgn": lambda x: f"({x} > 0) - ({x} < 0)",
     "relu": lambda x: f"{x} < 0 ? 0 : {x}",
+    "sigmoid_backward": lambda g, y: f"{g} * (1 - {y}) * {y}",
 }
 LOGICAL: dict[str, Printer] = {
     "eq": lambda x, y: f"{x} == {y}",

@@ -10,9 +10,20 @@ from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
 from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
 from adjsim.dynamics.hamiltonian import Hamiltonian
 from adjsim.dynamics.langevin import Langevin
+from adjsim.dynamics.mechanics import Mechanics
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
 from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
-from adjsim.dynamics.sources import Coefficient, Combination, Field, Force, Function, Random
+from adjsim.dynamics.sources import (
+    Coefficient,
+    Combination,
+    Field,
+    Force,
+    Function,
+    FunctionOfTime,
+    Random,
+    Time,
+)
+from adjsim.dynamics.stable_step import largest_stable_step
 from adjsim.dynamics.velocity_rescale import VelocityRescale
 
 __all__ = [
@@ -28,11 +39,13 @@ __all__ = [
     "Field",
     "Force",
     "Function",
+    "FunctionOfTime",
     "GeneralizedLangevin",
     "Hamiltonian",
     "Langevin",
     "Map",
     "MassiveDynamics",
+    "Mechanics",
     "MemoryState",
     "NoseHooverChain",
     "OverdampedLangevin",
@@ -42,6 +55,8 @@ __all__ = [
     "Scale",
     "Shear",
     "Term",
+    "Time",
     "VelocityRescale",
     "canonical_weights",
+    "largest_stable_step",
 ]

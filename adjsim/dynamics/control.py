@@ -67,10 +67,10 @@ class Feedback(Term[PhaseState]):
 
     def _solved(self, c: Coefficients, q: Tensor, t: Any, after: Tensor) -> Tensor:
         p, change, last = after, math.inf, math.inf
-        rounding = 2 * torch.finfo(after.dtype).eps * float(after.abs().amax())
+        rounding = 2 * torch.finfo(after.dtype).eps * float(after.detach().abs().amax())
         for _ in range(ITERATIONS):
             found = after - self._increment(c, q, t, p)
-            change = float((found - p).abs().amax())
+            change = float((found - p).detach().abs().amax())
             p = found
             # The control may have rounding errors of its own, at which the change stays.
             if change <= rounding or last <= change <= 1e3 * rounding:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_indices, describe_type, outside_inference_mode
+from adjsim._params import leaves, point_of_differentiation
 from adjsim._state import PhaseState
 from adjsim._typing import Array
 from adjsim.dynamics.couplings import Move, Shear
@@ -103,7 +104,7 @@ class Prescribed(nn.Module):
             )
 
 
-class PrescribedStream(Stream):
+class PrescribedStream(Stream[PhaseState]):
     """Streaming, A, where prescribed vertices follow their path::
 
         dq/dt = p/m        prescribed: dq/dt = dpath/dt
@@ -117,8 +118,7 @@ class PrescribedStream(Stream):
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         prescribed = self._prescribed
         time = torch.as_tensor(t, dtype=torch.float64, device=state.position.device)
-        _, rate = torch.func.jvp(prescribed.path, (time,), (torch.ones_like(time),))
-        moved = prescribed.placed(rate, state.position)
+        moved = prescribed.placed(_rate(prescribed.path, time), state.position)
         return {"position": super().drift(t, state)["position"] + moved}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
@@ -132,3 +132,20 @@ class PrescribedStream(Stream):
     def _prescribed(self) -> Prescribed:
         assert self.dynamics.prescribed is not None
         return self.dynamics.prescribed
+
+
+def _rate(path: Callable[[Any], Tensor], time: Tensor) -> Tensor:
+    """Compute dpath/dt, with a graph when grad mode is on."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        t = point_of_differentiation(time)
+        value = path(t)
+        if not value.requires_grad:
+            return torch.zeros_like(value)
+        # The derivative of a product with a weight is linear in the weight.
+        weight = point_of_differentiation(torch.zeros_like(value))
+        (total,) = torch.autograd.grad(value, t, weight, create_graph=True, allow_unused=True)
+        if total is None:
+            return torch.zeros_like(value)
+        (rate,) = torch.autograd.grad(total, weight, create_graph=create, materialize_grads=True)
+    return rate if next(leaves(rate), None) is not None else rate.detach()

@@ -79,18 +79,15 @@ class Gravity(Potential):
         mass = self.mass.to(position)
         if mass.numel() not in (1, atoms):
             raise ValueError(f"mass has {mass.numel()} entries and position {atoms} atoms.")
-        weight = self.g.to(position).reshape(()) * torch.where(torch.isfinite(mass), mass, 0.0)
-        weight = weight.reshape(-1, 1) if weight.numel() > 1 else weight.reshape(())
-        return (-weight * self._upward(position, dim)).expand_as(position)
-
-    def _upward(self, like: Tensor, dim: int) -> Tensor:
-        """Return the unit vector upward."""
+        weight = -self.g.to(position).reshape(()) * torch.where(torch.isfinite(mass), mass, 0.0)
+        column = weight.reshape(-1, 1).expand(atoms, 1)
         if self.direction is None:
-            # The last row of the unit matrix.
-            return torch.eye(dim, dtype=like.dtype, device=like.device)[-1]
+            none = torch.zeros_like(column).expand(atoms, dim - 1)
+            return torch.cat([none, column], -1).expand_as(position)
         if len(self.direction) != dim:
             raise ValueError(
                 f"direction has {len(self.direction)} entries and position has dim {dim}."
             )
-        direction = self.direction.to(like)
-        return direction / direction.norm()
+        direction = self.direction.to(position)
+        length = (direction * direction).sum().sqrt()
+        return (column * (direction / length)).expand_as(position)

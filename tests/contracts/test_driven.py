@@ -27,6 +27,7 @@ from adjsim.potentials.base import (
     force,
     force_vjp,
 )
+from adjsim.potentials.bending import HingeBending
 from adjsim.potentials.controls import Controller, NeuralController, OpenLoop
 from adjsim.potentials.driven import Actuated
 from adjsim.potentials.elastic import NeoHookean
@@ -40,6 +41,7 @@ BONDS = [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3]]
 TIMES = [0.003, 0.047, 0.082, 0.134, 0.187]
 BOX = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
 ELEMENTS = len(BOX.tetrahedra)
+SHEET = meshes.sheet([1.0, 1.0], [2, 2])
 
 
 def numbers(*shape: int, around: float = 0.0, spread: float = 0.2, seed: int = 0) -> nn.Parameter:
@@ -78,6 +80,18 @@ def solid() -> ForceField:
     return Gravity(numbers(8, around=1.0), parameter(1.5)) + Actuated(body, rest_stretch=stretch)
 
 
+def shell() -> ForceField:
+    """A shell that folds, of springs, with a force on its corners, under a tilted weight."""
+    hinges, edges = len(SHEET.hinges()), SHEET.edges()
+    fold = Harmonics(numbers(1, hinges), parameter(1.3), numbers(1, hinges, seed=1))
+    bending = HingeBending(SHEET, numbers(hinges, around=0.5), torch.zeros(hinges))
+    lengths = (SHEET.vertices[edges[:, 0]] - SHEET.vertices[edges[:, 1]]).norm(dim=-1)
+    pull = OpenLoop(PiecewiseLinear(vector(*TIMES), numbers(5, 3, 3, seed=2)), [0, 2, 6])
+    weight = Gravity(parameter(1.3), parameter(0.7), direction=vector(0.2, -0.5, 1.0))
+    springs = adjsim.HarmonicBond(edges, parameter(5.0), nn.Parameter(lengths))
+    return Actuated(bending, rest_angle=fold) + pull + springs + weight
+
+
 def pairs() -> ForceField:
     """Pairs by the operator, whose width and depth vary, and a module without closed forms."""
     width = Harmonics(parameter(0.05), parameter(1.7), parameter(0.3), parameter(0.95))
@@ -87,17 +101,23 @@ def pairs() -> ForceField:
     return Actuated(fluid, sigma=width, epsilon=depth) + Actuated(Wells(), center=center)
 
 
-KINDS: dict[str, Callable[[], ForceField]] = {"springs": springs, "solid": solid, "pairs": pairs}
+KINDS: dict[str, Callable[[], ForceField]] = {
+    "springs": springs,
+    "solid": solid,
+    "shell": shell,
+    "pairs": pairs,
+}
 
 
 def start(kind: str, replicas: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    if kind != "solid":
+    if kind in ("springs", "pairs"):
         return square(replicas)
-    generator = torch.Generator().manual_seed(4)
+    vertices = BOX.vertices if kind == "solid" else SHEET.vertices
+    shape, generator = (*replicas, *vertices.shape), torch.Generator().manual_seed(4)
     shift, momentum = (
-        torch.randn(*replicas, 8, 3, generator=generator, dtype=torch.float64) for _ in range(2)
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
     )
-    return BOX.vertices + 0.05 * shift, 0.3 * momentum
+    return vertices + 0.05 * shift, 0.3 * momentum
 
 
 def ran(dynamics, kind, adjoint, *, exact=False, compile=False):
@@ -118,8 +138,7 @@ def ran(dynamics, kind, adjoint, *, exact=False, compile=False):
     return loss, run
 
 
-# Of pairs the loops of the operator are compiled.
-ROWS = slow_but(lambda kind: kind != "pairs", KINDS)
+ROWS = slow_but(lambda kind: kind in ("springs", "solid"), KINDS)
 
 
 def gradients(kind, adjoint, **options):

@@ -10,6 +10,7 @@ With the gap g, the unit normal n and the curvature H of the surface (see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from adjsim._geometry import Coordinate, Vector, combined, scaled
 from adjsim._grid import Grid
 from adjsim._inputs import as_indices, describe_type, outside_inference_mode
+from adjsim._params import refuse_unknown
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import DeferredVJP, ForceField, Potential, Pullback, VJPSum
 from adjsim.potentials.contact.penalties import Penalty, Softplus
@@ -198,7 +200,7 @@ class Contact(SurfaceContact, Potential):
         return self._push(position)
 
     def force_vjp(
-        self, position: Positions, parameters: Any, grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
         return self._push_vjp(position)
 
@@ -253,9 +255,16 @@ class MovingContact(SurfaceContact, ForceField):
     def forward(self, t: Any, position: Positions) -> Positions:
         return self._push(self._relative(position, t))
 
-    def force_vjp(self, t: Any, position: Positions, parameters: Any) -> tuple[Tensor, Pullback]:
+    def force_vjp(
+        self,
+        t: Any,
+        position: Positions,
+        parameters: Sequence[Tensor],
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             shift = self._shift(position, t)
+        refuse_unknown(shift, self, parameters, f"the path of {type(self._resting).__name__}")
         value, inner = self._push_vjp(position - shift.detach())
 
         def pullback(v: Tensor) -> tuple[Tensor, VJPSum]:
@@ -264,7 +273,9 @@ class MovingContact(SurfaceContact, ForceField):
                 return along, VJPSum((rest,))
             # The force depends on the difference of position and shift.
             lead = tuple(range(along.ndim - 1))
-            found = torch.autograd.grad(shift, parameters, -along.sum(lead), allow_unused=True)
+            found = torch.autograd.grad(
+                shift, list(parameters), -along.sum(lead), allow_unused=True
+            )
             return along, VJPSum((rest, list[Tensor | None](found)))
 
         return value, pullback

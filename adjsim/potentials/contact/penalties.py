@@ -76,8 +76,14 @@ def _checked_depth(depth: float | None) -> float | None:
 class Quadratic(Penalty):
     """The one-sided quadratic penalty, ``u(g) = k/2 max(0, -g)^2``.
 
-    Value and slope are continuous and the curvature jumps from k to 0 at the surface, so the
-    derivative of the force is exact but at the surface itself. A load F sinks in by F/k.
+    Value and slope are continuous, and the curvature jumps from 0 to k at the surface. A load F
+    sinks in by F/k.
+
+    Gradients are exact for the steps taken, but those steps see the surface through the jump: the
+    result of a bounce converges with the second order of dt, and its derivatives with the first.
+    For the bounce of a ball with frequency w in contact, ``w dt = 0.1`` leaves derivatives without
+    a correct digit, and ``w dt = 0.001`` leaves errors of 0.5 to 10 %. :class:`Softplus` with a
+    width of one step at the speed of impact, ``width = v dt``, leaves 0.1 % at ``w dt = 0.1``.
 
     Args:
         stiffness: k, energy / length^2; a number or ``(atoms,)``.

@@ -1,0 +1,133 @@
+"""Gradients of rollouts of mechanics: against differences, and by every adjoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, simulate
+from adjsim.dynamics.mechanics import Mechanics
+from adjsim.potentials.controls import OpenLoop
+from adjsim.potentials.signals import PiecewiseLinear
+from tests.mechanics import BODIES, body, masses, start, start_of
+from tests.problems import slow_but
+
+DT, STEPS = 0.01, 12
+SHORT = ("friction",)
+
+
+def rollout(dynamics, adjoint, *, scheme=None, exact=False, compile=False):
+    """The final state's projection on a direction, and the final state of the run."""
+    position, momentum = (x.clone().requires_grad_() for x in start())
+    begin = start_of(dynamics, position, momentum)
+    solver = Splitting(scheme or dynamics.scheme, DT, exact=exact)
+    ts = [0.0, 5 * DT, STEPS * DT]
+    made = simulate(dynamics, begin, ts, solver=solver, adjoint=adjoint, compile=compile)
+    generator = torch.Generator().manual_seed(5)
+    loss = sum((torch.randn(x.shape, generator=generator) * x).sum() for x in made.final)
+    loss = loss + (made.position[1] ** 2).sum()
+    return loss, [position, momentum], made
+
+
+def gradients(name, adjoint, **options):
+    dynamics = BODIES[name]()
+    loss, inputs, made = rollout(dynamics, adjoint, **options)
+    names = [n for n, _ in dynamics.named_parameters()]
+    found = torch.autograd.grad(loss, [*dynamics.parameters(), *inputs], allow_unused=True)
+    return dict(zip([*names, "position", "momentum"], found, strict=True)), made
+
+
+def agree(mine, theirs, tolerance):
+    assert mine.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert grad is not None, name
+        assert mine[name] is not None, name
+        # A small gradient is a sum of terms of order 1e-2 and above, which round.
+        size = max(float(grad.norm()), 1e-2)
+        assert float((mine[name] - grad).norm()) <= tolerance * size, name
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, BODIES))
+def test_gradients_of_every_number_are_those_of_differences(name):
+    """In contact and sliding. The error of central differences is h^2, and rounding / h."""
+    found, _ = gradients(name, DirectAdjoint())
+    dynamics, h = BODIES[name](), 1e-5
+    for parameter_name, p in dynamics.named_parameters():
+        flat = p.detach().reshape(-1)
+        for i in range(len(flat)):
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    before = float(flat[i])
+                    flat[i] = before + sign * h
+                    ends.append(float(rollout(dynamics, DirectAdjoint())[0]))
+                    flat[i] = before
+            slope = (ends[0] - ends[1]) / (2 * h)
+            grad = float(found[parameter_name].reshape(-1)[i])
+            assert grad == pytest.approx(slope, rel=1e-6, abs=1e-8), (parameter_name, i)
+        # Some vertices have no contact, and prescribed ones no mass; no number has no effect.
+        assert float(found[parameter_name].abs().max()) > 1e-6, parameter_name
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, BODIES))
+def test_adjoints_agree(name):
+    direct, _ = gradients(name, DirectAdjoint())
+    checkpoint, _ = gradients(name, CheckpointAdjoint(3))
+    agree(checkpoint, direct, 1e-12)
+    reversible, made = gradients(name, ReversibleAdjoint())
+    agree(reversible, direct, 1e-10)
+    assert made.stats["reconstruction_error"] < 1e-11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["viscous", "prescribed"])
+def test_flows_of_shears_and_scales_reverse_exactly(name):
+    direct, _ = gradients(name, DirectAdjoint(), exact=True)
+    reversible, made = gradients(name, ReversibleAdjoint(), exact=True)
+    agree(reversible, direct, 1e-12)
+    assert made.stats["reconstruction_error"] == 0.0
+
+
+COMPILED = ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_gradients_are_those_of_uncompiled_runs(name):
+    eager, one = gradients(name, ReversibleAdjoint())
+    compiled, two = gradients(name, ReversibleAdjoint(), compile=True)
+    agree(compiled, eager, 1e-11)
+    for x, y in zip(one.final, two.final, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+    assert two.stats["compiled_forward"] == two.stats["compiled_backward"] == "C++"
+
+
+def test_a_compiled_run_with_feedback_is_refused_if_it_needs_a_gradient():
+    with pytest.raises(TypeError, match=r"compile=True cannot undo term 'U' .* iteration"):
+        gradients("feedback", ReversibleAdjoint(), compile=True)
+
+
+@pytest.mark.parametrize("adjoint", [CheckpointAdjoint(), ReversibleAdjoint()])
+def test_a_run_keeps_the_numbers_with_which_it_began(adjoint):
+    """A step of an optimiser between forward and backward leaves the gradient as it was."""
+    expected, _ = gradients("friction", adjoint)
+    dynamics = BODIES["friction"]()
+    loss, inputs, _ = rollout(dynamics, adjoint)
+    with torch.no_grad():
+        for p in dynamics.parameters():
+            p.mul_(1.5)
+    found = torch.autograd.grad(loss, [*dynamics.parameters(), *inputs])
+    for mine, theirs in zip(found, expected.values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+
+
+def test_controls_that_see_no_velocity_are_part_of_the_force():
+    signal = PiecewiseLinear([0.0, 0.1], torch.nn.Parameter(torch.randn(2, 1, 2)))
+    dynamics = Mechanics(body(), masses(), control=OpenLoop(signal, [2]))
+    assert dynamics.scheme == "BAB"
+    loss, _, _ = rollout(dynamics, DirectAdjoint())
+    direct = torch.autograd.grad(loss, signal.values)
+    loss, _, _ = rollout(dynamics, ReversibleAdjoint())
+    reversible = torch.autograd.grad(loss, signal.values)
+    torch.testing.assert_close(direct, reversible, rtol=1e-11, atol=1e-13)
+    assert float(direct[0].abs().min()) > 1e-8
