@@ -25,7 +25,7 @@ from adjsim.potentials.signals import PiecewiseLinear
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two atoms are too few to share between threads
 
-D, T, SPRING, LENGTH = 2.0, 1.5, 20.0, 0.5
+D, T, SPRING, LENGTH = 2.0, 1.5, 9.0, 1.0
 
 # %%
 # The problem
@@ -122,11 +122,11 @@ axes[0].plot(times, place, label="place")
 axes[0].plot(times[::5], by_hand[::5], "k.", label="force by hand")
 axes[0].set(xlabel="time", title="one mass")
 axes[0].legend(fontsize="small")
-axes[1].loglog(list(efforts), np.abs(errors), "o-", label="error of the effort")
+axes[1].loglog(list(efforts), np.abs(errors), "o-", label="simulation")
 axes[1].loglog(
-    [10, 80], errors[0] * np.array([1, 1 / 64]), "k--", lw=1, label="order 2"
+    [10, 80], abs(errors[0]) * np.array([1, 1 / 64]), "k--", lw=1, label="order 2"
 )
-axes[1].set(xlabel="steps", ylabel="error")
+axes[1].set(xlabel="steps", ylabel="error of the effort", title="convergence")
 axes[1].set_xticks(list(efforts), list(efforts))
 axes[1].minorticks_off()
 axes[1].legend()
@@ -160,7 +160,8 @@ best, effort = values
 limit = (4 * effort - half) / 3
 print(f"effort {effort:.6f}, extrapolated {limit:.6f}, by the Gramian {least:.6f}")
 assert abs(limit / least - 1) < 1e-5
-assert np.abs(best - exact).max() < 1e-2 * np.abs(exact).max()
+# As above, the first and the last value are off in first order.
+assert np.abs(best - exact).max() < 4 * np.abs(exact).max() / STEPS
 
 linear = 2 * 6 * D / T**2 * (1 - 2 * times / T)
 paths = {}
@@ -201,7 +202,7 @@ drawn = []
 for ax, name, force in zip(axes, paths, (linear, best), strict=True):
     ax.axvline(D, color="k", ls=":", lw=1)
     ax.axvline(D - LENGTH, color="k", ls=":", lw=1)
-    ax.set(xlim=(-1.5, 3.5), ylim=(-1, 1), yticks=[], title=name)
+    ax.set(xlim=(-1.8, 3.2), ylim=(-1, 1), yticks=[], title=name)
     (spring,) = ax.plot([], [], color="0.6", lw=2)
     (arrow,) = ax.plot([], [], color="C3", lw=3)
     (bodies,) = ax.plot([], [], "o", ms=16, color="C0")

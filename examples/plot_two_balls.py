@@ -137,8 +137,8 @@ def by_events(coefficients, t_eval=None):
         t_eval,
         events=gap,
         args=(coefficients,),
-        rtol=1e-9,
-        atol=1e-11,
+        rtol=1e-7,
+        atol=1e-9,
         # The balls must not pass through each other within a step.
         max_step=0.2,
     )
