@@ -229,12 +229,12 @@ class Stepper:
             state, k = driver.advance(state, k, stop), stop
             state, entries = self.spill(k, state)
             spilled += sum(entry.bits for entry in entries)
+            if problem.dynamics.checks_states and not in_transform():
+                self._check_states(good, good_step, state, k, inputs, problem.dynamics)
             if k - good_step >= FINITE_EVERY or k == last:
                 if not self._is_valid(state):
                     self._raise_at_step(good, good_step, k, inputs, problem.dynamics.potential)
                 good, good_step = detached(state), k
-            if problem.dynamics.checks_states and not in_transform():
-                self._check_states(good, good_step, state, k, inputs, problem.dynamics)
             for observer in observers:
                 observer.visit(k, state, entries)
         if lattice is not None:
