@@ -33,8 +33,8 @@ DENSITY = 0.99705  # of water at 25 degrees, g/cm^3
 REPLICAS, BURN_IN, LENGTH, EVERY = 8, 1.0, 12.0, 0.1
 SLOW, FAST = 2.0, 1.0  # steps of heavy and of real hydrogens, fs
 NARROW, WIDE = 0.03, 0.1
-SHIFT, KINETIC, SPACING, LAGS = 0.03, 3.0, 0.05, 41
-DURATIONS = [0.05, 0.1, 0.2, 0.4, 0.7, 1.0]
+SHIFT, KINETIC, SPACING, LAGS = 0.03, 2.4, 0.05, 33
+PATHS, DURATIONS = 6, [0.05, 0.1, 0.2, 0.4, 0.8]
 NAMES = ("charge", "epsilon", "sigma")
 
 
@@ -269,7 +269,7 @@ def paths(seed=3000, h=1e-6):
 
     for duration in DURATIONS:
         values, gradients = [], []
-        for k in range(REPLICAS):
+        for k in range(PATHS):
             start = type(starts)(*(x[k : k + 1] for x in starts))
             value = displacement(start, duration, adjoint=adjsim.ReversibleAdjoint())
             values.append(value.item())
@@ -330,6 +330,7 @@ def main():
         "canonical (ps)": LENGTH,
         "constant energy (ps)": KINETIC,
         "frames (ps)": SPACING,
+        "paths": PATHS,
         "widths of g(r) (angstrom)": [NARROW, WIDE],
         "shift of log charge": SHIFT,
         "derivatives": NAMES,
