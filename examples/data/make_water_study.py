@@ -33,8 +33,8 @@ DENSITY = 0.99705  # of water at 25 degrees, g/cm^3
 REPLICAS, BURN_IN, LENGTH, EVERY = 8, 1.0, 12.0, 0.1
 SLOW, FAST = 2.0, 1.0  # steps of heavy and of real hydrogens, fs
 NARROW, WIDE = 0.03, 0.1
-SHIFT, KINETIC, SPACING, LAGS = 0.03, 2.4, 0.05, 33
-PATHS, DURATIONS = 6, [0.05, 0.1, 0.2, 0.4, 0.8]
+SHIFT, KINETIC, SPACING, LAGS = 0.03, 2.0, 0.05, 31
+RUNS, DURATIONS = 4, [0.05, 0.1, 0.2, 0.4, 0.8]
 NAMES = ("charge", "epsilon", "sigma")
 
 
@@ -213,12 +213,12 @@ def kinetics(seed=2000):
     for i, (name, shift) in enumerate(
         {"model": 0.0, "more": SHIFT, "less": -SHIFT}.items()
     ):
-        start, own = kept("canonical"), seed + 100 * i
+        start, own = kept("canonical")[:RUNS], seed + 100 * i
         if shift:
             heavy = Water(hydrogen=4)
             heavy.scale_charges(np.exp(shift))
             start = torch.cat(
-                [heavy.in_openmm(q, [4.0], own + 2 + k) for k, q in enumerate(start)]
+                [heavy.in_openmm(q, [3.0], own + 2 + k) for k, q in enumerate(start)]
             )
         water = Water()
         water.scale_charges(np.exp(shift))
@@ -254,7 +254,7 @@ def paths(seed=3000, h=1e-6):
     differentiated by central differences with respect to the charges.
     """
     water, rows = Water(), []
-    dynamics, starts = water.newton(kept("canonical"), seed)
+    dynamics, starts = water.newton(kept("canonical")[:RUNS], seed)
 
     def displacement(start, duration, **options):
         run = adjsim.simulate(
@@ -269,7 +269,7 @@ def paths(seed=3000, h=1e-6):
 
     for duration in DURATIONS:
         values, gradients = [], []
-        for k in range(PATHS):
+        for k in range(RUNS):
             start = type(starts)(*(x[k : k + 1] for x in starts))
             value = displacement(start, duration, adjoint=adjsim.ReversibleAdjoint())
             values.append(value.item())
@@ -330,7 +330,7 @@ def main():
         "canonical (ps)": LENGTH,
         "constant energy (ps)": KINETIC,
         "frames (ps)": SPACING,
-        "paths": PATHS,
+        "runs at constant energy": RUNS,
         "widths of g(r) (angstrom)": [NARROW, WIDE],
         "shift of log charge": SHIFT,
         "derivatives": NAMES,
