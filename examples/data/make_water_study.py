@@ -283,7 +283,7 @@ def paths(seed=3000):
 
 
 @torch.no_grad()
-def differences(seed=3000, durations=(0.1, 0.2, 0.3), steps=(1e-3, 1e-4)):
+def differences(seed=3000, durations=(0.1, 0.2, 0.3, 0.5), steps=(1e-3, 1e-4)):
     """Differentiate the first of the paths by central differences in the charges.
 
     The force jumps by the tolerance at the cutoff of the real-space sum. Between the
