@@ -273,11 +273,12 @@ print(
 assert np.abs(deviation).max() < 3.5
 assert np.sqrt(np.mean(deviation**2)) < 1.5
 assert derivative[first, 0] > 4 * derivative_error[first, 0]
+assert abs(derivative[first, 1] / derivative[first, 2] - 0.075) < 0.002
 
 # %%
 # Bands and bars are two standard errors. Larger charges draw neighbours in and make the
 # first shell sharper. A larger sigma pushes them out, and a larger epsilon does nearly
-# the same with 7 % of the size, since the first peak lies on the repulsive side of
+# the same with 7.5 % of the size, since the first peak lies on the repulsive side of
 # Lennard-Jones. Reweighting agrees with the differences of runs within the errors, at
 # all distances.
 #
