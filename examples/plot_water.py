@@ -450,7 +450,8 @@ gradients = dict(
 for t, h, quotient in STUDY["differences"]["rows"]:
     exact = gradients[t][0, 0]
     print(f"first path, {t} ps: {exact:.4f}; step {h:g}: {quotient:.4f}")
-    assert abs(quotient / exact - 1) < (0.015 if h == 1e-3 else 0.06)
+    # The part of the jumps, and at 0.5 ps the divergence of the two runs.
+    assert abs(quotient / exact - 1) < (0.06 if t < 0.4 else 0.2)
 value, value_error = D["model"]
 length = edge * 1e-10
 smaller = 2.837 * 1.380649e-23 * 298 / (6 * np.pi * 0.89e-3 * length) * 1e8
@@ -458,6 +459,10 @@ print(f"D is lower than in a large box by about {smaller:.3f} angstrom^2/ps")
 assert abs(value - 0.23) < 2 * value_error < 0.08
 assert slope < -3 * slope_error
 assert abs(smaller - 0.037) < 0.002
+stretch = potential.bonds.k.item() * (1 / 15.9994 + 1 / 1.008)
+rate = np.sqrt(stretch) * SETTINGS["step at constant energy (fs)"] * units.fs
+print(f"stretch of O-H: {rate:.2f} per step, momenta cold by {rate**2 / 4:.0%}")
+assert abs(rate - 0.68) < 0.01
 early = durations < 0.35
 now = np.interp(durations, lags[1:], total)
 now_error = np.interp(durations, lags[1:], total_error)
@@ -475,7 +480,7 @@ assert stderr[-1, 0] > 3
 # sixth. The window is short too, and a box of this size lowers D by about 0.04 (Yeh and
 # Hummer, J. Phys. Chem. B 108, 15873 (2004), with the viscosity of water).
 # The kinetic temperature, 290 to 295 K, is low since Verlet's momenta of O-H stretches
-# are: with :math:`\omega = 0.70` per femtosecond, by :math:`(h\omega)^2/4` or 12 % at
+# are: with :math:`\omega = 0.68` per femtosecond, by :math:`(h\omega)^2/4` or 12 % at
 # 1 fs. D answers strongly to the charges: with 1 % more it falls by 15(4) %.
 #
 # Middle, with two standard errors: the response of the mean, from the difference of
@@ -493,9 +498,9 @@ assert stderr[-1, 0] > 3
 #
 # Right: it does not have this time. Between 0.3 and 0.5 ps the spread between paths
 # grows more than tenfold, beyond the response itself. At 0.5 ps the mean of four paths
-# has an error of 5, and the spread keeps growing. The gradients themselves are right:
-# that of the first path agrees with differences of a large step, 1e-3, to about 1 % up
-# to 0.3 ps. The rest is the part of the jumps at the cutoff.
+# has an error of 5. The gradients themselves are right: that of the first path agrees
+# with differences of steps of 1e-4 and 1e-3 to 5 % and 1 % up to 0.3 ps, and to 20 % at
+# 0.5 ps. What is left are jumps at the cutoff, and at 0.5 ps divergence within a step.
 #
 # So an equilibrium estimator gives the gradient of g(r) and not that of D. A gradient
 # along paths exists at any time, but for water it is lost before it becomes that of D,
