@@ -1,9 +1,9 @@
 """Make water_study.json: the long runs behind the page plot_water.py.
 
 Run: python examples/data/make_water_study.py [part ...]. Without a part, all of them
-are run, which takes about half an hour on one core. Each part replaces its own entry of
-the file. Later parts begin with positions of earlier ones, which these keep in the
-folder of temporary files.
+are run, which takes about a quarter of an hour on one core. Each part replaces its own
+entry of the file. Later parts begin with positions of earlier ones, which these keep in
+the folder of temporary files.
 """
 
 import json
