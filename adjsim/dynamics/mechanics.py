@@ -30,6 +30,9 @@ from adjsim.potentials.base import ForceField, force
 from adjsim.potentials.contact import Contact, SurfaceContact
 from adjsim.potentials.controls import Controller
 
+# Relative error of the square of the frequency that bounds the step.
+STEP_TOLERANCE = 1e-3
+
 
 class Mechanics(MassiveDynamics[PhaseState]):
     """Newton's equations of a body with contact, friction, damping and control::
@@ -220,6 +223,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
             state.position.detach(),
             contact=self.contact,
             energy=self._available_energy(state, t),
+            tolerance=STEP_TOLERANCE,
         )
 
     def _available_energy(self, state: PhaseState, t: float) -> float | None:

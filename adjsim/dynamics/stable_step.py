@@ -14,8 +14,8 @@ from adjsim.dynamics.base import as_start, check_per_atom, per_atom
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
 
-# Iterations between checks of convergence, and the relative change between checks that ends them.
-CHECK_EVERY, TOLERANCE = 8, 1e-9
+# Iterations between checks of convergence.
+CHECK_EVERY = 8
 
 
 def largest_stable_step(
@@ -25,6 +25,7 @@ def largest_stable_step(
     *,
     contact: SurfaceContact | None = None,
     energy: float | None = None,
+    tolerance: float = 1e-9,
 ) -> float:
     """Compute the largest stable step of velocity Verlet, ``2 / omega_max``.
 
@@ -47,6 +48,7 @@ def largest_stable_step(
         energy: the largest energy that contact with one vertex can store, such as the total energy
             of the body. It bounds the curvature of a :class:`~adjsim.potentials.Barrier`, which
             otherwise is that at its floor. Other penalties do not need it.
+        tolerance: the relative change of the eigenvalue in eight iterations that ends them.
 
     Returns:
         The step, in units of time; infinity if nothing is stiff.
@@ -72,11 +74,13 @@ def largest_stable_step(
         return (root * along).reshape(rows.shape)
 
     size = math.prod(at.shape[-2:])
-    largest = _largest_eigenvalue(multiply, at.reshape(-1, size))
+    largest = _largest_eigenvalue(multiply, at.reshape(-1, size), tolerance)
     return 2 / math.sqrt(largest) if largest > 0 else math.inf
 
 
-def _largest_eigenvalue(multiply: Callable[[Tensor], Tensor], like: Tensor) -> float:
+def _largest_eigenvalue(
+    multiply: Callable[[Tensor], Tensor], like: Tensor, tolerance: float
+) -> float:
     """Find the largest eigenvalue of symmetric matrices, one for each row, by Lanczos iterations.
 
     ``multiply`` maps ``(systems, size)`` to its products. Each vector is made orthogonal to all
@@ -98,7 +102,7 @@ def _largest_eigenvalue(multiply: Callable[[Tensor], Tensor], like: Tensor) -> f
         length = w.norm(dim=-1)
         if step % CHECK_EVERY == 0 or step == size or not bool(length.any()):
             known, found = found, float(_ritz_values(diagonal, beside).max())
-            if abs(found - known) <= TOLERANCE * abs(found) or not bool(length.any()):
+            if abs(found - known) <= tolerance * abs(found) or not bool(length.any()):
                 break
         beside.append(length)
         v = w / torch.where(length > 0, length, 1.0).unsqueeze(-1)
