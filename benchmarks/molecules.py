@@ -4,11 +4,11 @@ Alanine dipeptide (22 atoms) in vacuum and in generalised Born solvent (OBC2), a
 residues in OBC2, both of amber14, and 216 flexible water molecules (SPC/Fw) with particle-mesh
 Ewald. Velocity Verlet, 0.5 fs, float64; OpenMM's CPU platform has mixed precision. All sides begin
 with the same positions and momenta, and forces are first compared with OpenMM's Reference platform.
-Rounds alternate between the sides; the smallest time of each side counts. A gradient is a whole
-run, forward and backward, with respect to every number of the force field and the start, in
-constant memory.
+The dipeptide in vacuum and water also run in jax-md, which reads OpenMM's systems. Rounds alternate
+between the sides; the smallest time of each side counts. A gradient is a whole run, forward and
+backward, with respect to every number of the force field and the start, in constant memory.
 
-Needs ``pip install -c constraints.txt -e ".[test]"``.
+Needs ``pip install -c constraints.txt -e ".[test,bench]"``.
 Run: python benchmarks/molecules.py [case ...], python benchmarks/molecules.py million
 """
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openmm
 import torch
 from ase import units
@@ -43,6 +44,8 @@ FORCE = 0.1 * units.kJ / units.mol
 # The largest allowed difference of forces, relative to the largest force: that of the method for
 # particle-mesh Ewald, whose tolerance is 5e-4, and rounding of OpenMM's constants elsewhere.
 MESH, ROUNDING = 1e-3, 1e-6
+# jax-md's Coulomb constant has eight digits.
+IN_JAX = 1e-5
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,35 @@ def in_openmm(made: Molecules, system: Any) -> Side:
     return run
 
 
+def in_jax(made: Molecules, case: Case) -> dict[str, Side]:
+    """Return the side of jax-md, where it is installed and can do the case.
+
+    It has no generalised Born solvent. Its gradient is with respect to the start alone, and it
+    stores every step.
+    """
+    try:
+        from molecules_in_jax import InJax
+    except ImportError as missing:
+        print(f"without jax-md: {missing}")
+        return {}
+    if any("obc2" in field for field in case.fields):
+        return {}
+    cutoff = case.options.get("nonbondedCutoff")
+    there = InJax(
+        made.system,
+        app.PDBFile(str(DATA / case.file)),
+        None if cutoff is None else cutoff.value_in_unit(unit.angstrom),
+        made.momentum.numpy(),
+        made.structure.mass.unsqueeze(-1).numpy(),
+        DT * FS,
+    )
+    own = adjsim.force(made.potential, made.structure.position).detach()
+    theirs = torch.from_numpy(np.array(there.force(there.position)))
+    error = float((own - theirs).abs().max() / own.abs().max())
+    assert error < IN_JAX, error
+    return {"jax-md": there.side(made.steps, max(10, made.steps // 4))}
+
+
 def compare(name: str) -> None:
     case = CASES[name]
     made = molecules(case)
@@ -210,6 +242,7 @@ def compare(name: str) -> None:
     own = with_obc_force(made.system)
     if own is not None:
         sides["OpenMM CPU, GBSAOBCForce"] = in_openmm(made, own)
+    sides |= in_jax(made, case)
     if case.over_forward is not None:
         sides["adjsim, exact"] = forward(made, True)
         sides["adjsim gradient, exact"] = gradient(made, True)
