@@ -51,7 +51,7 @@ class Between(nn.Module):
         low, high: the bounds.
     """
 
-    def __init__(self, low: float, high: float) -> None:
+    def __init__(self, low: float | int, high: float | int) -> None:
         super().__init__()
         self.low, self.high = as_number("low", low), as_number("high", high)
         if not self.low < self.high:

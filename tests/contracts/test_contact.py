@@ -358,6 +358,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_the_value_and_the_way_out(name):
     call, match = ERRORS[name]
