@@ -205,7 +205,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
             raise ValueError(
                 f"dt = {dt:g} is too long for the stiffness of the body or its contact: steps "
                 f"above {bound:.3g} (2 / omega_max) are unstable. Use a smaller dt, softer "
-                "numbers, or an implicit solver."
+                "numbers, or an implicit solver such as BackwardEuler(dt)."
             )
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ class SurfaceContact(nn.Module):
             raise ValueError(
                 f"vertex {worst % position.shape[-2]} is at the gap {found:g} from the surface, "
                 f"below {lowest:g}, the lowest one that {type(self.penalty).__name__} allows: "
-                "decrease dt, or increase the stiffness or the distance of the penalty."
+                f"decrease dt, or increase the stiffness or the {self.penalty.reach}."
             )
 
     def _relative(self, position: Tensor, t: Any) -> Tensor:
