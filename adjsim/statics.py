@@ -44,9 +44,9 @@ def minimize(
         F_f(q*; theta) = 0        dq_f = H_ff^+ (dF_f/dtheta dtheta - H_fc dq_c)
 
     by the implicit function theorem, with f the free atoms, c the fixed ones and H = -dF/dq at q*,
-    the Hessian of the energy. The path of the
-    minimiser is neither stored nor differentiated. The backward pass solves one linear system with
-    H_ff for each system of a batch, and its gradient has no graph.
+    the Hessian of the energy. The path of the minimiser is neither stored nor differentiated. The
+    backward pass solves one linear system with H_ff for each system of a batch, and its gradient
+    has no graph.
 
     The Hessian of up to 600 coordinates is diagonalised. A larger one is found from some dozens of
     products and factorised if each atom interacts with near atoms alone, as in an elastic body or
@@ -73,7 +73,7 @@ def minimize(
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
         tol: the largest residual force component, relative to the largest curvature times the size
             of start and minimum.
-        max_iterations: of the minimiser.
+        max_iterations: the largest number of iterations of the minimiser.
 
     Returns:
         The minimum, ``(*batch, atoms, dim)``.

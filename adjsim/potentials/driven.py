@@ -47,7 +47,7 @@ class Actuated(ForceField):
     Raises:
         TypeError: a potential without an energy, a signal that is not a module.
         ValueError: no signals, a name that is no parameter of the potential itself, a parameter
-            that requires grad, a value of another shape.
+            that is None or requires grad, a value of another shape.
     """
 
     def __init__(self, potential: nn.Module, **signals: nn.Module) -> None:

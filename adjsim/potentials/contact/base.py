@@ -27,7 +27,7 @@ from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 
 
 class SurfaceContact(nn.Module):
-    """What contacts with a surface at rest and with a moving one have in common.
+    """The base class of contacts with a surface, at rest or moving.
 
     All results are for all vertices. Those not in ``index`` have a gap and a normal, and no force.
 

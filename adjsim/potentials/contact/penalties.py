@@ -43,7 +43,7 @@ class Penalty(nn.Module):
         raise TypeError(f"{type(self).__name__} has no curvature(gap).")
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        """Compute the largest u'' at gaps where u is at most ``energy``; None: at any gap.
+        """Compute the largest u'' where u is at most ``energy``; None: at any gap.
 
         The result is a number, or ``(atoms,)`` if a parameter is.
         """
