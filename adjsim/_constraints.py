@@ -21,10 +21,11 @@ from adjsim._inputs import as_number
 
 
 class Positive(nn.Module):
-    """Positive numbers, ``x = exp(y)``.
+    """Positive numbers, ``x = exp(y)``, as a parametrisation of torch.
 
-    Equal steps of y are equal ratios of x, so that numbers such as moduli may be wrong by powers of
-    ten at the start.
+    ``register_parametrization(body, "youngs_modulus", Positive())`` keeps the value of the
+    parameter, and ``body.parameters()`` then has y in its place. Equal steps of y are equal ratios
+    of x, so that numbers such as moduli may be wrong by powers of ten at the start.
     """
 
     def forward(self, y: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ class Positive(nn.Module):
 class Between(nn.Module):
     """Numbers between two bounds, ``x = low + (high - low) / (1 + exp(-y))``.
 
-    The bounds are excluded. Close to a bound x hardly depends on y, so a start should be away from
-    both.
+    Register it as :class:`Positive` is. The bounds are excluded. Close to a bound x hardly depends
+    on y, so a start should be away from both.
 
     Args:
         low, high: the bounds.

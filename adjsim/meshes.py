@@ -25,7 +25,7 @@ FACES = ((0, 2, 1), (0, 1, 3), (0, 3, 2), (1, 2, 3))
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A mesh of tetrahedra, or of triangles, or of both.
+    """A mesh of tetrahedra, or of triangles, or of both, with straight edges.
 
     Args:
         vertices: ``(vertices, dim)`` rest positions; dim is 3, or 2 for triangles in the plane.
@@ -198,6 +198,9 @@ def box(lengths: Array, cells: Array) -> Mesh:
     Args:
         lengths: three edge lengths.
         cells: three numbers of cells.
+
+    Raises:
+        ValueError: not three of each, or numbers that are not positive.
     """
     corners, index = _grid("box", lengths, cells, 3)
     steps = torch.eye(3, dtype=torch.long)
@@ -218,6 +221,9 @@ def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
         lengths: two edge lengths.
         cells: two numbers of cells.
         dim: 3, a surface in the plane z = 0, whose normals are along z; or 2.
+
+    Raises:
+        ValueError: not two of each, numbers that are not positive, another dim.
     """
     corners, index = _grid("sheet", lengths, cells, 2)
     if dim not in (2, 3):
@@ -230,10 +236,11 @@ def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
 
 
 def read(path: str | Path) -> Mesh:
-    """Read a mesh from a file of any format of meshio, such as Gmsh's .msh, .vtu or .stl.
+    """Read a mesh from a file, in any format that meshio knows.
 
-    Lines and points of the file are left out. A mesh that is planar in the file has vertices of dim
-    3; ``Mesh(mesh.vertices[:, :2], triangles=mesh.triangles)`` is planar.
+    Among them are Gmsh's .msh, .vtu and .stl. Lines and points of the file are left out. A mesh
+    that is planar in the file has vertices of dim 3; ``Mesh(mesh.vertices[:, :2],
+    triangles=mesh.triangles)`` is planar.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -251,9 +258,10 @@ def write(
     point_data: Mapping[str, Array] | None = None,
     cell_data: Mapping[str, Array] | None = None,
 ) -> None:
-    """Write a mesh with fields to a file of any format of meshio, by its suffix.
+    """Write a mesh with fields to a file, in the format of its suffix.
 
-    The file is written whole or not at all. Vertices of dim 2 are written with z = 0.
+    All formats that meshio knows are written, such as .vtu for ParaView. The file is written whole
+    or not at all. Vertices of dim 2 are written with z = 0.
 
     Args:
         path: the file; folders are made.

@@ -26,6 +26,8 @@ NEWTON_STEPS = 20
 GAUGE, SHIFT = 1e-10, 1e-6
 # Share of the expected decrease of the energy that a step must reach.
 SUFFICIENT = 1e-4
+# Share of the sum of all forces from which a net force is more than rounding.
+NET_SHARE = 1e-8
 # Share of dF/dtheta along a flat direction that counts as zero.
 FLAT_SHARE = 1e-6
 
@@ -44,9 +46,9 @@ def minimize(
         F_f(q*; theta) = 0        dq_f = H_ff^+ (dF_f/dtheta dtheta - H_fc dq_c)
 
     by the implicit function theorem, with f the free atoms, c the fixed ones and H = -dF/dq at q*,
-    the Hessian of the energy. The path of the
-    minimiser is neither stored nor differentiated. The backward pass solves one linear system with
-    H_ff for each system of a batch, and its gradient has no graph.
+    the Hessian of the energy. The path of the minimiser is neither stored nor differentiated. The
+    backward pass solves one linear system with H_ff for each system of a batch, and its gradient
+    has no graph.
 
     The Hessian of up to 600 coordinates is diagonalised. A larger one is found from some dozens of
     products and factorised if each atom interacts with near atoms alone, as in an elastic body or
@@ -73,7 +75,7 @@ def minimize(
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
         tol: the largest residual force component, relative to the largest curvature times the size
             of start and minimum.
-        max_iterations: of the minimiser.
+        max_iterations: the largest number of iterations of the minimiser.
 
     Returns:
         The minimum, ``(*batch, atoms, dim)``.
@@ -85,7 +87,7 @@ def minimize(
             negative curvature); the minimum is ill-conditioned (a nonzero curvature, as a share of
             the largest, is below the square root of machine epsilon, 1.5e-8 in float64), so that
             fewer than half of the derivative's digits are left; a parameter or a fixed atom pushes
-            along a flat direction.
+            along a flat direction; a load moves all atoms together, and nothing holds them.
     """
     if isinstance(potential, ForceField):
         raise TypeError(
@@ -152,6 +154,7 @@ class _Search:
         # The steps above stop at the rounding of the energy; a few Newton steps reach the rounding
         # of the force.
         left, allowed, inverse = math.inf, 0.0, self.pseudo_inverse(q)
+        self._refuse_unheld(start, inverse)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(inverse.q.abs().max()))
             left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
@@ -164,6 +167,27 @@ class _Search:
         raise RuntimeError(
             f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
             "allowed): start nearer to a minimum, or raise max_iterations or tol."
+        )
+
+    def _refuse_unheld(self, start: Tensor, inverse: PseudoInverse) -> None:
+        """Refuse a body that a force moves without end, since no curvature holds it.
+
+        It moves until the forces of its elements are so large that what is left counts as rounding.
+        """
+        moved, extent = (inverse.q - start).mean(0), (start - start.mean(0)).abs().max()
+        if not bool(self.free.all()) or not bool(moved.norm() > extent):
+            return
+        forces = Hessian(self.potential, start).force().reshape(start.shape)
+        net = forces.sum(0)
+        if not np.linalg.norm(net) > NET_SHARE * np.abs(forces).sum():
+            return
+        along = np.tile(net / np.linalg.norm(net), (len(start), 1)).ravel()
+        for q in (start, inverse.q):
+            if np.linalg.norm(Hessian(self.potential, q).matvec(along)) > inverse.rounding:
+                return
+        raise RuntimeError(
+            f"there is no minimum: a force of {np.linalg.norm(net):.2g} moves all atoms together, "
+            "and nothing holds them. Fix atoms (fixed=...), or add a support or a weak spring."
         )
 
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:

@@ -16,7 +16,7 @@ from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.couplings import Map
+from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.splitting import Splitting
@@ -190,8 +190,18 @@ class FloatInversion(Rewind):
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the recovered state is "
                 f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "
-                "gradient would be wrong. Use Splitting(..., exact=True), pass checkpoint_every= "
-                f"to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the force is "
-                "random, or reads a value that has changed since the run, make it reproducible."
+                f"gradient would be wrong. {self._ways_out()}{single}. If the force is random, or "
+                "reads a value that has changed since the run, make it reproducible."
             )
         return true
+
+    def _ways_out(self) -> str:
+        """Write what may be used instead, of which exact steps are not for all dynamics."""
+        history = self.history
+        moves = [move for _, move in history.stepper.program.moves]
+        exact = all(isinstance(move, Shear | Scale) for move in moves)
+        fewer = "" if history.every is None else f" below {history.every}"
+        return (
+            f"{'Use Splitting(..., exact=True), pass' if exact else 'Pass'} checkpoint_every="
+            f"{fewer} to ReversibleAdjoint, or use CheckpointAdjoint()"
+        )

@@ -32,8 +32,9 @@ class CoulombFriction(Term[PhaseState]):
 
         m dw/dt = -mu N(q) tanh(abs(w)/v_s) w/abs(w),      w = (1 - n n^T)(p/m - u)
 
-    with the normal force N, the normal n and the velocity u of the surface. The rate of creep under
-    a load below ``mu N`` is at most v_s. With ``a = mu N/m`` the flow over h is exact::
+    with the normal force N, the normal n and the velocity u of the surface. There is no static
+    friction: a vertex under a load f < mu N creeps, at ``v_s atanh(f/(mu N))``. With ``a = mu N/m``
+    the flow over h is exact::
 
         w' = w abs(w')/abs(w)        abs(w') = v_s asinh(sinh(abs(w)/v_s) exp(-a h/v_s))
 

@@ -57,12 +57,13 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
     run with a longer one is refused, with the bound. For stiff bodies use an implicit solver.
-    Friction and contact have no static regime: a body under load creeps, at most at ``smoothing``.
+    Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
+    rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
     vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
-    checkpoints. Their distance follows from an estimate of N, the load at the start; give
-    ``checkpoint_every`` where impacts are much harder.
+    checkpoints. Their distance follows from an estimate of N, the load at the start. Where impacts
+    are much harder, give ``checkpoint_every`` or use :class:`~adjsim.CheckpointAdjoint`.
 
     Args:
         potential: energy of the body and of the loads on it, or a force field.
@@ -84,7 +85,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     Raises:
         ValueError: friction without a contact; negative friction or damping; stiffness damping of a
-            body with prescribed vertices, whose velocities it does not see.
+            body with prescribed vertices, whose velocities it does not see. In ``simulate``: a step
+            above the stable one, a start that is not on the path, a penetration beyond the limit.
         TypeError: a contact or a control of another kind.
     """
 
@@ -175,8 +177,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
     ) -> PhaseState:
         """Make a start, at rest unless the momentum or the velocity is given.
 
-        A velocity v becomes the momentum ``m v``, differentiable in both, and zero on fixed and
-        prescribed vertices.
+        All are ``(*batch, atoms, dim)``, or broadcast to the position. A velocity v becomes the
+        momentum ``m v``, differentiable in both, and zero on fixed and prescribed vertices.
 
         Raises:
             ValueError: both a momentum and a velocity.
@@ -208,7 +210,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
             raise ValueError(
                 f"dt = {dt:g} is too long for the stiffness of the body or its contact: steps "
                 f"above {bound:.3g} (2 / omega_max) are unstable. Use a smaller dt, softer "
-                "numbers, or an implicit solver."
+                "numbers, or an implicit solver such as BackwardEuler(dt)."
             )
 
     @torch.no_grad()

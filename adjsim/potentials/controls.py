@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
-from adjsim._inputs import as_indices, outside_inference_mode, refuse_uncalled
+from adjsim._inputs import (
+    as_indices,
+    describe_type,
+    outside_inference_mode,
+    refuse_uncalled_class,
+)
 from adjsim._params import register
 from adjsim._typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField, Pullback
@@ -162,9 +167,10 @@ class NeuralController(Controller):
 
 
 def _checked_module(name: str, value: Any) -> nn.Module:
-    refuse_uncalled(name, value)
+    refuse_uncalled_class(name, value)
     if not isinstance(value, nn.Module):
         raise TypeError(
-            f"{name} must be an nn.Module; got {type(value).__name__}. Wrap a function in a module."
+            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
+            "forward method of a module."
         )
     return value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
-from adjsim._inputs import refuse_uncalled
+from adjsim._inputs import describe_type, refuse_uncalled, refuse_uncalled_class
 from adjsim._layout import is_tracing, materialise_contiguous
 from adjsim._module import exclusive, swapped
 from adjsim._params import refuse_unknown
@@ -47,7 +47,7 @@ class Actuated(ForceField):
     Raises:
         TypeError: a potential without an energy, a signal that is not a module.
         ValueError: no signals, a name that is no parameter of the potential itself, a parameter
-            that requires grad, a value of another shape.
+            that is None or requires grad, a value of another shape.
     """
 
     def __init__(self, potential: nn.Module, **signals: nn.Module) -> None:
@@ -63,11 +63,11 @@ class Actuated(ForceField):
             )
         self.potential = potential
         for name, signal in signals.items():
-            refuse_uncalled(name, signal)
+            refuse_uncalled_class(name, signal)
             if not isinstance(signal, nn.Module):
                 raise TypeError(
                     f"{name} must be a module that maps a time to a value; got "
-                    f"{type(signal).__name__}."
+                    f"{describe_type(signal)}. Signals such as PiecewiseLinear(times, values) do."
                 )
             if self._replaced(name).requires_grad:
                 raise ValueError(
@@ -130,14 +130,25 @@ class Actuated(ForceField):
 
     def _replaced(self, name: str) -> Tensor:
         """Return the parameter of the potential that a signal replaces."""
-        found = {**self.potential._parameters, **self.potential._buffers}
-        numbers = [key for key, x in found.items() if x is not None and x.is_floating_point()]
+        potential = self.potential
+        # Buffers that are not saved, such as volumes, follow from the arguments.
+        derived = potential._non_persistent_buffers_set
+        found = {**potential._parameters, **potential._buffers}
+        numbers = [
+            key
+            for key, x in found.items()
+            if x is not None and x.is_floating_point() and key not in derived
+        ]
         if name not in numbers:
+            if getattr(potential, name, False) is None:
+                raise ValueError(
+                    f"{name} of {type(potential).__name__} is None: give it a number of the shape "
+                    "of the signal, such as torch.ones(...), which the signal replaces."
+                )
             raise ValueError(
-                f"{name} is no parameter of {type(self.potential).__name__} that a signal can "
-                f"replace; these are {', '.join(numbers) or 'none'}. A parameter that may be None "
-                "needs a number, and for a part of a sum actuate the part: Actuated(part, ...) + "
-                "rest."
+                f"{name} is no parameter of {type(potential).__name__} that a signal can replace; "
+                f"these are {', '.join(numbers) or 'none'}. For a part of a sum actuate the part: "
+                "Actuated(part, ...) + rest."
             )
         return cast(Tensor, found[name])
 

@@ -14,6 +14,7 @@ from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_tran
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.prescribed import PrescribedStream
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
@@ -248,6 +249,11 @@ class ImplicitSolver(SteppingSolver):
     def _others(self, dynamics: Dynamics[State]) -> list[str]:
         """List the terms other than stream and kick."""
         known = dynamics.terms
+        if type(known.get("A")) is PrescribedStream:
+            raise TypeError(
+                f"{type(self).__name__} does not move prescribed vertices along their path. Use a "
+                "splitting, or hold vertices by an infinite mass."
+            )
         if not isinstance(dynamics, MassiveDynamics) or (
             type(known.get("A")) is not Stream or type(known.get("B")) is not Kick
         ):
@@ -289,7 +295,7 @@ class BackwardEuler(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds m/h^2); the message gives the time.
-        TypeError: dynamics without stream and kick; ``compile=True``.
+        TypeError: dynamics without stream and kick, or with prescribed vertices; ``compile=True``.
     """
 
     theta = 1.0
@@ -322,7 +328,7 @@ class ImplicitMidpoint(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds 4 m/h^2); the message gives the time.
-        TypeError: dynamics without stream and kick; ``compile=True``.
+        TypeError: dynamics without stream and kick, or with prescribed vertices; ``compile=True``.
     """
 
     theta = 0.5

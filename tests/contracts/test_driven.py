@@ -308,7 +308,7 @@ def test_what_cannot_be_actuated_is_refused(unchecked):
     with pytest.raises(ValueError, match=r"gives shape \(5,\), and k of HarmonicBond has shape"):
         Actuated(bonds, k=Harmonics(torch.ones(1, 5), 1.0))
     body = NeoHookean(BOX, 1.0, 0.3)
-    with pytest.raises(ValueError, match="A parameter that may be None needs a number"):
+    with pytest.raises(ValueError, match="is None: give it a number of the shape"):
         Actuated(body, rest_stretch=Harmonics(torch.ones(1, 3), 1.0))
 
 

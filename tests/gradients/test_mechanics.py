@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, simulate
+import adjsim
+from adjsim import (
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ReconstructionError,
+    ReversibleAdjoint,
+    Splitting,
+    simulate,
+)
 from adjsim.dynamics.mechanics import Mechanics
+from adjsim.potentials.contact import PlaneContact
 from adjsim.potentials.controls import OpenLoop
+from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.signals import PiecewiseLinear
 from tests.mechanics import BODIES, body, masses, start, start_of
-from tests.problems import slow_but
+from tests.problems import parameter, slow_but
 
 DT, STEPS = 0.01, 12
 SHORT = ("friction",)
@@ -86,6 +96,27 @@ def test_flows_of_shears_and_scales_reverse_exactly(name):
     reversible, made = gradients(name, ReversibleAdjoint(), exact=True)
     agree(reversible, direct, 1e-12)
     assert made.stats["reconstruction_error"] == 0.0
+
+
+def test_a_lost_trajectory_names_the_ways_out():
+    """Exact steps are one for springs with damping, and not for friction."""
+    adjoint, message = ReversibleAdjoint(checkpoint_every=50), "gradient would be wrong. "
+
+    def lose(dynamics, velocity):
+        begin = dynamics.init(torch.zeros(1, 2).double(), velocity=[[velocity, 0.0]])
+        solver = Splitting(dynamics.scheme, 5e-3)
+        made = simulate(dynamics, begin, [0.0, 0.3], solver=solver, adjoint=adjoint)
+        made.final.position.sum().backward()
+
+    # Sticking multiplies errors by exp(mu g / v_s) in one unit of time: by e^147 in the run.
+    weight = Gravity(1.0, 9.81, direction=[0.2, 1.0])
+    floor = PlaneContact([0.0, 1.0], 0.0, 1e4, 1e-3)
+    with pytest.raises(ReconstructionError, match=f"{message}Pass checkpoint_every= below 50 to"):
+        lose(Mechanics(weight, contact=floor, friction=parameter(0.5)), 0.1)
+    with pytest.raises(
+        ReconstructionError, match=f"{message}Use Splitting.* pass checkpoint_every"
+    ):
+        lose(Mechanics(adjsim.Harmonic(1.0), damping=parameter(200.0)), 1.0)
 
 
 COMPILED = ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"]

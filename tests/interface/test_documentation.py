@@ -28,7 +28,9 @@ def test_sessions_print_what_the_page_shows():
     assert not failed
 
 
-@pytest.mark.parametrize("page", ["index", "initial_value_problems", "extending", "molecules"])
+@pytest.mark.parametrize(
+    "page", ["index", "initial_value_problems", "extending", "molecules", "mechanics"]
+)
 def test_blocks_of_code_run(page, capsys, monkeypatch):
     # Files are named as from the root of the repository.
     monkeypatch.chdir(DOCS.parent)

@@ -272,6 +272,10 @@ def test_what_does_not_go_together_is_refused():
     esh = adjsim.ESH(adjsim.Harmonic())
     with pytest.raises(TypeError, match="ESH has no such terms; use a splitting"):
         run(esh, esh.init(torch.ones(2, 2), generator=0), [0.0, 0.3], ImplicitMidpoint(0.1))
+    path = adjsim.PiecewiseLinear([0.0, 1.0], torch.ones(2, 1, 1))
+    led = adjsim.Mechanics(adjsim.Harmonic(), prescribed=([0], path))
+    with pytest.raises(TypeError, match="BackwardEuler does not move prescribed vertices along"):
+        run(led, led.init(torch.ones(2, 1)), [0.0, 0.3], BackwardEuler(0.1))
     with pytest.raises(ValueError, match="tol must be positive; got 0"):
         BackwardEuler(0.1, tol=0.0)
     with pytest.raises(ValueError, match="dt must be a positive time"):

@@ -27,7 +27,7 @@ from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 
 
 class SurfaceContact(nn.Module):
-    """What contacts with a surface at rest and with a moving one have in common.
+    """The base class of contacts with a surface, at rest or moving.
 
     All results are for all vertices. Those not in ``index`` have a gap and a normal, and no force.
 
@@ -100,7 +100,7 @@ class SurfaceContact(nn.Module):
             raise ValueError(
                 f"vertex {worst % position.shape[-2]} is at the gap {found:g} from the surface, "
                 f"below {lowest:g}, the lowest one that {type(self.penalty).__name__} allows: "
-                "decrease dt, or increase the stiffness or the distance of the penalty."
+                f"decrease dt, or increase the stiffness or the {self.penalty.reach}."
             )
 
     def _relative(self, position: Tensor, t: Any) -> Tensor:

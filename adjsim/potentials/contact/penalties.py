@@ -24,9 +24,11 @@ class Penalty(nn.Module):
 
     Attributes:
         lowest: the gap below which a run stops with an error; None: any gap is allowed.
+        reach: the argument that allows vertices to come closer, for error messages.
     """
 
     lowest: float | None = None
+    reach: ClassVar[str] = "depth"
 
     def element(self, gap: Tensor) -> Tensor:
         """Compute u(g), elementwise."""
@@ -41,7 +43,7 @@ class Penalty(nn.Module):
         raise TypeError(f"{type(self).__name__} has no curvature(gap).")
 
     def largest_curvature(self, energy: float | None = None) -> Tensor:
-        """Compute the largest u'' at gaps where u is at most ``energy``; None: at any gap.
+        """Compute the largest u'' where u is at most ``energy``; None: at any gap.
 
         The result is a number, or ``(atoms,)`` if a parameter is.
         """
@@ -186,6 +188,7 @@ class Barrier(Penalty):
     """
 
     lowest = 0.0
+    reach = "distance"
 
     stiffness: Tensor
     distance: Tensor

@@ -77,7 +77,7 @@ class Surface(nn.Module):
 
 
 class Plane(Surface):
-    """The plane ``n . x = offset``, with matter on the side to which n points.
+    """The plane ``n^T x = offset``, with matter on the side to which n points.
 
     The gap is ``n . x - offset`` with ``n = normal / abs(normal)``.
 
@@ -247,7 +247,8 @@ class Moving(nn.Module):
         surface: the surface where the path is zero.
         path: a module or function from the time, a float or a tensor, to the shift ``(dim,)``,
             differentiable. Tensors that it reads and that require grad must be parameters or
-            buffers of a module.
+            buffers of a module. Friction needs the velocity, ``path.rate(t)``, which the signals of
+            ``adjsim.potentials`` have.
 
     Raises:
         TypeError: no :class:`Surface`, or a path that cannot be called.

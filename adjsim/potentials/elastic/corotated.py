@@ -49,7 +49,7 @@ class CorotatedLinear(ElasticPotential):
     it for stiff bodies with small strains and large rotations. The product of the force is finite
     where singular values of F are equal. At rank one and at reflections with two opposite singular
     values R is not unique and the force jumps; there it is that of one of the possible rotations,
-    and R counts as constant. Within about 1e-3 |F| of such an F, R is approximate.
+    and R counts as constant. Within about 1e-3 of the norm of F of such an F, R is approximate.
 
     Args:
         mesh, youngs_modulus, poissons_ratio, rest_stretch: see
