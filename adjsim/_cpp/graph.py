@@ -214,6 +214,16 @@ class Lowering:
                 parts = [
                     View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
                 ]
+            # A concatenation that is read here alone needs no memory of its own.
+            parts = [
+                inner
+                for part, source in zip(parts, args[0], strict=True)
+                for inner in (
+                    part.operands
+                    if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
+                    else (part,)
+                )
+            ]
             joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
             self.store(joined)
             return joined
