@@ -1,7 +1,8 @@
 """The statements of a graph: the order of its stored values, and the loops that they share.
 
 A value is computed as soon as its stored operands are. Sums over matrices of pairs are postponed
-until nothing else is ready, so that as many as possible share one loop over pairs.
+until nothing else is ready, so that as many as possible share one loop over pairs. A value that
+only one later loop reads, element by element, is then computed in that loop and not stored.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from dataclasses import dataclass
 
 from adjsim._cpp.calls import Call, Called
 from adjsim._cpp.graph import Lowering
-from adjsim._cpp.nests import Nest, Task
+from adjsim._cpp.nests import Task
+from adjsim._cpp.stages import Stage, StoredExpression, fuse, nests
 from adjsim._cpp.values import (
-    Body,
     Buffer,
     Index,
-    Indices,
     Joined,
     Lazy,
     Reduced,
@@ -57,7 +57,6 @@ class Function:
         first_function: int = 0,
     ) -> None:
         self.large, self.threads = lowering.large, threads
-        self.lines: list[str] = []
         self.scratch: list[Buffer] = []
         self.functions = {
             call: [f"functions[{first_function + i}]" for i in range(at, at + len(call.addresses))]
@@ -65,11 +64,15 @@ class Function:
         }
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        self._order(tasks, output_tasks, [] if result is None else [result])
+        stages = self._order(tasks, output_tasks, [] if result is None else [result])
+        self.scratch = [
+            value.buffer for value in tasks if value.buffer and not value.buffer.variable
+        ]
+        self.lines = [line for stage in stages for line in stage.lines]
 
     def _order(
         self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
-    ) -> None:
+    ) -> list[Stage]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [
@@ -84,18 +87,16 @@ class Function:
                 todo.extend(needs[value])
                 # A call writes all of its outputs.
                 todo.extend(_written_with(value))
+        for value in tasks.keys() - wanted:
+            del tasks[value]
         # The order of the graph makes the generated source reproducible.
-        remaining = [value for value in tasks if value in wanted]
-        done: set[Value] = set()
-        for value in remaining:
-            assert value.buffer is not None
-            if not value.buffer.variable:
-                self.scratch.append(value.buffer)
+        remaining, done = list(tasks), set[Value]()
+        stages: list[Stage] = []
         while remaining:
             ready = [value for value in remaining if needs[value] & wanted <= done]
             called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
             if called is not None:
-                self.lines += called.lines(self.functions[called])
+                stages.append(Stage(call=called.lines(self.functions[called])))
                 done.update(called.outputs)
                 remaining = [value for value in remaining if value not in done]
                 continue
@@ -103,22 +104,19 @@ class Function:
                 value for value in ready if all(task.work <= self.large for task in tasks[value])
             ]
             chosen = small or self._sharing_loop(ready, tasks)
-            self._emit([task for value in chosen for task in tasks[value]])
+            stages.append(nests((task for value in chosen for task in tasks[value]), self.threads))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        self._emit(output_tasks)
+        stages.append(nests(output_tasks, self.threads))
+        others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
+        others += [value for result in results for value in _stored_operands(result)]
+        fuse(stages, {value.buffer.name for value in others if value.buffer})
+        return stages
 
     def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
         """Select large sums that share one loop with the first."""
         space = tasks[ready[0]][0].space
         return [value for value in ready if tasks[value][0].space == space]
-
-    def _emit(self, tasks: Iterable[Task]) -> None:
-        nests: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Task]] = {}
-        for task in tasks:
-            nests.setdefault(task.space, []).append(task)
-        for (kept, summed), group in nests.items():
-            self.lines += Nest(kept, summed, group, self.threads).lines()
 
 
 def _numbered(calls: Iterable[Call]) -> Iterator[tuple[Call, int]]:
@@ -151,17 +149,6 @@ def _tasks(value: Value) -> list[Task]:
         return tasks
     assert isinstance(value, Lazy)
     return [Task(value.buffer, StoredExpression(value))]
-
-
-class StoredExpression(Value):
-    """The expression of a stored value, which is evaluated to fill its buffer."""
-
-    def __init__(self, value: Lazy) -> None:
-        super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
-        self.value = value
-
-    def load(self, body: Body, index: Indices) -> str:
-        return self.value.print(body, index)
 
 
 def _stored_operands(value: Value, below: bool = False) -> set[Value]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from adjsim._cpp.calls import CALLS, Call, Called
-from adjsim._cpp.indexing import SPLITS, gathered, indexed, reshaped, scattered, split
+from adjsim._cpp.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.values import (
@@ -59,6 +59,7 @@ class Lowering:
     Attributes:
         stored: the stored values, in the order of the graph.
         calls: the calls of compiled functions.
+        checked: the constants that are indices.
         outputs: the values of the graph's outputs.
     """
 
@@ -66,6 +67,7 @@ class Lowering:
         self.large = large
         self.stored: list[Value] = []
         self.calls: list[Call] = []
+        self.checked: list[Checked] = []
         self.values: dict[Node, Any] = {}
         placeholders = iter(inputs)
         for node in graph.graph.nodes:
@@ -199,10 +201,11 @@ class Lowering:
             return Arange(shape, dtype, begin=begin, step=step)
         if base == "index_select":
             x, axis, number = args
-            return gathered(self.store, meta, x, axis % len(x.shape), [number], wraps=False)
+            axis %= len(x.shape)
+            return gathered(self.store, self.checked, meta, x, axis, [number], wraps=False)
         if base == "index":
             indices = [None if x is None else self.values[x] for x in args[1]]
-            return indexed(self.store, meta, args[0], indices)
+            return indexed(self.store, self.checked, meta, args[0], indices)
         if base in ("cat", "stack"):
             axis = args[1] % len(shape) if len(args) > 1 else 0
             parts = [self.values[part] for part in args[0]]
@@ -211,6 +214,16 @@ class Lowering:
                 parts = [
                     View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
                 ]
+            # A concatenation that is read here alone needs no memory of its own.
+            parts = [
+                inner
+                for part, source in zip(parts, args[0], strict=True)
+                for inner in (
+                    part.operands
+                    if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
+                    else (part,)
+                )
+            ]
             joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
             self.store(joined)
             return joined

@@ -1,11 +1,14 @@
 """Splitting, reshaping and indexing of values.
 
-``store`` is :meth:`adjsim._cpp.graph.Lowering.store`, which gives a value a buffer.
+``store`` is :meth:`adjsim._cpp.graph.Lowering.store`, which gives a value a buffer. Indices that
+are constants of a loop are checked once, before the loop; others where they are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +29,35 @@ from adjsim._cpp.values import (
 from adjsim._cpp.views import selecting, slicing, unsqueezed
 
 Store = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Constants of a loop that are indices, and their copy in the range from 0 to length - 1.
+
+    Attributes:
+        source: the constants.
+        least: the least index that is allowed. Negative ones count from the end.
+        length: the number of places.
+    """
+
+    source: Buffer
+    least: int
+    length: int
+
+    @cached_property
+    def buffer(self) -> Buffer:
+        """The copy. The ends of its rows, like those of the constants, are zeros."""
+        ends = "" if self.least == 0 else "_from_end"
+        return replace(self.source, name=f"{self.source.name}_below{self.length}{ends}")
+
+    @property
+    def lines(self) -> list[str]:
+        """The statements that fill the copy."""
+        number = _in_range(f"{self.source.name}[i]", self.least, self.length, "&refused")
+        return [
+            f"for (int64_t i = 0; i < {self.buffer.size}; ++i) {self.buffer.name}[i] = {number};"
+        ]
 
 
 # Operators of torch with several outputs, each a view of their argument.
@@ -83,32 +115,49 @@ def reshaped(store: Store, x: Value, meta: Tensor) -> Value:
     return View(tuple(meta.shape), meta.dtype, (flat_memory,), map=merged)
 
 
-def indexed(store: Store, meta: Tensor, x: Value, indices: Sequence[Value | None]) -> Value:
+def indexed(
+    store: Store,
+    checked: list[Checked],
+    meta: Tensor,
+    x: Value,
+    indices: Sequence[Value | None],
+) -> Value:
     """Lower indexing by index tensors along adjacent axes."""
     numbers = {axis: index for axis, index in enumerate(indices) if index is not None}
     first = min(numbers)
     neighbours = list(numbers) == list(range(first, first + len(numbers)))
     if not neighbours or any(number.dtype != torch.int64 for number in numbers.values()):
         raise UnprintableError("index by masks, or along axes that are not adjacent")
-    return gathered(store, meta, x, first, list(numbers.values()), wraps=True)
+    return gathered(store, checked, meta, x, first, list(numbers.values()), wraps=True)
 
 
 def gathered(
-    store: Store, meta: Tensor, x: Value, axis: int, numbers: list[Value], wraps: bool
+    store: Store,
+    checked: list[Checked],
+    meta: Tensor,
+    x: Value,
+    axis: int,
+    numbers: list[Value],
+    wraps: bool,
 ) -> Value:
     """Select elements by index tensors along the axes from ``axis`` on.
 
-    With ``wraps``, negative indices count from the end.
+    With ``wraps``, negative indices count from the end. Constant indices are added to ``checked``.
     """
     store(x)
-    checked = []
+    places: list[Value] = []
     for length, number in zip(x.shape[axis:], numbers, strict=False):
         least = -length if wraps else 0
+        constant = _constant(number)
+        if constant is not None:
+            checked.append(Checked(constant, least, length))
+            places.append(_reading(number, checked[-1].buffer))
+            continue
 
         def in_range(text: str, length: int = length, least: int = least) -> str:
-            return f"in_range({text}, {least}, {length}, refused)"
+            return _in_range(text, least, length, "refused")
 
-        checked.append(
+        places.append(
             Pointwise(
                 number.shape,
                 torch.int64,
@@ -118,8 +167,28 @@ def gathered(
             )
         )
         # Rows of indices are not padded, since the padding would be read as indices.
-        store(checked[-1], fill=False)
-    return Gathered(tuple(meta.shape), meta.dtype, (x, *checked), axis=axis)
+        store(places[-1], fill=False)
+    return Gathered(tuple(meta.shape), meta.dtype, (x, *places), axis=axis)
+
+
+def _in_range(text: str, least: int, length: int, refused: str) -> str:
+    return f"in_range({text}, {least}, {length}, {refused})"
+
+
+def _constant(value: Value) -> Buffer | None:
+    """Return the constant of which a value is a view with all of its elements."""
+    whole = value.numel == value.source.numel and all(
+        varies or n == 1 for varies, n in zip(value.varies, value.shape, strict=True)
+    )
+    buffer = value.source.buffer
+    return buffer if buffer and buffer.constant and not buffer.variable and whole else None
+
+
+def _reading(value: Value, buffer: Buffer) -> Value:
+    """Return a value, or a view of it, that reads another buffer."""
+    if isinstance(value, View):
+        return replace(value, operands=(_reading(value.operands[0], buffer),))
+    return replace(value, buffer=buffer)
 
 
 def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *args: Any) -> Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
+from adjsim._cpp.indexing import Checked
 from adjsim._cpp.library import compiled
 from adjsim._cpp.once import Once
 from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
@@ -140,6 +141,8 @@ class _Program:
         self.functions: list[str] = []
         self.addresses: list[int] = []
         self.declarations: set[str] = set()
+        # Of each function, by the names of their copies.
+        self.checked: dict[str, dict[str, Checked]] = {}
         self.work = 0
         consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
         carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
@@ -191,6 +194,7 @@ class _Program:
         lowering = Lowering(part.graph, inputs, self.large)
         kept = lowering.outputs[1:] if result else lowering.outputs
         targets = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
+        self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         function = Function(
             lowering,
             targets,
@@ -217,6 +221,7 @@ class _Program:
         names = [_parameter(b, const=True) for b in inputs] + [
             _parameter(b, const=False) for b in outputs
         ]
+        names += [_parameter(x.buffer, const=True) for x in self.checked[name].values()]
         self.functions.append(
             "\n".join(
                 [
@@ -255,7 +260,8 @@ class _Program:
                 at += _bytes(buffer)
             else:
                 lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
-        for buffer in [*current, *next_carry]:
+        checked = {name: x for found in self.checked.values() for name, x in found.items()}
+        for buffer in [*(x.buffer for x in checked.values()), *current, *next_carry]:
             kind = TYPES[buffer.dtype]
             lines.append(f"{kind}* {buffer.name} = ({kind}*)(memory + {at});")
             at += _bytes(buffer)
@@ -268,11 +274,14 @@ class _Program:
 
         def call(function: str, *buffers: Buffer | str) -> str:
             names = [b if isinstance(b, str) else b.name for b in buffers]
+            names += self.checked[function]
             return f"{function}({', '.join([*names, 'work', '&refused', 'functions'])})"
 
         lines += [
             f"char* work = memory + {at};",
             "int refused = 0;",
+            *(line for x in checked.values() for line in x.lines),
+            *(["if (refused) { std::free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
             f"while ({call('more', 'k', consts[0])}) {{",
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry)};",
@@ -302,8 +311,8 @@ def _constant_buffer(name: str, x: Tensor) -> Buffer:
     A scalar is a variable. Rows are padded unless the constant is large.
     """
     if x.numel() == 1:
-        return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True)
-    return _buffer(name, x, fill=x.numel() <= COPY_LIMIT)
+        return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
+    return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
 
 
 def _bytes(buffer: Buffer) -> int:

@@ -69,6 +69,7 @@ class Buffer:
     Attributes:
         row: the padded length of a row along the innermost axis; 0 without padding.
         variable: whether it is a variable.
+        constant: whether its numbers are the same in all iterations of a loop.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Buffer:
     strides: tuple[int, ...]
     row: int = 0
     variable: bool = False
+    constant: bool = False
 
     @property
     def size(self) -> int:

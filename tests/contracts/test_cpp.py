@@ -395,6 +395,39 @@ def test_numbers_out_of_range_are_refused(name):
         run()
 
 
+# Of 13 rows, which are padded: from the beginning, from the end, and columns of different ranges.
+PLACES = torch.tensor([[k % 5, -1 - k % 7, k + 30] for k in range(13)])
+
+
+def test_parts_of_constants_have_ranges_of_their_own():
+    x, places = numbers(50), PLACES.T.contiguous()
+
+    def function(x: Tensor, places: Tensor, own: Tensor) -> Tensor:
+        return x[:5][places[0]] * x[places[1]] * x[43:][places[1]] + x[places[2]] * x[own]
+
+    own = torch.arange(13)
+    assert torch.equal(printed(function, x, places, own), function(x, places, own))
+
+
+@pytest.mark.parametrize("wrong", [50, -51])
+def test_constant_indices_out_of_range_are_refused(wrong):
+    places = torch.arange(13)
+    places[7] = wrong
+    constants = Constants(torch.tensor(2), (numbers(50), torch.arange(13)))
+    loop, path = compile_loop(
+        spec(lambda x, places: x[places]),
+        nullcontext,
+        constants,
+        (torch.zeros(13, dtype=torch.float64),),
+        exact=False,
+        short=False,
+        what="a test",
+    )
+    assert path == "C++"
+    with pytest.raises(IndexError, match="out of range"):
+        loop(constants._replace(inputs=(numbers(50), places)), (numbers(13),))
+
+
 @pytest.mark.marathon
 def test_numbers_out_of_range_are_refused_by_inductor():
     """Its unchecked indices would read other memory."""

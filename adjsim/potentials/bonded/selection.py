@@ -53,7 +53,9 @@ class Selection(nn.Module):
 
 def _sum(x: Tensor, index: Tensor, *tables: Tensor) -> Tensor:
     for table in tables:
-        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)[..., table].sum(-2)
+        # Zeros that do not depend on x leave a concatenation before without another reader.
+        zero = torch.zeros((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
+        x = torch.cat([x, zero], -1)[..., table].sum(-2)
     return x
 
 
