@@ -34,12 +34,12 @@ SETTINGS = {
     "frequency": 1.0,
     "largest_amplitude": 0.2,
     "first_amplitude": 0.1,
-    "dt": 0.004,
+    "dt": 0.0025,
     "time": 4.0,
-    "updates": 100,
+    "updates": 80,
     "rate": 0.1,
     # Undoing a step multiplies the rounding of a vertex that sticks by about
-    # exp(mu N dt / (m v_s)), which is exp(1) at rest and larger in an impact.
+    # exp(mu N dt / (m v_s)), with a load N that is largest where the body lands.
     "checkpoint_every": 2,
 }
 
