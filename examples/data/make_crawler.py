@@ -27,7 +27,7 @@ SETTINGS = {
     "poissons_ratio": 0.3,
     "g": 9.81,
     "friction": 0.5,
-    "smoothing": 0.02,
+    "smoothing": 0.04,
     "damping": 2.0,
     "contact_stiffness": 5e4,
     "contact_width": 0.002,
@@ -35,12 +35,12 @@ SETTINGS = {
     "largest_amplitude": 0.2,
     "first_amplitude": 0.1,
     "dt": 0.0025,
-    "time": 4.0,
-    "updates": 80,
+    "time": 3.0,
+    "updates": 60,
     "rate": 0.1,
     # Undoing a step multiplies the rounding of a vertex that sticks by about
     # exp(mu N dt / (m v_s)), with a load N that is largest where the body lands.
-    "checkpoint_every": 2,
+    "checkpoint_every": 3,
 }
 
 
@@ -105,9 +105,7 @@ def run(dynamics, mesh, settings):
         state,
         [0.0, settings["time"]],
         solver=adjsim.Splitting(dynamics.scheme, settings["dt"]),
-        adjoint=adjsim.ReversibleAdjoint(
-            checkpoint_every=settings["checkpoint_every"], tol=1e-8
-        ),
+        adjoint=adjsim.ReversibleAdjoint(checkpoint_every=settings["checkpoint_every"]),
         compile=True,
     ).final
     mass = mesh.lumped_mass(settings["density"])
