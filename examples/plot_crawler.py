@@ -166,7 +166,7 @@ print(
     f"travel before {way['before'][-1]:.2e} m, after {way['after'][-1]:.6f} m, "
     f"of the mirror image {back:.6f} m"
 )
-print(f"stored: {study['travel'][0]:.2e} m and {study['travel'][-1]:.6f} m")
+print(f"stored by the training: {study['travel'][-1]:.6f} m")
 # Sums in another order round differently.
 assert abs(way["before"]).max() < 1e-10
 assert abs(back + way["after"][-1]) < 1e-8
@@ -209,9 +209,9 @@ assert np.polyfit(columns, lower, 1)[0] < 0
 # %%
 # All of the travel is due to friction. Without it the muscles cannot move the centre of
 # mass at all, since their forces come in pairs. The gait was learnt at a coefficient of
-# friction of 0.5, and travels on other floors too.
+# friction of 0.5. It travels less far where that is smaller, and where it is larger.
 
-MUS = [0.05, 0.1, 0.2, 0.5, 1.0]
+MUS = [0.1, 1.0]
 with torch.no_grad():
     smooth = make_crawler(amplitude, phase, friction=0.0)
     slips = travel(run(smooth, 0.5, compile=False)[-1])
@@ -220,6 +220,7 @@ print(f"without friction {slips:.2e} m")
 for mu, value in zip(MUS, ways, strict=True):
     print(f"friction {mu:4}: {100 * value:.2f} cm")
 assert abs(slips) < 1e-12
+assert 0 < max(ways) < way["after"][-1]
 
 # %%
 # Before and after
