@@ -30,11 +30,11 @@ torch.set_num_threads(1)  # a small body
 # The cube has an edge of 0.1 m, 64 vertices and 162 tetrahedra. It is a
 # :class:`~adjsim.NeoHookean` solid with gravity. The floor is a smooth penalty,
 # :class:`~adjsim.PlaneContact`, whose width of 1 mm is two to three steps of the fall.
-# Friction is that of Coulomb, smooth below a sliding velocity of 0.1 m/s.
+# Friction is that of Coulomb, smooth below a sliding velocity of 0.25 m/s.
 #
 # The masses of the vertices are one parameter, which body, weight and start share.
 
-SIDE, G, END = 0.1, 9.81, 0.3
+SIDE, G, END = 0.1, 9.81, 0.25
 cube = meshes.box([SIDE] * 3, [3] * 3)
 
 
@@ -59,19 +59,19 @@ body = adjsim.NeoHookean(cube, parameter(3e4), parameter(0.3))
 weight = adjsim.Gravity(mass, G)
 floor = adjsim.PlaneContact([0.0, 0.0, 1.0], 0.0, parameter(1000.0), width=1e-3)
 dynamics = adjsim.Mechanics(
-    body + weight, mass, contact=floor, friction=parameter(0.4), smoothing=0.1
+    body + weight, mass, contact=floor, friction=parameter(0.25), smoothing=0.25
 )
 
 
 def simulate(ts=(0.0, END), dt=2.5e-4):
-    # A corner that sticks is slowed down by a factor of e^4 in a step, which multiplies
-    # rounding errors in the reversed step. So every third state is stored.
+    # A corner that sticks is slowed down by up to e^2 in a step, and the reversed step
+    # multiplies its rounding error as much. So every sixth state is stored.
     return adjsim.simulate(
         dynamics,
         dynamics.init(START, velocity=velocity + spinning),
         ts,
         solver=adjsim.Splitting(dynamics.scheme, dt),
-        adjoint=adjsim.ReversibleAdjoint(checkpoint_every=3),
+        adjoint=adjsim.ReversibleAdjoint(checkpoint_every=6),
         compile=True,
     )
 
@@ -84,7 +84,7 @@ def simulate(ts=(0.0, END), dt=2.5e-4):
 # ringing. In flight the momentum along the floor and the energy are conserved. On the
 # floor friction takes both, and the load is up to eleven times the weight.
 
-FRAMES = 60
+FRAMES = 50
 with torch.no_grad():
     run = simulate(torch.linspace(0, END, FRAMES + 1))
     q, p = run.position, run.momentum
@@ -104,7 +104,7 @@ flying = gap > 1e-2
 falling = flying & (times < 0.1)
 fall = momentum[0, 2] - pull * times
 assert flying.sum() > 20
-# Sums of 64 momenta round at 1e-15 in each of 1,200 steps.
+# Sums of 64 momenta round at 1e-15 in each of 1,000 steps.
 assert (momentum[falling, 2] - fall[falling]).abs().max() < 1e-12
 rebound = momentum[flying & (times > 0.1), :2]
 assert (momentum[falling, :2] - momentum[0, :2]).abs().max() < 1e-12
@@ -142,7 +142,7 @@ with torch.no_grad():
     for dt in (2.5e-4, 1.25e-4):
         end = simulate(dt=dt).final
         errors.append((dynamics.energy(end) - total[0]).item())
-    dynamics.friction.fill_(0.4)
+    dynamics.friction.fill_(0.25)
 print(f"energy error without friction {errors[0]:.2e} J, half the step {errors[1]:.2e}")
 assert 3 < errors[0] / errors[1] < 5
 
@@ -150,7 +150,7 @@ assert 3 < errors[0] / errors[1] < 5
 # Gradients through the impact
 # ----------------------------
 #
-# The distance is that of the centre of mass after 0.3 s. The gradient with respect to
+# The distance is that of the centre of mass after 0.25 s. The gradient with respect to
 # the masses becomes that of the density by the chain rule.
 
 NUMBERS = {
@@ -221,8 +221,10 @@ assert max(abs(a - b) for a, b in effect.values()) < 0.01 * largest
 # A gradient that is exact for the steps taken is of use if it tells where a change
 # leads. The lines are the gradients at points of the curves.
 
-CHANGES = {"friction": np.linspace(0.05, 0.95, 7), "Young's modulus": [1e4, 1.5e4, 2e4]}
-CHANGES["Young's modulus"] += [3e4, 4e4, 5e4, 6e4]
+CHANGES = {
+    "friction": np.linspace(0.05, 0.65, 5),
+    "Young's modulus": np.linspace(1e4, 5e4, 5),
+}
 fig, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
 axes[0].barh(list(effect), [1e3 * change for change, _ in effect.values()])
 axes[0].axvline(0, color="k", lw=0.5)
@@ -239,7 +241,7 @@ for ax, (name, values) in zip(axes[1:], CHANGES.items(), strict=True):
     with torch.no_grad():
         number.fill_(before)
     x, y, slopes = np.array(scans).T
-    reach = 0.25 * np.diff(x).min() * np.array([[-1.0], [1.0]])
+    reach = 0.3 * np.diff(x).min() * np.array([[-1.0], [1.0]])
     ax.plot(x + reach, y + reach * slopes, "C1", lw=2)
     ax.plot(x, y, "C0o", ms=4)
     ax.set(xlabel=name, ylabel="distance (m)", title=f"distance by {name}")

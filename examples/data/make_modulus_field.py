@@ -35,12 +35,12 @@ SETTINGS = {
     "dt": 4e-4,
     "frames": 40,
     "steps_per_frame": 4,
-    "noise": 1e-4,
+    "noise": 3e-4,
     # Every fourth frame is held out.
     "held_out": 4,
-    "strengths": [1000.0, 300.0, 100.0, 30.0, 10.0, 3.0],
+    "strengths": [100.0, 30.0, 10.0, 3.0, 1.0, 0.1],
     "start": 2e5,
-    "iterations": 60,
+    "iterations": 45,
     "seed": 7,
 }
 mesh = meshes.box(SETTINGS["lengths"], SETTINGS["cells"])
