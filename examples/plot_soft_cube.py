@@ -82,7 +82,7 @@ def simulate(ts=(0.0, END), dt=2.5e-4):
 #
 # The cube lands on an edge, is pressed together, and leaves the floor turning and
 # ringing. In flight the momentum along the floor and the energy are conserved. On the
-# floor friction takes both, and the load is up to eleven times the weight.
+# floor friction takes both, and the load is up to ten times the weight.
 
 FRAMES = 50
 with torch.no_grad():
@@ -219,7 +219,8 @@ assert max(abs(a - b) for a, b in effect.values()) < 0.01 * largest
 
 # %%
 # A gradient that is exact for the steps taken is of use if it tells where a change
-# leads. The lines are the gradients at points of the curves.
+# leads. The lines are the gradients at points of the curves. Above a friction of about
+# 0.35 the vertices on the floor stick, and more friction has little effect.
 
 CHANGES = {
     "friction": np.linspace(0.05, 0.65, 5),
