@@ -395,6 +395,47 @@ def test_numbers_out_of_range_are_refused(name):
         run()
 
 
+def costly(x: Tensor) -> Tensor:
+    """A value that is stored where it is read more than once."""
+    return (x * x + 1) * x + x
+
+
+def elementwise(x: Tensor) -> Tensor:
+    y = costly(x)
+    z = costly(y - y * x)
+    return z * y - z
+
+
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one loop": elementwise,
+    "other places": lambda x: costly(x)[1:] * costly(x)[:-1] + elementwise(x)[:1],
+    "a reshaped value": lambda x: elementwise(x).reshape(4, 25)[1] * elementwise(x)[:25],
+    "by index": lambda x: (lambda y: y[torch.arange(99, -1, -1)] * y)(elementwise(x)),
+    "a concatenation": lambda x: (lambda y: torch.cat([y, y * y]))(elementwise(x)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_values_that_one_loop_reads(name):
+    x = numbers(100)
+    assert torch.equal(printed(READERS[name], x), READERS[name](x))
+
+
+def test_values_that_one_loop_reads_are_not_stored(monkeypatch):
+    sources: list[str] = []
+
+    def compiled(source: str, threads: bool) -> object:
+        sources.append(source)
+        return library.compiled(source, threads)
+
+    monkeypatch.setattr("adjsim._cpp.program.compiled", compiled)
+    for function in (elementwise, lambda x: elementwise(x).sum() * x):
+        printed(function, numbers(100))
+    counts = [source.count("__restrict b") for source in sources]
+    # A loop that sums keeps both of the values that it reads.
+    assert counts == [0, 2]
+
+
 # Of 13 rows, which are padded: from the beginning, from the end, and columns of different ranges.
 PLACES = torch.tensor([[k % 5, -1 - k % 7, k + 30] for k in range(13)])
 
