@@ -18,7 +18,6 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
-from adjsim.dynamics.start_energy import check_potential
 from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
@@ -125,7 +124,7 @@ def run(
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
         dynamics.check(state)
-        check_potential(dynamics.potential, state.position)
+        dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
         problem = Problem(
             dynamics,
@@ -140,7 +139,7 @@ def run(
         )
         if noise is not None:
             problem.stats["seed"] = noise.seed
-        paths = pair_paths(dynamics.potential, state.position.detach())
+        paths = pair_paths(dynamics.potential, state[0].detach())
         if paths:
             problem.stats["pairs"] = paths
         if compile:

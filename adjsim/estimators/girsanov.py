@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
-from adjsim._state import AnyState, State
+from adjsim._state import AnyState, State, position_of
 from adjsim._trajectory import TimeAverage, Trajectory, check_times
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.recorder import Recorder, Recording
@@ -129,7 +129,7 @@ class Girsanov(ChunkedEstimator):
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
         problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
-        problem.stats["pairs"] = pair_paths(dynamics.potential, start.position) or None
+        problem.stats["pairs"] = pair_paths(dynamics.potential, position_of(start)) or None
         stepper, inputs = prepare(problem)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._params import trainable
-from adjsim._state import AnyState
+from adjsim._state import AnyState, position_of
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
@@ -49,7 +49,7 @@ class PathScore(ABC):
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
         self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
-        replicas = inputs.state.position.shape[0]
+        replicas = position_of(inputs.state).shape[0]
         self.total = {
             name: p.new_zeros((replicas, *p.shape))
             for name, p in self.parameter_vjp.parameters.items()
@@ -92,7 +92,7 @@ class _EulerMaruyama(PathScore):
         self.scale = _ratio(group["mobility"], group["noise"])
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        self.add(before.position, self.scale * self.noise(step)[0], step)
+        self.add(position_of(before), self.scale * self.noise(step)[0], step)
 
 
 class _OBABO(PathScore):
@@ -103,8 +103,8 @@ class _OBABO(PathScore):
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         first, second = self.noise(step)
-        self.add(before.position, self.scale * first, step)
-        self.add(after.position, self.scale * self.c * second, step + 1)
+        self.add(position_of(before), self.scale * first, step)
+        self.add(position_of(after), self.scale * self.c * second, step + 1)
 
 
 class _BAOAB(PathScore):
@@ -114,13 +114,13 @@ class _BAOAB(PathScore):
         # A position gets two half kicks ("h" is dt/2): the last of one step and the first of the
         # next. The initial position gets one.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating_sum = torch.zeros_like(inputs.state.position)
+        self.alternating_sum = torch.zeros_like(position_of(inputs.state))
         for step in range(stepper.clock.last - 1, -1, -1):
             self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         kicks = 1 if step == 0 else 2
-        self.add(before.position, kicks * self.half * self.alternating_sum, step)
+        self.add(position_of(before), kicks * self.half * self.alternating_sum, step)
         self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from adjsim._state import State
+from adjsim._state import State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map, Shear
 from adjsim.dynamics.overdamped import OverdampedLangevin
@@ -51,9 +51,9 @@ class EulerMaruyama(SteppingSolver):
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         assert isinstance(dynamics, OverdampedLangevin)
-        friction = dynamics.frictions(state.position)
-        noise = torch.sqrt(2 * dynamics.kT.to(state.position) * self.dt / friction)
-        weights = torch.tensor(self.weights).to(state.position)
+        friction = dynamics.frictions(position_of(state))
+        noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
+        weights = torch.tensor(self.weights).to(position_of(state))
         return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
 
     def __repr__(self) -> str:

@@ -173,10 +173,11 @@ class _StepNoise(BaseBrownian):
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
         super().__init__()
         problem = equation._field.problem
-        self._noise, self._draws, self._like = noise, draws, problem.state.position
-        *batch, atoms, dim = problem.state.position.shape
-        self._replicas = math.prod(batch)
-        self._width = atoms * dim * sum(term.draws for term in problem.dynamics.terms.values())
+        dynamics, state = problem.dynamics, problem.state
+        self._noise, self._draws, self._like = noise, draws, state[0]
+        self._replicas = dynamics.batch_shape(state).numel()
+        draw = dynamics.draw_shape(float(problem.times[0]), state).numel()
+        self._width = draw * sum(term.draws for term in dynamics.terms.values())
         self._layout = list(zip(equation.sizes, equation.noisy(), strict=True))
 
     def __call__(
