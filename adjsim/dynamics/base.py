@@ -154,6 +154,11 @@ class Dynamics(nn.Module, Generic[State]):
                 amplitude[name] = value.expand_as(amplitude[name])
         return type(state)(**amplitude)
 
+    def noisy_fields(self, t: Any, state: State) -> list[bool]:
+        """Return which fields have noise."""
+        with torch.no_grad():
+            return [bool((x != 0).any()) for x in self.diffusion(t, state)]
+
     @property
     def stochastic(self) -> bool:
         """Whether the dynamics has noise."""

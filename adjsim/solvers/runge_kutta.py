@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 from adjsim._inputs import describe_type
 from adjsim._state import State
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.couplings import Map
-from adjsim.dynamics.sources import Coefficients, MoveContext, Time
+from adjsim.dynamics.sources import Coefficients, Time
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+from adjsim.solvers.drift_move import DriftMove
 from adjsim.solvers.tableaus import TABLEAUS, Tableau
 
 LETTER = "Y"
@@ -45,32 +43,6 @@ def _add_rates(y: Tensor | None, h: float, weights: Sequence[float], rates: list
         if weight != 0:
             y = h * weight * rate if y is None else torch.add(y, rate, alpha=h * weight)
     return y
-
-
-@dataclass(frozen=True)
-class RungeKuttaMove(Map):
-    """One step as a map without an inverse, which counts its evaluations of the drift."""
-
-    stages: int = 1
-
-    def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the step."""
-        context.forces.count(self.stages)
-        after = super().flow(state, context)
-        context.forces.count_backward(after, self.stages)
-        return after
-
-    def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
-    ) -> State:
-        """Propagate the cotangents back through the step, from the state before it."""
-        # Each stage is evaluated again, and has one product.
-        context.forces.count(2 * self.stages)
-        return super().backward(after, context, cotangents, before)
 
 
 class RungeKutta(SteppingSolver):
@@ -134,14 +106,14 @@ class RungeKutta(SteppingSolver):
             added = increment(dynamics, tableau, t, dt, kind._make(fields))
             return tuple(y + x for y, x in zip(fields, added, strict=True))
 
-        move = RungeKuttaMove(
+        move = DriftMove(
             state._fields,
             step,
             None,
             (Time(),),
             "the stages of an explicit step",
             reads_parameters=True,
-            stages=len(tableau.b),
+            evaluations=len(tableau.b),
         )
         return Program((Stage(LETTER, (move,), 0.0),), self.dt, self.order)
 
