@@ -158,6 +158,7 @@ class SDE(FieldDynamics):
             )
 
 
+@torch.enable_grad()
 def _depends(values: tuple[Tensor, ...], state: AnyState) -> bool:
     """Return whether values depend on the fields of a state."""
     tracked = [value.sum() for value in values if value.requires_grad]
