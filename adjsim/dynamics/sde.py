@@ -120,7 +120,7 @@ class SDE(FieldDynamics):
         """Compute ``diffusion(t, y) dW`` by field, for increments ``(*batch, *draw_shape)``."""
         found = self.amplitudes(t, state)
         if self.matrix:
-            return tuple((g @ dW.unsqueeze(-1)).squeeze(-1) for g in found)
+            return tuple((g * dW.unsqueeze(-2)).sum(-1) for g in found)
         if self.noise == "scalar":
             return tuple(g * dW for g in found)
         parts = dW.split([y.shape[-1] for y in state], -1)

@@ -116,8 +116,8 @@ def test_runge_kutta_takes_any_dynamics_without_noise(name):
 
     direct = grads(RungeKutta("rk4", 0.01), DirectAdjoint())
     agree(grads(RungeKutta("rk4", 0.01), CheckpointAdjoint()), direct, 1e-12)
-    # The error of rk4 at this dt is about 1e-8 of the gradient, and that of dopri5 about 1e-7.
-    agree(grads(ODESolver(), DirectAdjoint()), direct, 1e-6)
+    # The tolerance of dopri5, 1e-7 of the state, and terms of a gradient that cancel.
+    agree(grads(ODESolver(), DirectAdjoint()), direct, 1e-5)
 
 
 class Driven(adjsim.ForceField):
