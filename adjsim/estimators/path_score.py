@@ -16,6 +16,7 @@ from adjsim._state import AnyState, position_of
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.dynamics.sde import SDE
 from adjsim.estimators.functional import with_values
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.euler_maruyama import EulerMaruyama
@@ -49,7 +50,7 @@ class PathScore(ABC):
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
         self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
-        replicas = position_of(inputs.state).shape[0]
+        replicas = inputs.state[0].shape[0]
         self.total = {
             name: p.new_zeros((replicas, *p.shape))
             for name, p in self.parameter_vjp.parameters.items()
@@ -95,6 +96,38 @@ class _EulerMaruyama(PathScore):
         self.add(position_of(before), self.scale * self.noise(step)[0], step)
 
 
+class _FieldEulerMaruyama(PathScore):
+    """The score of an SDE with diagonal noise, ``sum_k sqrt(dt) xi_k . (drift' / diffusion)``."""
+
+    def __init__(self, dynamics: SDE, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        self.dynamics = dynamics
+        replicas = inputs.state[0].shape[0]
+        self.values = {name: p.detach() for name, p in dynamics.trainable().items()}
+        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.values.items()}
+
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        t = self.stepper.clock.time(step)
+        parts = self.noise(step)[0].split([y.shape[-1] for y in before], -1)
+        scale = self.stepper.clock.dt**0.5
+        weights = tuple(
+            scale * _ratio(xi, g)
+            for xi, g in zip(parts, self.dynamics.amplitudes(t, before), strict=True)
+        )
+
+        def along(
+            values: dict[str, Tensor], fields: tuple[Tensor, ...], w: tuple[Tensor, ...]
+        ) -> Tensor:
+            state = type(before)._make(fields)
+            rates = with_values(self.dynamics, values, lambda: self.dynamics.drift(t, state))
+            return torch.cat([x * y for x, y in zip(rates, w, strict=True)]).sum()
+
+        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(
+            self.values, tuple(before), weights
+        )
+        self.total = {name: total + found[name] for name, total in self.total.items()}
+
+
 class _OBABO(PathScore):
     def __init__(self, dynamics: Langevin, stepper: Stepper, inputs: Inputs) -> None:
         super().__init__(dynamics, stepper, inputs)
@@ -126,11 +159,13 @@ class _BAOAB(PathScore):
 
 def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
     """Divide drift by noise; the ratio is zero for pinned atoms, which have neither."""
-    return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
+    return torch.where(noise != 0, drift / torch.where(noise != 0, noise, 1.0), 0.0)
 
 
 def path_score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> PathScore:
     """Make the score of the paths of a scheme."""
+    if isinstance(dynamics, SDE):
+        return _FieldEulerMaruyama(dynamics, stepper, inputs)
     if isinstance(solver, EulerMaruyama):
         return _EulerMaruyama(dynamics, stepper, inputs)
     return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)

@@ -141,6 +141,33 @@ def test_estimators_on_an_ornstein_uhlenbeck_process(estimator, observable):
         assert abs(float(value - expected)) < 0.02 + 6 * float(error)
 
 
+def test_girsanov_on_an_ornstein_uhlenbeck_process():
+    """The gradient of the discrete steps: E y = (1 - k dt)^n."""
+    sde = SDE(Decay(), Size())
+    simulation = adjsim.Simulation(
+        sde, lambda n, g: sde.init(torch.ones(n, 1)), [0, 1.0], solver=adjsim.EulerMaruyama(0.1)
+    )
+    found = adjsim.Girsanov()(
+        simulation, adjsim.Final(lambda s: s.y[:, 0]), replicas=2000, chunks=8, generator=0
+    )
+    grad, error = found.grad["drift_fun.k"], found.grad_stderr["drift_fun.k"]
+    # Five standard errors of eight chunks.
+    assert abs(float(grad) + 0.95**9) < 5 * float(error)
+    assert float(error) < 0.1
+    noisy = SDE(Decay(), Decay())
+    with pytest.raises(ValueError, match="the diffusion has a parameter that requires grad"):
+        adjsim.Girsanov()(
+            adjsim.Simulation(
+                noisy,
+                lambda n, g: noisy.init(torch.ones(n, 1)),
+                [0, 1.0],
+                adjsim.EulerMaruyama(0.1),
+            ),
+            adjsim.Final(lambda s: s.y[:, 0]),
+            replicas=4,
+        )
+
+
 def test_compare_shows_estimators_side_by_side():
     sde = SDE(Decay(), Size())
     simulation = adjsim.Simulation(
