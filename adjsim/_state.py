@@ -1,29 +1,28 @@
 """States: immutable named tuples of tensors, with a field for each physical quantity.
 
-Every dynamics has its own state, and every state begins with ``position`` of shape ``(*batch,
-atoms, dim)``. A step returns a new state and never writes into an old one, so states may be stored,
-shared and compared without copying.
+Every dynamics has its own state. A state of matter begins with ``position`` of shape ``(*batch,
+atoms, dim)``, and a state of a vector field has fields ``(*batch, n)``. The first field gives the
+batch, the dtype and the device. A step returns a new state and never writes into an old one, so
+states may be stored, shared and compared without copying.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, cast, overload, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from adjsim._inputs import as_tensor
-from adjsim._typing import Positions
+from adjsim._typing import Positions, Vectors
 
 
 @runtime_checkable
 class AnyState(Protocol):
-    """A state of unknown type: a named tuple of tensors that has a position."""
+    """A state of unknown type: a named tuple of tensors."""
 
-    @property
-    def position(self) -> Tensor: ...
     @property
     def _fields(self) -> tuple[str, ...]: ...
     @classmethod
@@ -39,8 +38,16 @@ class AnyState(Protocol):
 
 
 @runtime_checkable
-class AnyMomentumState(AnyState, Protocol):
-    """A state of unknown type that has a momentum."""
+class AnyPositionState(AnyState, Protocol):
+    """A state of unknown type that has a position."""
+
+    @property
+    def position(self) -> Tensor: ...
+
+
+@runtime_checkable
+class AnyMomentumState(AnyPositionState, Protocol):
+    """A state of unknown type that has a position and a momentum."""
 
     @property
     def momentum(self) -> Tensor: ...
@@ -56,6 +63,17 @@ class PhaseState(NamedTuple):
 
     position: Positions
     momentum: Positions
+
+
+class FieldState(NamedTuple):
+    """The state y of a vector field, ``(*batch, n)``."""
+
+    y: Vectors
+
+
+def position_of(state: AnyState) -> Tensor:
+    """Return the position of a state that has one."""
+    return cast(AnyPositionState, state).position
 
 
 def detached(state: State) -> State:
@@ -99,7 +117,7 @@ def as_state(state: Any) -> Any:
     """Convert the fields of a state from arrays or lists to tensors.
 
     Lists take dtype and device of the first field. Anything that is not a named tuple is returned
-    unchanged, for :func:`check_state` to refuse.
+    unchanged, for ``check`` of the dynamics to refuse.
     """
     if not isinstance(state, tuple) or not hasattr(state, "_fields") or not state:
         return state
@@ -125,22 +143,25 @@ def check_position(position: Tensor) -> None:
         )
 
 
-def check_state(state: AnyState, kind: type[Any]) -> None:
-    """Refuse a start of the wrong kind, shape, dtype or device, or not finite."""
+def check_kind(state: AnyState, kind: type[Any]) -> None:
+    """Refuse a start of the wrong kind."""
     if not isinstance(state, kind):
         raise TypeError(
             f"this dynamics steps a {kind.__name__}, not a {type(state).__name__}: "
-            "make the start with dynamics.init(position, ...)."
+            f"make the start with dynamics.init({kind._fields[0]}, ...)."
         )
-    position = state.position
-    if not isinstance(position, Tensor) or not position.is_floating_point():
-        raise ValueError("position must be a floating-point tensor of shape (*batch, atoms, dim).")
-    check_position(position)
-    for name, value in zip(state._fields, state, strict=True):
-        if value.dtype != position.dtype or value.device != position.device:
+
+
+def check_fields(state: AnyState) -> None:
+    """Refuse fields of several dtypes or devices, or not finite."""
+    name, first = state._fields[0], state[0]
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        raise ValueError(f"{name} must be a floating-point tensor.")
+    for other, value in zip(state._fields, state, strict=True):
+        if value.dtype != first.dtype or value.device != first.device:
             raise ValueError(
-                f"{name} is {value.dtype} on {value.device} and position {position.dtype} on "
-                f"{position.device}: give all fields the same dtype and device."
+                f"{other} is {value.dtype} on {value.device} and {name} {first.dtype} on "
+                f"{first.device}: give all fields the same dtype and device."
             )
         if not in_transform() and not bool(torch.isfinite(value.detach()).all()):
-            raise ValueError(f"{name} has NaN or infinite entries at the start.")
+            raise ValueError(f"{other} has NaN or infinite entries at the start.")

@@ -152,8 +152,8 @@ class Trajectory(Generic[State]):
         graph = "" if any(x.requires_grad for x in saved) else ", no gradient"
         return (
             f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
-            f"t = {self.times[0]:g} to {self.times[-1]:g}, position "
-            f"{tuple(self.final.position.shape)}{graph})"
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, {self.final._fields[0]} "
+            f"{tuple(self.final[0].shape)}{graph})"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 Positions = Float[Tensor, "*batch atoms dim"]
 Energies = Float[Tensor, "*batch"]
+Vectors = Float[Tensor, "*batch n"]
 # Converted to a tensor where a tensor is needed.
 Array = Tensor | np.ndarray | Sequence[Any]
 PositionsLike = Real[Tensor, "*batch atoms dim"] | np.ndarray | Sequence[Any]
@@ -25,4 +26,4 @@ Times = Sequence[float | int] | np.ndarray | Tensor
 # The source of random numbers: a seed, a generator, or torch's default generator.
 Seed = int | np.integer | torch.Generator | None
 
-__all__ = ["Array", "Energies", "Number", "Positions", "PositionsLike", "Seed", "Times"]
+__all__ = ["Array", "Energies", "Number", "Positions", "PositionsLike", "Seed", "Times", "Vectors"]

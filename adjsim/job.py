@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adjsim._state import AnyState
+from adjsim._state import AnyState, position_of
 from adjsim._trajectory import Final, TimeAverage
 from adjsim.adjoints import (
     Adjoint,
@@ -96,7 +96,7 @@ class Job:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
-        check_potential(self.model.potential, state.position)
+        check_potential(self.model.potential, position_of(state))
         self.solver.program(self.model, state)
 
     @property

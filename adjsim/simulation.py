@@ -18,7 +18,6 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
-from adjsim.dynamics.start_energy import check_potential
 from adjsim.potentials.pair import pair_paths
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
@@ -125,7 +124,7 @@ def run(
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
         dynamics.check(state)
-        check_potential(dynamics.potential, state.position)
+        dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
         problem = Problem(
             dynamics,
@@ -140,7 +139,7 @@ def run(
         )
         if noise is not None:
             problem.stats["seed"] = noise.seed
-        paths = pair_paths(dynamics.potential, state.position.detach())
+        paths = pair_paths(dynamics.potential, state[0].detach())
         if paths:
             problem.stats["pairs"] = paths
         if compile:
@@ -228,14 +227,17 @@ def _check_captured(
 ) -> None:
     """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
-    Drift and record are evaluated once, at the start. A tensor that is first read later in the run
-    is refused then.
+    Drift, diffusion and record are evaluated once, at the start. A tensor that is first read later
+    in the run is refused then.
     """
     if in_transform() or not torch.is_grad_enabled():
         return
     probe = type(state)._make(x.detach().requires_grad_() for x in state)
     for name, rate in dynamics.drift(times[0], probe)._asdict().items():
         refuse_captured(rate, dynamics, probe, f"the drift of {name}")
+    if dynamics.stochastic:
+        for name, amplitude in dynamics.diffusion(times[0], probe)._asdict().items():
+            refuse_captured(amplitude, dynamics, probe, f"the diffusion of {name}")
     if record is not None:
         function = record.function if isinstance(record, TimeAverage) else record
         value = function(probe)

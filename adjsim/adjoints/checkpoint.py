@@ -88,7 +88,7 @@ class Recompute(Rewind):
             inputs,
             forces,
         )
-        self.tolerance = rounding_tolerance(inputs.state.position.dtype)
+        self.tolerance = rounding_tolerance(inputs.state[0].dtype)
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[AnyState]] = []
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adjsim._progress import with_progress
-from adjsim._state import AnyState, State
+from adjsim._state import AnyState, State, position_of
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
@@ -90,9 +90,9 @@ class ForwardLoops:
         driver, recording = self.driver, self.recording
         if start == 0 and driver.program.shares_force:
             with torch.no_grad():
-                self.forces.force(state.position, driver.clock.time(0))
+                self.forces.force(position_of(state), driver.clock.time(0))
             # None where the force depends on a time that passes while the position stays.
-            self.force = self.forces.cached(state.position)
+            self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
             averaging = driver.averages(start + 1)
@@ -129,7 +129,7 @@ class ForwardLoops:
             k = torch.zeros_like(constants.steps)
             if driver.exact and carry.force:
                 stats = {"energy_evaluations": 0}
-                position = kind._make(map(driver.unpack, carry.state)).position
+                position = position_of(kind._make(map(driver.unpack, carry.state)))
                 program = driver.program.with_spacings(constants.spacings)
                 forces = program.forces(driver.dynamics.potential, stats=stats)
                 force = forces.force(position, driver.time(constants, k)(0.0))
@@ -145,7 +145,7 @@ class ForwardLoops:
         ) -> tuple[Tensor, ForwardCarry]:
             stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
             state = kind._make(map(driver.unpack, carry.state))
-            known = (state.position, driver.unpack(carry.force[0])) if carry.force else None
+            known = (position_of(state), driver.unpack(carry.force[0])) if carry.force else None
             program = driver.program.with_spacings(constants.spacings)
             forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
             state = program.step(
@@ -155,7 +155,7 @@ class ForwardLoops:
             if averaging:
                 value = driver.recorder.value(driver.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
-            force = (driver.pack(forces.force(state.position, t(1.0))),) if carry.force else ()
+            force = (driver.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
             loop.evaluations_per_step = stats["energy_evaluations"]
             return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
 

@@ -115,15 +115,21 @@ class LoopRunner:
         )
         self.dynamics, self.tensors = problem.dynamics, problem.tensors
         self.recorder = Recorder(problem.record, stepper.clock)
-        position = problem.state.position
-        self.batch, self.device = position.shape[:-2], position.device
-        drawn = self.program.draws * position.numel()
+        state, axes = problem.state, problem.dynamics.system_axes
+        self.batch, self.device = problem.dynamics.batch_shape(state), state[0].device
+        # Numbers in a contiguous row: atoms or entries of one system, or systems.
+        self.row = max(state[0].shape[-axes], self.batch.numel())
+        drawn = (
+            0
+            if stepper.noise is None
+            else self.program.draws * self.batch.numel() * stepper.noise.shape.numel()
+        )
         self.length = (
             max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
         )
-        # The last move of a step that writes the position.
+        # The last move of a step that writes the position, or the first field of any other state.
         self.last_position_move = max(
-            i for i, (_, move) in enumerate(self.program.moves) if "position" in move.writes
+            i for i, (_, move) in enumerate(self.program.moves) if state._fields[0] in move.writes
         )
         coefficients = inputs.coefficients
         self.wanted = [
@@ -307,7 +313,7 @@ class LoopRunner:
     ) -> Loop:
         loop = Loop()
         # For rows shorter than a vector, scalar code is faster and compiles in half the time.
-        short = max(self.problem.state.position.shape[-2], self.batch.numel()) < VECTOR
+        short = self.row < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
         within = partial(self._within, spec.backward, loop)

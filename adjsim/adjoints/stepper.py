@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._progress import with_progress
@@ -19,8 +18,6 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
-from adjsim.dynamics.start_energy import describe_not_finite
-from adjsim.potentials.base import force
 from adjsim.solvers.base import Problem, Program, SteppingSolver
 
 # Steps between finiteness checks.
@@ -75,18 +72,22 @@ class Clock:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise of a run's steps, for states ``(*batch, atoms, dim)``.
+    """The noise of a run's steps.
 
     Attributes:
         noise: the noise of the run.
         draws: number of noise fields that a step draws.
         noise_steps: number of steps whose draws one step uses, including its own.
-        like: a position, for its shape, dtype and device.
+        batch: the shape of the batch.
+        shape: the shape of one draw for one system, such as ``(atoms, dim)``.
+        like: a field, for its dtype and device.
     """
 
     noise: Noise
     draws: int
     noise_steps: int
+    batch: torch.Size
+    shape: torch.Size
     like: Tensor
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
@@ -96,23 +97,21 @@ class StepNoise:
     def of_steps(self, step: int, count: int) -> Tensor:
         """Return the draws of ``count`` steps from number ``step``.
 
-        Their shape is ``(count, draws, *batch, atoms, dim)``.
+        Their shape is ``(count, draws, *batch, *shape)``.
         """
-        *batch, atoms, dim = self.like.shape
-        rows = self.noise.span(step, count, self._shape, self.like)
-        return rows.reshape(count, *batch, self.draws, atoms, dim).movedim(-3, 1)
+        rows = self.noise.span(step, count, self._rows, self.like)
+        drawn = rows.reshape(count, *self.batch, self.draws, *self.shape)
+        return drawn.movedim(1 + len(self.batch), 1)
 
     def _drawn(self, step: int) -> Sequence[Tensor]:
-        *batch, atoms, dim = self.like.shape
-        drawn = self.noise(step, self._shape, self.like)
+        drawn = self.noise(step, self._rows, self.like)
         if self.draws == 1:
-            return (drawn.reshape(self.like.shape),)
-        return drawn.reshape(*batch, self.draws, atoms, dim).unbind(-3)
+            return (drawn.reshape(*self.batch, *self.shape),)
+        return drawn.reshape(*self.batch, self.draws, *self.shape).unbind(len(self.batch))
 
     @property
-    def _shape(self) -> tuple[int, int]:
-        *batch, atoms, dim = self.like.shape
-        return math.prod(batch), self.draws * atoms * dim
+    def _rows(self) -> tuple[int, int]:
+        return self.batch.numel(), self.draws * self.shape.numel()
 
 
 class Observer(Protocol):
@@ -233,13 +232,13 @@ class Stepper:
                 self._check_states(good, good_step, state, k, inputs, problem.dynamics)
             if k - good_step >= FINITE_EVERY or k == last:
                 if not self._is_valid(state):
-                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics.potential)
+                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
                 good, good_step = detached(state), k
             for observer in observers:
                 observer.visit(k, state, entries)
         if lattice is not None:
             problem.stats["buffer_bits"] = (
-                (spilled + lattice.buffered_bits(state)) / (last * state.position.numel())
+                (spilled + lattice.buffered_bits(state)) / (last * state[0].numel())
                 if last
                 else 0.0
             )
@@ -292,17 +291,14 @@ class Stepper:
 
     @torch.no_grad()
     def _raise_at_step(
-        self, state: AnyState, start: int, stop: int, inputs: Inputs, potential: nn.Module
+        self, state: AnyState, start: int, stop: int, inputs: Inputs, dynamics: Dynamics[Any]
     ) -> None:
-        first, k, forces = state, start, self.program.forces(potential)
+        first, k, forces = state, start, self.program.forces(dynamics.potential)
         while self._is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
-        remedy = (
-            f"Use a smaller dt (it is {self.clock.dt:g}), or start from a configuration with "
-            "smaller forces."
-        )
+        remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or {dynamics.remedy}."
         lattice = self.program.lattice
         if lattice is not None and all_finite(state):
             raise OverflowError(
@@ -310,10 +306,10 @@ class Stepper:
                 "exact=False."
             )
         if k == 1:
-            # An energy may be finite where its force is not, such as that of a root at zero.
-            found = force(potential, first.position, self.clock.time(0))
-            if not bool(torch.isfinite(found).all()):
-                reason = describe_not_finite(potential, first.position, found, "force")
+            reason = dynamics.describe_first_step(
+                self.clock.time(0), detached(self.from_lattice(first))
+            )
+            if reason is not None:
                 raise FloatingPointError(
                     f"the simulation reached NaN or infinity {where}: {reason}"
                 )
@@ -350,7 +346,12 @@ def prepare(
     if program.draws:
         assert problem.noise is not None
         noise = StepNoise(
-            problem.noise, program.draws, program.noise_steps, state.position.detach()
+            problem.noise,
+            program.draws,
+            program.noise_steps,
+            dynamics.batch_shape(state),
+            dynamics.draw_shape(float(problem.times[0]), state),
+            state[0].detach(),
         )
     clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
     return Stepper(program, clock, noise, growth), Inputs(

@@ -24,11 +24,14 @@ from adjsim._state import (
     MomentumState,
     PhaseState,
     State,
+    check_fields,
+    check_kind,
     check_position,
-    check_state,
+    position_of,
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.start_energy import check_potential, describe_force_not_finite
 from adjsim.potentials.base import ForceField
 
 
@@ -70,10 +73,17 @@ class Term(Generic[State]):
 
 
 class Dynamics(nn.Module, Generic[State]):
-    """The base class of dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term)."""
+    """The base class of dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term).
+
+    ``system_axes`` is the number of trailing axes of the first field that belong to one system:
+    atoms and dim of a position. The axes before them are the batch.
+    """
 
     state_type: type[State] = cast("type[State]", PhaseState)
+    system_axes = 2
     damping_name = "friction"
+    # What the message of a run that leaves the finite numbers recommends beside a smaller step.
+    remedy = "start from a configuration with smaller forces"
     # Whether check_state is called for the states of a run.
     checks_states = False
     # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
@@ -115,6 +125,14 @@ class Dynamics(nn.Module, Generic[State]):
             "generator)."
         )
 
+    def batch_shape(self, state: AnyState) -> torch.Size:
+        """Return the shape of the batch of a state."""
+        return state[0].shape[: -self.system_axes]
+
+    def draw_shape(self, t: float, state: AnyState) -> torch.Size:
+        """Return the shape of one draw of noise for one system: that of the first field."""
+        return state[0].shape[-self.system_axes :]
+
     def drift(self, t: Any, state: State) -> State:
         """Compute dy/dt without the noise, as a state of rates."""
         total: dict[str, Tensor] = {}
@@ -126,7 +144,7 @@ class Dynamics(nn.Module, Generic[State]):
             for name, value in state._asdict().items()
             if name not in total
         }
-        return self.state_type(**{**zeros, **total})
+        return type(state)(**{**zeros, **total})
 
     def diffusion(self, t: Any, state: State) -> State:
         """Compute the diffusion of ``dy = drift dt + diffusion dW``, zero without noise."""
@@ -134,7 +152,12 @@ class Dynamics(nn.Module, Generic[State]):
         for term in self.terms.values():
             for name, value in term.diffusion(t, state).items():
                 amplitude[name] = value.expand_as(amplitude[name])
-        return self.state_type(**amplitude)
+        return type(state)(**amplitude)
+
+    def noisy_fields(self, t: Any, state: State) -> list[bool]:
+        """Return which fields have noise."""
+        with torch.no_grad():
+            return [bool((x != 0).any()) for x in self.diffusion(t, state)]
 
     @property
     def stochastic(self) -> bool:
@@ -179,7 +202,17 @@ class Dynamics(nn.Module, Generic[State]):
 
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
-        check_state(state, self.state_type)
+        check_kind(state, self.state_type)
+        check_position(position_of(state))
+        check_fields(state)
+
+    def check_rates(self, t: float, state: AnyState) -> None:
+        """Refuse, before any work, a start at which the equations have no finite value."""
+        check_potential(self.potential, position_of(state))
+
+    def describe_first_step(self, t: float, state: AnyState) -> str | None:
+        """Return why the first step from a state is not finite; None if its rates are finite."""
+        return describe_force_not_finite(self.potential, position_of(state), t)
 
     def check_step(self, dt: float, state: State, t: float = 0.0) -> None:
         """Refuse, before any work, an explicit step that is too long to be stable at a start."""
@@ -348,7 +381,7 @@ def check_dof(dof: float | None, state: AnyState) -> None:
 
     Frozen coordinates and conserved momenta make them fewer.
     """
-    coordinates = math.prod(state.position.shape[-2:])
+    coordinates = math.prod(position_of(state).shape[-2:])
     if dof is not None and dof > coordinates:
         raise ValueError(
             f"dof is {dof:g}, more than atoms x dim = {coordinates} of one system: give at most "
@@ -357,6 +390,6 @@ def check_dof(dof: float | None, state: AnyState) -> None:
 
 
 def check_entries(name: str, value: Tensor, state: AnyState) -> None:
-    atoms = state.position.shape[-2]
+    atoms = position_of(state).shape[-2]
     if value.numel() not in (1, atoms):
         raise ValueError(f"{name} has {value.numel()} entries and the state {atoms} atoms.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,8 +108,7 @@ class ForceEvaluator:
         if value is None:
             value = force(self.potential, position, t, self.grid)
             self.count()
-            if value.requires_grad:
-                value.register_hook(counted_backward(self.stats))
+            self.count_backward((value,), 1)
             self._position, self._value = position, value
         return value
 
@@ -124,9 +123,15 @@ class ForceEvaluator:
             self.count()
         return self._linear[1]
 
-    def count(self) -> None:
-        """Add one pass over the energy."""
-        self.stats["energy_evaluations"] += 1
+    def count(self, passes: int = 1) -> None:
+        """Add passes over the energy, or evaluations of a drift."""
+        self.stats["energy_evaluations"] += passes
+
+    def count_backward(self, values: Iterable[Tensor], passes: int) -> None:
+        """Count backpropagation through values, if there is any, as so many passes."""
+        tracked = next((x for x in values if x.requires_grad), None)
+        if tracked is not None:
+            tracked.register_hook(counted_backward(self.stats, passes))
 
     def refuse_unknown(self, output: Tensor, known: list[Tensor], what: str) -> None:
         """Refuse a value that depends on an unknown tensor that requires grad.
@@ -136,8 +141,8 @@ class ForceEvaluator:
         refuse_unknown(output, self.potential, [*self.parameters.values(), *known], what)
 
 
-def counted_backward(stats: dict[str, Any]) -> Callable[[Tensor], None]:
-    """Return a tensor hook that counts backpropagation through a force as another pass.
+def counted_backward(stats: dict[str, Any], passes: int = 1) -> Callable[[Tensor], None]:
+    """Return a tensor hook that counts backpropagation as another pass, or as several.
 
     The hook refers to the statistics alone. A hook that referred to the evaluator, which keeps the
     force, would be a cycle through autograd's graph, which Python's garbage collector cannot see:
@@ -145,6 +150,6 @@ def counted_backward(stats: dict[str, Any]) -> Callable[[Tensor], None]:
     """
 
     def count(grad: Tensor) -> None:
-        stats["energy_evaluations"] += 1
+        stats["energy_evaluations"] += passes
 
     return count

@@ -80,7 +80,7 @@ class Lattice:
         self.scaled = tuple(
             dict.fromkeys(move.field for _, move in all_moves if isinstance(move, Scale))
         )
-        self.width, self.systems = len(state), math.prod(state.position.shape[:-2])
+        self.width, self.systems = len(state), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(state)
         self._lattice_type = _lattice_type(self._kind, self.scaled)
         scales = _scales(dynamics, state, dt)
@@ -106,8 +106,8 @@ class Lattice:
             for a, m in all_moves
             if isinstance(m, Scale) and isinstance(m.source, Coefficient)
         ]
-        self._denominator = torch.tensor(DENOMINATOR, device=state.position.device)
-        self._half = torch.tensor(0.5, dtype=torch.float64, device=state.position.device)
+        self._denominator = torch.tensor(DENOMINATOR, device=state[0].device)
+        self._half = torch.tensor(0.5, dtype=torch.float64, device=state[0].device)
         self._state_dependent = any(
             isinstance(m, Scale) and not isinstance(m.source, Coefficient) for _, m in all_moves
         )
@@ -253,7 +253,7 @@ class BufferGrowth:
             return None
         return (
             sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
-            / state.position.numel()
+            / state[0].numel()
         )
 
 
@@ -341,9 +341,9 @@ def _check_supported(
                 f"{type(dynamics).__name__} is neither. Use exact=False with {reversible}"
                 "CheckpointAdjoint()."
             )
-    if state.position.dtype != torch.float64:
+    if state[0].dtype != torch.float64:
         raise ValueError(
-            f"exact=True needs a float64 state, not {state.position.dtype}: the lattice uses the "
+            f"exact=True needs a float64 state, not {state[0].dtype}: the lattice uses the "
             "53 bits of a float64, and the 24 of a float32 would leave it coarser than the steps."
         )
     if in_transform():
@@ -374,8 +374,6 @@ def _scales(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Ten
         if name in known_scales:
             sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
-        largest = (
-            largest.amax((-1, -2), keepdim=True) if value.ndim >= state.position.ndim else largest
-        )
+        largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state[0].ndim else largest
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
-from adjsim._state import AnyMomentumState, AnyState
+from adjsim._state import AnyMomentumState, AnyState, position_of
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
@@ -327,7 +327,7 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
     def check(self, state: AnyState) -> None:
         super().check(state)
         check_dof(self.dof, state)
-        expected = (*state.position.shape[:-2], self.length, 1, 1)
+        expected = (*position_of(state).shape[:-2], self.length, 1, 1)
         for name in ("bath_position", "bath_momentum"):
             if getattr(state, name).shape != expected:
                 raise ValueError(

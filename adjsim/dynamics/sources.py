@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState
+from adjsim._state import AnyState, position_of
 from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 
@@ -99,7 +99,7 @@ class Time:
     """The time, which is not differentiated."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return torch.as_tensor(context.t, dtype=torch.float64, device=state.position.device)
+        return torch.as_tensor(context.t, dtype=torch.float64, device=state[0].device)
 
     def vjp(
         self, state: AnyState, context: MoveContext, cotangents: Cotangents
@@ -169,12 +169,12 @@ class Force:
     """The force at the position."""
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return context.forces.force(state.position, context.t)
+        return context.forces.force(position_of(state), context.t)
 
     def vjp(
         self, state: AnyState, context: MoveContext, cotangents: Cotangents
     ) -> tuple[Tensor, Accumulate]:
-        linear = context.forces.linear(state.position, context.t)
+        linear = context.forces.linear(position_of(state), context.t)
         return linear.value, lambda cotangent: cotangents.add_to_force(linear, cotangent)
 
 
@@ -217,13 +217,14 @@ class Function:
 class FunctionOfTime:
     """The value of ``function(t, like)``, differentiated automatically.
 
-    It reads modules of the dynamics. ``like`` is a detached position, for shape, dtype and device.
+    It reads modules of the dynamics. ``like`` is the detached first field of the state (the
+    position), for shape, dtype and device.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
 
     def value(self, state: AnyState, context: MoveContext) -> Tensor:
-        return self.function(Time().value(state, context), state.position.detach())
+        return self.function(Time().value(state, context), state[0].detach())
 
     def vjp(
         self, state: AnyState, context: MoveContext, cotangents: Cotangents

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adjsim._module import refuse_written, version_of
 from adjsim._state import in_transform
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import ForceField, Potential, SumPotential
+from adjsim.potentials.base import ForceField, Potential, SumPotential, force
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
 
 
@@ -53,6 +53,17 @@ def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, w
         return f"{text}: {remedy}"
     i, j, distance = closest_atoms(position[system], _box_of(potential))
     return f"{text}. The closest atoms, {i} and {j}, are {distance:g} apart: move them, or {remedy}"
+
+
+def describe_force_not_finite(potential: nn.Module, position: Tensor, t: float) -> str | None:
+    """Describe the force at a start if it is not finite; return None if it is.
+
+    An energy may be finite where its force is not, such as that of a root at zero.
+    """
+    found = force(potential, position, t)
+    if bool(torch.isfinite(found).all()):
+        return None
+    return describe_not_finite(potential, position, found, "force")
 
 
 def _has_units(potential: nn.Module) -> bool:

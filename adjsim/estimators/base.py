@@ -76,11 +76,13 @@ class Simulation(Generic[State]):
         with torch.no_grad():
             state = as_state(self.initial(replicas, as_generator(generator)))
         self.dynamics.check(state)
-        if state.position.ndim < 3 or state.position.shape[0] != replicas:
+        shape, batch = state[0].shape, self.dynamics.batch_shape(state)
+        if batch[:1] != (replicas,):
+            system = ("n",) if self.dynamics.system_axes == 1 else ("atoms", "dim")
             raise ValueError(
-                f"initial({replicas}, generator) returned positions of shape "
-                f"{tuple(state.position.shape)}; the leading axis must be the {replicas} replicas: "
-                f"({replicas}, atoms, dim)."
+                f"initial({replicas}, generator) returned {state._fields[0]} of shape "
+                f"{tuple(shape)}; the leading axis must be the {replicas} replicas: "
+                f"({', '.join((str(replicas), *system))})."
             )
         return state
 
@@ -184,7 +186,7 @@ class ChunkedEstimator(Estimator):
         starts = simulation.starts(replicas, generator)
         seed = seed_from(generator) if simulation.dynamics.stochastic else None
         parts: list[Chunk] = []
-        with PeakMemory(starts.position.device) as memory:
+        with PeakMemory(starts[0].device) as memory:
             begun = time.perf_counter()
             for part in slices:
                 noise = None if seed is None else Noise(seed, part.start)
@@ -249,7 +251,7 @@ def evaluate(observable: Observable[State], trajectory: Trajectory[State]) -> Te
 
 
 def checked(values: Tensor, start: AnyState) -> Tensor:
-    count = start.position.shape[0]
+    count = start[0].shape[0]
     if values.shape[:1] != (count,):
         raise ValueError(
             f"the observable has shape {tuple(values.shape)}; its leading axis must be the "

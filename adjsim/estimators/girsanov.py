@@ -18,6 +18,7 @@ from adjsim.adjoints.stepper import Stepper, prepare
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.dynamics.sde import SDE
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -59,6 +60,7 @@ class Girsanov(ChunkedEstimator):
     =============================== ================================================================
     EulerMaruyama                   ``S = sum_k (dt/friction)/s  xi_k . F'_k``,
                                     s = sqrt(2 kT dt/friction)
+    EulerMaruyama on an SDE         ``S = sum_k sqrt(dt) xi_k . drift'_k / diffusion_k``
     Splitting("OBABO")              ``S = sum_k h/(2 sigma) (xi_k . F'_k + c xi'_k . F'_{k+1})``
     Splitting("BAOAB"), positions   ``S = sum_k h (1 + c)/sigma  w_k a_k . F'_k``,
                                     w_0 = 1/2, else 1
@@ -95,16 +97,22 @@ class Girsanov(ChunkedEstimator):
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         dynamics, solver = simulation.dynamics, simulation.solver
         word = solver.scheme if isinstance(solver, Splitting) else None
-        fits = (type(solver) is EulerMaruyama and isinstance(dynamics, OverdampedLangevin)) or (
+        field = isinstance(dynamics, SDE) and dynamics.noise == "diagonal"
+        overdamped = field or isinstance(dynamics, OverdampedLangevin)
+        fits = (type(solver) is EulerMaruyama and overdamped) or (
             word in ("BAOAB", "OBABO") and isinstance(dynamics, Langevin)
         )
         if not fits:
             raise TypeError(
-                "Girsanov has the path density of EulerMaruyama(dt) on OverdampedLangevin and "
-                "of Splitting('BAOAB', dt) and Splitting('OBABO', dt) on Langevin, not of "
+                "Girsanov has the path density of EulerMaruyama(dt) on OverdampedLangevin, of "
+                "EulerMaruyama(dt) on an SDE with diagonal noise, and of "
+                "Splitting('BAOAB', dt) and Splitting('OBABO', dt) on Langevin, not of "
                 f"{solver!r} on {type(dynamics).__name__}."
             )
         refuse_captured_force("Girsanov", simulation)
+        if isinstance(dynamics, SDE):
+            _refuse_trained_diffusion(dynamics, simulation)
+            return
         scaling = [name for name in dynamics.trainable() if not name.startswith("potential.")]
         if scaling:
             raise ValueError(
@@ -129,7 +137,7 @@ class Girsanov(ChunkedEstimator):
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
         problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
-        problem.stats["pairs"] = pair_paths(dynamics.potential, start.position) or None
+        problem.stats["pairs"] = pair_paths(dynamics.potential, start[0]) or None
         stepper, inputs = prepare(problem)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)
@@ -217,6 +225,25 @@ class Girsanov(ChunkedEstimator):
 
     def __repr__(self) -> str:
         return "Girsanov()"
+
+
+def _refuse_trained_diffusion(sde: SDE, simulation: Simulation[Any]) -> None:
+    """Refuse an SDE whose diffusion depends on a parameter, and one without noise at a start."""
+    start = simulation.starts(PROBED, torch.Generator().manual_seed(0))
+    with torch.enable_grad():
+        found = sde.amplitudes(float(check_times(simulation.ts)[0]), start)
+    unread = [name for name in sde.trainable() if not name.startswith("drift_fun.")]
+    if unread or any(g.requires_grad for g in found):
+        raise ValueError(
+            "Girsanov: the diffusion has a parameter that requires grad and scales the noise, so "
+            "its path score diverges as dt goes to zero. Freeze it with requires_grad_(False), and "
+            "use Pathwise for its gradient."
+        )
+    if any(bool((g == 0).any()) for g in found):
+        raise ValueError(
+            "Girsanov: the diffusion is zero for an entry of y at the start, which has no path "
+            "density. Use Pathwise."
+        )
 
 
 class _PathObserver:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._params import trainable
-from adjsim._state import AnyState
+from adjsim._state import AnyState, position_of
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.overdamped import OverdampedLangevin
+from adjsim.dynamics.sde import SDE
 from adjsim.estimators.functional import with_values
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.euler_maruyama import EulerMaruyama
@@ -49,7 +50,7 @@ class PathScore(ABC):
 
     def __init__(self, dynamics: Any, stepper: Stepper, inputs: Inputs) -> None:
         self.stepper, self.parameter_vjp = stepper, _ParameterVJP(dynamics.potential)
-        replicas = inputs.state.position.shape[0]
+        replicas = inputs.state[0].shape[0]
         self.total = {
             name: p.new_zeros((replicas, *p.shape))
             for name, p in self.parameter_vjp.parameters.items()
@@ -92,7 +93,39 @@ class _EulerMaruyama(PathScore):
         self.scale = _ratio(group["mobility"], group["noise"])
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
-        self.add(before.position, self.scale * self.noise(step)[0], step)
+        self.add(position_of(before), self.scale * self.noise(step)[0], step)
+
+
+class _FieldEulerMaruyama(PathScore):
+    """The score of an SDE with diagonal noise, ``sum_k sqrt(dt) xi_k . (drift' / diffusion)``."""
+
+    def __init__(self, dynamics: SDE, stepper: Stepper, inputs: Inputs) -> None:
+        super().__init__(dynamics, stepper, inputs)
+        self.dynamics = dynamics
+        replicas = inputs.state[0].shape[0]
+        self.values = {name: p.detach() for name, p in dynamics.trainable().items()}
+        self.total = {name: p.new_zeros((replicas, *p.shape)) for name, p in self.values.items()}
+
+    def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
+        t = self.stepper.clock.time(step)
+        parts = self.noise(step)[0].split([y.shape[-1] for y in before], -1)
+        scale = self.stepper.clock.dt**0.5
+        weights = tuple(
+            scale * _ratio(xi, g)
+            for xi, g in zip(parts, self.dynamics.amplitudes(t, before), strict=True)
+        )
+
+        def along(
+            values: dict[str, Tensor], fields: tuple[Tensor, ...], w: tuple[Tensor, ...]
+        ) -> Tensor:
+            state = type(before)._make(fields)
+            rates = with_values(self.dynamics, values, lambda: self.dynamics.drift(t, state))
+            return torch.cat([x * y for x, y in zip(rates, w, strict=True)]).sum()
+
+        found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(
+            self.values, tuple(before), weights
+        )
+        self.total = {name: total + found[name] for name, total in self.total.items()}
 
 
 class _OBABO(PathScore):
@@ -103,8 +136,8 @@ class _OBABO(PathScore):
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         first, second = self.noise(step)
-        self.add(before.position, self.scale * first, step)
-        self.add(after.position, self.scale * self.c * second, step + 1)
+        self.add(position_of(before), self.scale * first, step)
+        self.add(position_of(after), self.scale * self.c * second, step + 1)
 
 
 class _BAOAB(PathScore):
@@ -114,23 +147,25 @@ class _BAOAB(PathScore):
         # A position gets two half kicks ("h" is dt/2): the last of one step and the first of the
         # next. The initial position gets one.
         self.half = _ratio(inputs.coefficients["B"]["h"], group["noise"]) * (1 + group["decay"])
-        self.alternating_sum = torch.zeros_like(inputs.state.position)
+        self.alternating_sum = torch.zeros_like(position_of(inputs.state))
         for step in range(stepper.clock.last - 1, -1, -1):
             self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         kicks = 1 if step == 0 else 2
-        self.add(before.position, kicks * self.half * self.alternating_sum, step)
+        self.add(position_of(before), kicks * self.half * self.alternating_sum, step)
         self.alternating_sum = self.noise(step)[0] - self.alternating_sum
 
 
 def _ratio(drift: Tensor, noise: Tensor) -> Tensor:
     """Divide drift by noise; the ratio is zero for pinned atoms, which have neither."""
-    return torch.where(noise > 0, drift / torch.where(noise > 0, noise, 1.0), 0.0)
+    return torch.where(noise != 0, drift / torch.where(noise != 0, noise, 1.0), 0.0)
 
 
 def path_score(dynamics: Any, solver: Any, stepper: Stepper, inputs: Inputs) -> PathScore:
     """Make the score of the paths of a scheme."""
+    if isinstance(dynamics, SDE):
+        return _FieldEulerMaruyama(dynamics, stepper, inputs)
     if isinstance(solver, EulerMaruyama):
         return _EulerMaruyama(dynamics, stepper, inputs)
     return (_BAOAB if solver.scheme == "BAOAB" else _OBABO)(dynamics, stepper, inputs)

@@ -108,7 +108,7 @@ class Pathwise(ChunkedEstimator):
             else:
                 values, final, runs = self._truncated_run(simulation, observable, begin, noise)
             mean = values.mean(0)
-        found = jacobian(mean, {**parameters, "": begin.position})
+        found = jacobian(mean, {**parameters, "": begin[0]})
         growth, in_state = self._growth(observable, found.pop(""), detached(final))
         # An observable of parameters alone is smooth. A step function times a parameter is not: its
         # derivative through the state is missing.
@@ -169,7 +169,7 @@ class Pathwise(ChunkedEstimator):
             if not ends.requires_grad:
                 return None, False
             slopes = torch.autograd.grad(ends.mean(0).sum(), list(leaves), allow_unused=True)
-        at_end = dict(zip(final._fields, slopes, strict=True))["position"]
+        at_end = dict(zip(final._fields, slopes, strict=True))[final._fields[0]]
         if at_end is None:
             return None, any(slope is not None for slope in slopes)
         axes = list(range(at_start.ndim - at_end.ndim))

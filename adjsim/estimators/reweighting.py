@@ -102,9 +102,7 @@ class Reweighting(Estimator):
             samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)
         ):
             samples = None
-        with PeakMemory(
-            simulation.starts(1, torch.Generator().manual_seed(0)).position.device
-        ) as memory:
+        with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0))[0].device) as memory:
             bath = samples is not None and samples.depends_on_bath(observable)
             sampled = samples is None or self._effective_share(samples, bath) < self.threshold
             if sampled:

@@ -144,7 +144,7 @@ class ScoreFunction(ChunkedEstimator):
         found.update(
             halves=late - early,
             pairs=pairs,
-            dtype=values.dtype if values.is_floating_point() else state.position.dtype,
+            dtype=values.dtype if values.is_floating_point() else state[0].dtype,
         )
         return state, evaluations, found
 

@@ -59,7 +59,7 @@ class ContinuousSolver(ABC):
             dtype = (
                 value.dtype
                 if value.is_floating_point() or value.is_complex()
-                else problem.state.position.dtype
+                else problem.state[0].dtype
             )
             start = (*start, torch.zeros_like(value, dtype=dtype))
         frames = self.integrate(field, start, times, backsolve)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from adjsim._state import State
+from adjsim._state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map, Shear
 from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source
+from adjsim.dynamics.sde import SDE
+from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source, Time
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+from adjsim.solvers.drift_move import DriftMove
 
 
 class EulerMaruyama(SteppingSolver):
@@ -25,6 +29,13 @@ class EulerMaruyama(SteppingSolver):
     :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
     gradients come from DirectAdjoint or CheckpointAdjoint.
 
+    It also solves an :class:`~adjsim.dynamics.sde.SDE` in the sense of Ito, for every noise::
+
+        y' = y + dt drift(t, y) + sqrt(dt) diffusion(t, y) xi
+
+    Averages are then first order in dt, and the path is of order 1/2, or 1 where the diffusion does
+    not depend on y.
+
     Args:
         dt: the step, time.
     """
@@ -36,9 +47,16 @@ class EulerMaruyama(SteppingSolver):
         self.dt = check_dt(dt)
 
     def program(self, dynamics: Dynamics[State], state: State) -> Program:
+        if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
+            return self._program_of_sde(dynamics, state)
         if not isinstance(dynamics, OverdampedLangevin):
+            fits = (
+                "OverdampedLangevin and SDE"
+                if type(self) is EulerMaruyama
+                else ("OverdampedLangevin")
+            )
             raise TypeError(
-                f"{type(self).__name__} is for OverdampedLangevin; "
+                f"{type(self).__name__} is for {fits}; "
                 f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
             )
         drift = Map(
@@ -49,11 +67,32 @@ class EulerMaruyama(SteppingSolver):
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
         return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
+    def _program_of_sde(self, sde: SDE, state: AnyState) -> Program:
+        kind, dt = type(state), self.dt
+
+        def step(
+            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
+        ) -> tuple[Tensor, ...]:
+            before = kind._make(fields)
+            noise = sde.noise_increments(t, before, math.sqrt(dt) * xi)
+            rates = sde.drift(t, before)
+            return tuple(
+                torch.add(y, rate, alpha=dt) + x
+                for y, rate, x in zip(fields, rates, noise, strict=True)
+            )
+
+        move = DriftMove(
+            state._fields, step, None, (Time(), Random()), "the state", reads_parameters=True
+        )
+        return Program((Stage("Y", (move,), 0.0, 0, 1),), self.dt, self.order, draws=1)
+
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        if isinstance(dynamics, SDE):
+            return {"Y": {}}
         assert isinstance(dynamics, OverdampedLangevin)
-        friction = dynamics.frictions(state.position)
-        noise = torch.sqrt(2 * dynamics.kT.to(state.position) * self.dt / friction)
-        weights = torch.tensor(self.weights).to(state.position)
+        friction = dynamics.frictions(position_of(state))
+        noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
+        weights = torch.tensor(self.weights).to(position_of(state))
         return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
 
     def __repr__(self) -> str:

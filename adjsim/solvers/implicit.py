@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim._inputs import as_number
 from adjsim._module import ModuleTensors
-from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform
+from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform, position_of
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
@@ -117,7 +117,7 @@ class ImplicitMove:
         if self.theta == 1:
             return after.position
         if before is not None:
-            return before.position + self.theta * (after.position - before.position)
+            return position_of(before) + self.theta * (after.position - position_of(before))
         b = (1 - self.theta) * self.h
         z = after.position - b * c * after.momentum
         return solve_position(context.forces, context.t, b, c, z, after.position, self.tol)
@@ -244,7 +244,7 @@ class ImplicitSolver(SteppingSolver):
             letter: dynamics.terms[letter].coefficients(0.5 * self.dt, state)
             for letter in self._others(dynamics)
         }
-        return {**found, LETTER: {"1/m": 1 / dynamics.masses(state.position)}}
+        return {**found, LETTER: {"1/m": 1 / dynamics.masses(position_of(state))}}
 
     def _others(self, dynamics: Dynamics[State]) -> list[str]:
         """List the terms other than stream and kick."""

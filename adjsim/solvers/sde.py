@@ -15,7 +15,8 @@ from torch import Tensor
 from torchsde import BaseBrownian, sdeint, sdeint_adjoint
 
 from adjsim._noise import Noise
-from adjsim._state import State
+from adjsim._state import AnyState, State, in_transform
+from adjsim.dynamics.sde import SDE, describe_cross_terms
 from adjsim.solvers.base import Problem, check_dt
 from adjsim.solvers.continuous import ContinuousSolver, VectorField, refuse_without_equation
 
@@ -32,11 +33,12 @@ class InstabilityError(ValueError):
 class SDESolver(ContinuousSolver):
     """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde.
 
-    The noise amplitude does not depend on the state, so the Ito and Stratonovich equations are the
-    same. The noise is diagonal, so no matrix is formed. Methods: midpoint, heun, euler_heun,
-    reversible_heun; euler, milstein, srk. (log_ode is for noncommutative noise; here it would equal
-    midpoint.) Steps have length dt, and save times must lie on them. The path does not depend on
-    the save times.
+    Methods of Stratonovich: midpoint, heun, euler_heun, reversible_heun. Methods of Ito: euler,
+    milstein, srk. In molecular dynamics the amplitude of the noise does not depend on the state, so
+    both solve one equation; for an :class:`~adjsim.dynamics.sde.SDE` they differ. The noise of
+    molecular dynamics is diagonal, so no matrix is formed. milstein and srk are not for general
+    noise. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt, and
+    save times must lie on them. The path does not depend on the save times.
 
     reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
     exp(friction T) over a run of length T, also in the forward run. It is refused beyond
@@ -70,6 +72,8 @@ class SDESolver(ContinuousSolver):
                 "BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make "
                 "its dt smaller."
             )
+        if isinstance(problem.dynamics, SDE):
+            self._check_noise(problem.dynamics, float(problem.times[0]), problem.state)
         if self.method != "reversible_heun" and backsolve is None:
             return
         rate = problem.dynamics.damping(problem.state)
@@ -94,6 +98,24 @@ class SDESolver(ContinuousSolver):
                 "ReversibleAdjoint() or CheckpointAdjoint()."
             )
 
+    def _check_noise(self, sde: SDE, t: float, state: AnyState) -> None:
+        """Refuse a method that is wrong for the noise of an equation."""
+        if self.method not in ("milstein", "srk"):
+            return
+        rest = "euler (Ito), or midpoint, heun or euler_heun (Stratonovich)"
+        if sde.noise == "general":
+            raise TypeError(
+                f"{self.method} is for diagonal, scalar and additive noise; general noise takes "
+                f"{rest}."
+            )
+        if sde.noise == "diagonal" and not in_transform():
+            name = describe_cross_terms(sde, t, state)
+            if name is not None:
+                raise ValueError(
+                    f"{self.method} needs diagonal noise whose entry g_i depends on y_i alone, and "
+                    f"the diffusion of {name} mixes entries: use {rest}."
+                )
+
     def integrate(
         self,
         field: VectorField[State],
@@ -114,53 +136,70 @@ class SDESolver(ContinuousSolver):
                 equation, equation.flat(start), times, adjoint_params=parameters, **options
             )
         assert isinstance(frames, Tensor)
-        return equation.fields(frames.squeeze(1))
+        return equation.fields(frames)
 
     def __repr__(self) -> str:
         return f"SDESolver({self.method!r}, dt={self.dt:g})"
 
 
 class _Equation(torch.nn.Module):
-    """The equation for torchsde: one flat row, in units of the step."""
+    """The equation for torchsde, in units of the step.
 
-    noise_type = "diagonal"
+    Diagonal noise has one flat row for the whole batch. Other noise has one row for each system, so
+    that its diffusion is one matrix a system.
+    """
 
     def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
         super().__init__()
         self._field, self.sde_type = field, sde_type
+        dynamics = field.problem.dynamics
+        self.noise_type = dynamics.noise if isinstance(dynamics, SDE) else "diagonal"
+        batch = dynamics.batch_shape(field.problem.state)
+        self.rows = 1 if self.noise_type == "diagonal" else batch.numel()
+        if self.rows > 1 and any(x.shape[: len(batch)] != batch for x in start):
+            raise ValueError(
+                f"with {self.noise_type} noise the function of a TimeAverage must keep the batch "
+                f"axes {tuple(batch)}: average over systems after the run."
+            )
         self.shapes = [x.shape for x in start]
-        self.sizes = [x.numel() for x in start]
+        self.sizes = [x.numel() // self.rows for x in start]
         assert field.unit is not None
         self._root = math.sqrt(field.unit)
 
     def flat(self, fields: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat([x.reshape(-1) for x in fields]).unsqueeze(0)
+        return torch.cat([x.reshape(self.rows, -1) for x in fields], 1)
 
     def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Split the last axis of a tensor into fields; time may lead."""
+        """Split rows into fields; time may lead."""
         parts = flat.split(self.sizes, -1)
         return tuple(
-            x.reshape((*flat.shape[:-1], *shape))
+            x.reshape((*flat.shape[:-2], *shape))
             for x, shape in zip(parts, self.shapes, strict=True)
         )
 
     def f(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.flat(self._field(t, self.fields(y.squeeze(0))))
+        return self.flat(self._field(t, self.fields(y)))
 
     def g(self, t: Tensor, y: Tensor) -> Tensor:
         field = self._field
-        amplitudes = tuple(field.diffusion(t, field.state(self.fields(y.squeeze(0)))))
-        zeros = [y.new_zeros(shape) for shape in self.shapes[len(amplitudes) :]]
-        return self.flat((*amplitudes, *zeros)) * self._root
+        amplitudes = tuple(field.diffusion(t, field.state(self.fields(y))))
+        if self.noise_type == "diagonal":
+            zeros = [y.new_zeros(shape) for shape in self.shapes[len(amplitudes) :]]
+            return self.flat((*amplitudes, *zeros)) * self._root
+        matrices = [
+            g.reshape(self.rows, size, -1) for g, size in zip(amplitudes, self.sizes, strict=False)
+        ]
+        matrices += [
+            y.new_zeros(self.rows, size, matrices[0].shape[-1])
+            for size in self.sizes[len(amplitudes) :]
+        ]
+        return torch.cat(matrices, 1) * self._root
 
     def noisy(self) -> list[bool]:
         """Return which fields have noise."""
         problem = self._field.problem
-        with torch.no_grad():
-            amplitudes = problem.dynamics.diffusion(problem.times[0], problem.state)
-        return [bool((x != 0).any()) for x in amplitudes] + [False] * (
-            len(self.shapes) - len(amplitudes)
-        )
+        noisy = problem.dynamics.noisy_fields(problem.times[0], problem.state)
+        return noisy + [False] * (len(self.shapes) - len(noisy))
 
 
 class _StepNoise(BaseBrownian):
@@ -173,11 +212,17 @@ class _StepNoise(BaseBrownian):
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
         super().__init__()
         problem = equation._field.problem
-        self._noise, self._draws, self._like = noise, draws, problem.state.position
-        *batch, atoms, dim = problem.state.position.shape
-        self._replicas = math.prod(batch)
-        self._width = atoms * dim * sum(term.draws for term in problem.dynamics.terms.values())
-        self._layout = list(zip(equation.sizes, equation.noisy(), strict=True))
+        dynamics, state = problem.dynamics, problem.state
+        self._noise, self._draws, self._like = noise, draws, state[0]
+        self._replicas = dynamics.batch_shape(state).numel()
+        draw = dynamics.draw_shape(float(problem.times[0]), state).numel()
+        self._width = draw * sum(term.draws for term in dynamics.terms.values())
+        # Diagonal noise has an entry for each entry of the state. Other noise has its own columns.
+        self._layout = (
+            list(zip(equation.sizes, equation.noisy(), strict=True))
+            if equation.noise_type == "diagonal"
+            else None
+        )
 
     def __call__(
         self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False
@@ -193,7 +238,12 @@ class _StepNoise(BaseBrownian):
         return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
 
     def _row(self, drawn: Tensor) -> Tensor:
-        """Return one flat row in the layout of the state, zero for fields without noise."""
+        """Return one flat row in the layout of the state, zero for fields without noise.
+
+        Noise that is not diagonal has a row for each system.
+        """
+        if self._layout is None:
+            return drawn
         parts, used = [], 0
         for size, noisy in self._layout:
             if noisy:
@@ -217,6 +267,8 @@ class _StepNoise(BaseBrownian):
 
     @property
     def shape(self) -> tuple[int, int]:
+        if self._layout is None:
+            return (self._replicas, self._width)
         return (1, sum(size for size, _ in self._layout))
 
     @property
