@@ -15,7 +15,7 @@ The fits of the field were computed before, by ``examples/data/make_modulus_fiel
 The page reads them from ``modulus_field.json``, which has their commit and seed.
 """
 
-# sphinx_gallery_thumbnail_number = 4
+# sphinx_gallery_thumbnail_number = 3
 
 import json
 import sys
@@ -250,8 +250,8 @@ print(f"chosen by the held-out frames: s = {strengths[best]:g}")
 # The strength is neither the largest nor the smallest one.
 assert 0 < best < len(fits) - 1
 assert correlations[best] > 0.98
-assert abs(chosen.min() / 1e5 - 1) < 0.1
-assert abs(chosen.max() / 5e5 - 1) < 0.1
+assert abs(chosen.min() / 1e5 - 1) < 0.05
+assert abs(chosen.max() / 5e5 - 1) < 0.05
 
 # %%
 # The stored field is what it says: a run with it reproduces the stored misfits.
@@ -287,13 +287,16 @@ plt.show()
 
 # %%
 # The misfit of the fitted frames can only fall as the regularisation becomes weaker.
-# That of the held-out frames rises again.
+# That of the held-out frames rises again, by little: the motion determines this field
+# so well that a regularisation too weak does less harm than one too strong.
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-axes[0].semilogx(strengths, fitted, "o-", label="fitted frames")
-axes[0].semilogx(strengths, held_out, "s-", label="held-out frames")
+axes[0].semilogx(strengths, fitted - fitted[best], "o-", label="fitted frames")
+axes[0].semilogx(strengths, held_out - held_out[best], "s-", label="held-out frames")
+axes[0].set_yscale("symlog", linthresh=1e-4)
+axes[0].axhline(0, color="k", lw=0.5)
 axes[0].axvline(strengths[best], color="0.6", ls=":", label="chosen")
-axes[0].set(xlabel="strength s", ylabel="mean square of the residuals / noise")
+axes[0].set(xlabel="strength s", ylabel="misfit above the chosen one")
 axes[1].loglog(truth / 1e3, fields[0] / 1e3, ".", label=f"s = {strengths[0]:g}")
 axes[1].loglog(truth / 1e3, chosen / 1e3, ".", label=f"s = {strengths[best]:g}, chosen")
 axes[1].axline((100, 100), (500, 500), color="k", lw=0.8)
