@@ -311,7 +311,7 @@ def as_state(y0: Any) -> Tensor:
     if not (y0.is_floating_point() or y0.is_complex()):
         y0 = y0.double()
     if y0.ndim != 1:
-        raise ValueError(f"y0 must be of shape (n,); got {tuple(y0.shape)}.")
+        raise ValueError(f"y0 must be of shape (n,) or (n, batch); got {tuple(y0.shape)}.")
     return y0
 
 
