@@ -70,7 +70,8 @@ class ColumnReads:
             t, h: the times at the start of the step, and the step sizes.
             degree: the number of coefficients.
         """
-        found = [torch.zeros_like(cotangents[:, 0]) for _ in range(degree + 1)]
+        n, _, batch = cotangents.shape
+        found = [cotangents.new_zeros(n, batch) for _ in range(degree + 1)]
         for number, due in rows:
             x = self._fraction(number, due, t, h)
             power = torch.where(due, cotangents[:, number, self._columns], 0.0)

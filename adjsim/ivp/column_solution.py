@@ -111,7 +111,7 @@ class ColumnSolution:
         """
         self.rhs.inputs.refuse_modified()
         reads = ColumnReads(times, self.stepper.direction)
-        cotangent = torch.zeros_like(cotangents[:, 0])
+        cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
         sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
         for count, (before, after) in enumerate(self.history.backward()):
             (t, y), rows = before, reads.between(before[0], after[0])

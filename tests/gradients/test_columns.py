@@ -241,7 +241,8 @@ def slope() -> float:
     return (ends[0] - ends[1]) / (2 * h)
 
 
-@pytest.mark.parametrize("method", ["RK45", pytest.param("Rodas4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_central_differences(method):
     """The differences have errors of 1e-8 from h, and of 1e-7 from the tolerance over h."""
     v = inputs()
@@ -318,11 +319,11 @@ def test_backward_in_time_and_spans_of_length_zero(method):
     found = adjsim.solve_ivp(lambda t, y, k: k * y, (v[2], v[3]), v[1], method, args=(v[0],),
                              **TIGHT)  # fmt: skip
     exact = v[1] * torch.exp(v[0] * (v[3] - v[2]))
-    torch.testing.assert_close(found.y[:, -1], exact, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(found.y[:, -1], exact, **CLOSE)
     ours = torch.autograd.grad((found.y[:, -1] * weights(1, 3)).sum(), v)
     known = torch.autograd.grad((exact * weights(1, 3)).sum(), v)
     for a, b in zip(ours, known, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
+        torch.testing.assert_close(a, b, **CLOSE)
     assert found.steps[2] == 0
 
 

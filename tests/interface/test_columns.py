@@ -66,6 +66,7 @@ def test_stiff_values(rtol):
 @pytest.mark.parametrize(
     ("method", "order", "inside", "steps"), [("RK45", 5, 4, 40), ("Rodas4", 4, 3, 8)]
 )
+@torch.no_grad()
 def test_orders(method, order, inside, steps):
     """Of the result over a fixed time, and of the interpolant in one step (one more)."""
 
@@ -122,6 +123,9 @@ def test_shapes():
     read = adjsim.solve_ivp(van_der_pol, (0, 2), start(), t_eval=rows, args=args)
     torch.testing.assert_close(read.y[:, 0, 0], found.y[:, 0, 0], rtol=1e-13, atol=0.0)
     assert torch.equal(read.y[:, 1, 3], start()[:, 3])
+    none = adjsim.solve_ivp(van_der_pol, (0, 2), start().requires_grad_(), t_eval=[], args=args)
+    assert none.y.shape == (2, 0, 4)
+    none.y.sum().backward()
     listed = adjsim.solve_ivp(van_der_pol, (0, 2), list(start()), args=args)
     assert torch.equal(listed.y, ends.y)
     nested = adjsim.solve_ivp(van_der_pol, (0, 2), start().tolist(), args=args)
