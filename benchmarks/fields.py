@@ -2,7 +2,7 @@
 
 Each case is a function that returns rows of a table. `columns`: van der Pol's oscillator with 1,000
 values of mu in the columns of one call of solve_ivp, against a loop over solve_ivp with one call a
-column, forward and with the gradient with respect to all mu. The loop runs over every 50th column,
+column, forward and with the gradient with respect to all mu. The loop runs over every 100th column,
 and its time is scaled to all columns. Run: python benchmarks/fields.py [case ...]
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import adjsim
 
-COLUMNS, SAMPLED = 1_000, 20
+COLUMNS, SAMPLED = 1_000, 10
 # The methods of the columns and of the loop, the largest mu, the time span and the tolerance.
 VAN_DER_POL = [("RK45", "RK45", 5.0, 10.0, 1e-6), ("Rodas4", "Radau", 50.0, 40.0, 1e-6)]
 TARGET = 0.02
