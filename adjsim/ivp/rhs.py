@@ -31,7 +31,8 @@ class RightHandSide:
             arrays.
         args: its further arguments.
         declared: tensors and modules that it reads in addition.
-        like: a state ``(n,)`` with the dtype and device of the states that ``fun`` gets.
+        like: a state with the dtype, device and shape of the states that ``fun`` gets: ``(n,)``, or
+            ``(n, batch)`` for problems in columns, whose times are ``(batch,)``.
         vectorized: whether ``fun`` takes states ``(n, k)``.
     """
 
@@ -54,8 +55,8 @@ class RightHandSide:
         """Convert a state to a tensor for the user's functions."""
         return torch.tensor(y, dtype=self.like.dtype, device=self.like.device)
 
-    def time(self, t: float) -> Tensor:
-        """Convert a time to a tensor for the user's functions."""
+    def time(self, t: float | Array) -> Tensor:
+        """Convert a time, or the times of all columns, to a tensor for the user's functions."""
         return torch.tensor(t, dtype=self.like.real.dtype, device=self.like.device)
 
     def __call__(self, t: Tensor, y: Tensor) -> Tensor:
@@ -86,18 +87,18 @@ class RightHandSide:
         if rates is None:
             along = zip(times.detach().tolist(), to_numpy(states).T, strict=True)
             rates = np.stack([self.rate(t, y) for t, y in along], 1)
-        return _TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
+        return TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
 
     # Called by SciPy.
 
-    def numpy(self, t: float, y: Array) -> Array:
+    def numpy(self, t: float | Array, y: Array) -> Array:
         """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
         if self.uses_numpy:
             return np.asarray(self.fun(t, y, *self.args))
         with torch.no_grad():
             return to_numpy(self.rates(self.time(t), self.tensor(y)))
 
-    def rate(self, t: float, y: Array) -> Array:
+    def rate(self, t: float | Array, y: Array) -> Array:
         """Return the rate at one state ``(n,)``."""
         return self.numpy(t, y[:, None]).reshape(-1) if self.vectorized else self.numpy(t, y)
 
@@ -189,7 +190,7 @@ class RightHandSide:
             )
         return found
 
-    def _with_graph(self, t: float, y: Array) -> tuple[Tensor, Tensor]:
+    def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
         """Return a state that requires grad, and its rate with a graph.
 
         The rate must not depend on undeclared tensors that require grad.
@@ -202,7 +203,7 @@ class RightHandSide:
 
     # Checks.
 
-    def check(self, t: float, y: Array, gradient: bool) -> None:
+    def check(self, t: float | Array, y: Array, gradient: bool) -> None:
         """Refuse a function that returns another shape or reads an undeclared tensor.
 
         Only undeclared tensors that require grad are refused, and only if ``gradient`` is true.
@@ -220,14 +221,14 @@ class RightHandSide:
             )
         self.refuse_undeclared(out, x)
 
-    def check_differentiable(self, t: float, y: Array) -> None:
+    def check_differentiable(self, t: float | Array, y: Array) -> None:
         """Refuse a function that computes with NumPy, where a gradient is wanted."""
         if self.uses_numpy:
             raise numpy_error("fun")
         with naming_function("fun"):
             self._with_graph(t, y)
 
-    def evaluate_checked(self, t: float, y: Array) -> Array:
+    def evaluate_checked(self, t: float | Array, y: Array) -> Array:
         """Return the rate at one state, and refuse undeclared tensors that require grad."""
         return to_numpy(self._with_graph(t, y)[1])
 
@@ -261,7 +262,7 @@ class RightHandSide:
                 )
 
 
-class _TimeDerivative(torch.autograd.Function):
+class TimeDerivative(torch.autograd.Function):
     """States whose derivative with respect to their times is their rate."""
 
     @staticmethod
@@ -310,7 +311,7 @@ def as_state(y0: Any) -> Tensor:
     if not (y0.is_floating_point() or y0.is_complex()):
         y0 = y0.double()
     if y0.ndim != 1:
-        raise ValueError(f"y0 must be of shape (n,); got {tuple(y0.shape)}.")
+        raise ValueError(f"y0 must be of shape (n,) or (n, batch); got {tuple(y0.shape)}.")
     return y0
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adjsim.ivp.adjoint import METHODS, AdjointSolver
+from adjsim.ivp.columns import COLUMN_METHODS, as_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
@@ -53,15 +54,21 @@ def solve_ivp(
     and modules declared by ``params``, and all tensors that events and resets read. They flow
     through ``sol.y``, ``sol.t``, ``sol.sol(t)``, ``sol.t_events`` and ``sol.y_events``.
 
+    With ``y0`` of shape ``(n, batch)`` the columns are problems of their own, which are solved
+    together, each with its own step size. Everything that differs in this case is under "Columns"
+    below.
+
     Args:
         fun: ``fun(t, y, *args)`` of torch tensors, where ``t`` has no axes and ``y`` has shape
-            ``(n,)``; it returns a tensor of this shape or a list.
+            ``(n,)``; it returns a tensor of this shape or a list. For columns: ``t`` has shape
+            ``(batch,)`` and ``y`` has shape ``(n, batch)``.
         t_span: ``(t0, t1)``, numbers or tensors; t1 may be before t0, and infinite if a terminal
             event ends the solution.
-        y0: the initial state ``(n,)``. The result and the arguments of ``fun`` have its dtype and
-            device; SciPy itself computes in float64.
+        y0: the initial state ``(n,)``, or states ``(n, batch)``. The result and the arguments of
+            ``fun`` have its dtype and device; SciPy itself computes in float64.
         method: ``"RK23"``, ``"RK45"``, ``"DOP853"``, and for stiff systems ``"Radau"``, ``"BDF"``,
-            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``.
+            ``"LSODA"``; or a subclass of SciPy's ``OdeSolver``. For columns: ``"RK45"``, and for
+            stiff systems ``"Rodas4"``.
         t_eval: times at which the solution is returned; None: the times of the solver's steps,
             which are constants in differentiation except at the ends and at resets.
         dense_output: whether ``sol.sol`` is returned.
@@ -100,6 +107,31 @@ def solve_ivp(
         ValueError: an undeclared tensor that requires grad, named in the message; or an argument
             that SciPy refuses.
 
+    **Columns.** All columns are evaluated in every call of ``fun``, so tensors with an axis
+    ``batch``, in ``args`` or captured, are parameters of the columns. A column that is finished
+    waits for the others with steps of size zero. ``fun`` must compute each column from this column
+    alone.
+
+    - ``method="RK45"`` takes for each column SciPy's steps, up to rounding, by a driver of this
+      library. ``"Rodas4"`` is the L-stable Rosenbrock method RODAS of order 4(3) with the same step
+      control. Its Jacobians are computed by automatic differentiation, n backward passes a step for
+      all columns. Its matrices are dense, so it is for small n.
+    - Each end of ``t_span`` is one time for all columns or has shape ``(batch,)``. ``t_eval`` has
+      shape ``(times,)`` or ``(times, batch)``; None: the two ends of ``t_span``.
+    - ``sol.y`` has shape ``(n, times, batch)``. ``sol.sol(t)`` takes a time, times ``(k,)`` or
+      ``(k, batch)`` and returns ``(n, batch)`` or ``(n, k, batch)``; it does not extrapolate.
+      ``sol.steps`` and ``sol.rejections`` count the steps of each column ``(batch,)``; ``nfev``
+      counts calls of ``fun``.
+    - The gradient is that of the steps, with their sizes as constants, to rounding; it equals that
+      of the exact solution to the tolerances. ``adjoint="interpolate"`` stores the states before
+      all steps, ``"checkpoint"`` at most 128 of them, from which it repeats the steps bit for bit;
+      with ``dense_output`` all are stored. In both cases each step is evaluated once more, with its
+      derivative. The gradient of Rodas4 needs second derivatives of ``fun``.
+    - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
+      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. A
+      jump of ``fun`` that depends on the state is not noticed, and makes the gradient wrong.
+    - A column whose steps become too short, or whose rates are not finite, is named in the error.
+
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
     order seven, whose error is then about 1e-5 at any tolerance. This limits the accuracy of
     the gradient and of ``sol.sol``. Give DOP853 a ``max_step`` there, or use RK45.
@@ -118,14 +150,25 @@ def solve_ivp(
             params=params, adjoint=adjoint,
                 **options,
             )  # fmt: skip
-    solver = _solver(method)
-    if adjoint not in ADJOINTS:
-        raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     if args is not None and not isinstance(args, Sequence):
         raise TypeError(
             "Supplied 'args' cannot be unpacked: args must be a tuple; got "
             f"{type(args).__name__}. For a single argument write args=(x,)."
         )
+    columns = as_columns(y0)
+    if columns is not None:
+        if events is not None:
+            raise ValueError(
+                "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
+                "shape (n,)."
+            )
+        return solve_columns(
+            fun, t_span, columns, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
+            options,
+        )  # fmt: skip
+    solver = _solver(method)
+    if adjoint not in ADJOINTS:
+        raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
     start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
     times = None if t_eval is None else as_times(t_eval, start)
@@ -183,6 +226,8 @@ def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
         return method
+    if method in COLUMN_METHODS and method not in METHODS:
+        raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, or a class of SciPy's OdeSolver; got "

@@ -396,7 +396,7 @@ def test_a_failure_has_scipys_words():
         ({"method": "Euler"}, ValueError, "method must be one of RK23"),
         ({"adjoint": "reverse"}, ValueError, "adjoint must be one of interpolate"),
         ({"args": 2.0}, TypeError, "args must be a tuple"),
-        ({"y0": [[1.0]]}, ValueError, r"y0 must be of shape \(n,\)"),
+        ({"y0": [[[1.0]]]}, ValueError, r"y0 must be of shape \(n,\) or \(n, batch\)"),
         (
             {"fun": lambda t, y: torch.ones(3)},
             ValueError,

@@ -1,0 +1,236 @@
+"""The solution of many initial value problems in columns, and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
+from adjsim.ivp.column_reads import ColumnReads
+from adjsim.ivp.column_steps import ColumnStepper, Step
+from adjsim.ivp.rate_check import changed_message
+from adjsim.ivp.rhs import (
+    RightHandSide,
+    TimeDerivative,
+    as_times,
+    refuse_second_derivative,
+    to_numpy,
+)
+
+# Steps of the backward pass between two searches for tensors that were not declared.
+CHECK_EVERY = 16
+
+
+@dataclass
+class ColumnSolution:
+    """The solution in columns, which can be read at times ``(times, batch)``.
+
+    Args:
+        rhs: the right-hand side.
+        stepper: the steps.
+        begin: the times at which the columns start ``(batch,)``.
+        start: the initial states ``(n, batch)``.
+        history: the source of the states in the backward pass.
+
+    Attributes:
+        steps, rejections: the numbers of accepted and of rejected steps ``(batch,)``.
+        attempts: the number of attempts, each of which takes all columns.
+    """
+
+    rhs: RightHandSide
+    stepper: ColumnStepper
+    begin: Tensor
+    start: Tensor
+    history: StoredSteps | CheckpointedSteps
+    steps: Tensor = field(init=False)
+    rejections: Tensor = field(init=False)
+    attempts: int = 0
+
+    def solve(self, times: Tensor, first_step: float | None, store: bool) -> Tensor:
+        """Take all steps, and return the states ``(n, times, batch)`` at sorted times.
+
+        Args:
+            times: the times ``(times, batch)``.
+            first_step: the first step size; None: chosen from the rates.
+            store: whether the history is needed later.
+        """
+        state = self.stepper.start(self.begin, self.start.detach().double(), first_step)
+        self.steps = torch.zeros_like(self.begin, dtype=torch.int64)
+        self.rejections = self.steps.clone()
+        reads = ColumnReads(times, self.stepper.direction)
+        found = state.y[:, None].expand(-1, len(times), -1).clone()
+        if store:
+            self.history(state)
+        while bool(self.stepper.active(state).any()):
+            before = state
+            state, step = self.stepper.advance(before)
+            self.attempts += 1
+            self.steps += state.t != before.t
+            self.rejections += state.retry
+            if rows := reads.between(before.t, state.t):
+                h, coefficients = state.t - before.t, step.polynomial()
+                reads.write(found, rows, before.t, h, before.y, coefficients)
+            if store:
+                self.history(state)
+        return found
+
+    def read(self, times: Tensor) -> Tensor:
+        """Return the states ``(n, times, batch)`` at sorted times, from the stored steps."""
+        assert isinstance(self.history, StoredSteps)
+        found = self.start.detach().double()[:, None].expand(-1, len(times), -1).clone()
+        reads = ColumnReads(times, self.stepper.direction)
+        for before, after in self.history.forward():
+            if rows := reads.between(before[0], after[0]):
+                h, coefficients = after[0] - before[0], self._step(before, after).polynomial()
+                reads.write(found, rows, before[0], h, before[1], coefficients)
+        return found
+
+    def connected(self, times: Tensor, states: Tensor) -> Tensor:
+        """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
+        values, at = states.to(self.start.dtype), times.detach()
+        parameters = self.rhs.parameters
+        if not torch.is_grad_enabled():
+            return values
+        if any(x.requires_grad for x in (self.start, *parameters)):
+            values = _States.apply(self, at, values, self.start, *parameters)
+        if times.requires_grad:
+            with torch.no_grad():
+                rates = [self.stepper.rate(at[k], states[:, k]) for k in range(len(at))]
+            values = TimeDerivative.apply(values, times, torch.stack(rates, 1).to(values))
+        return values
+
+    def backward(self, times: Tensor, cotangents: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the cotangents of the start and of the parameters.
+
+        Args:
+            times: the sorted times at which the states are used, ``(times, batch)``.
+            cotangents: the cotangents of these states ``(n, times, batch)``.
+        """
+        self.rhs.inputs.refuse_modified()
+        reads = ColumnReads(times, self.stepper.direction)
+        cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
+        sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
+        for count, (before, after) in enumerate(self.history.backward()):
+            (t, y), rows = before, reads.between(before[0], after[0])
+            if not rows and not bool(cotangent.any()):
+                continue
+            if count % CHECK_EVERY == 0:
+                self.rhs.evaluate_checked(to_numpy(t), to_numpy(y))
+            with torch.enable_grad():
+                start = y.detach().requires_grad_()
+                step = self._step((t, start), after)
+                outputs = [step.end, *(step.polynomial() if rows else ())]
+            _refuse_changed(step.end.detach(), before, after)
+            by_start, weights = reads.cotangents(
+                cotangents, rows, t, after[0] - t, len(outputs) - 1
+            )
+            pairs = [
+                (out, weight)
+                for out, weight in zip(outputs, (cotangent, *weights), strict=True)
+                if out.requires_grad
+            ]
+            found = torch.autograd.grad(
+                [out for out, _ in pairs],
+                [start, *self.rhs.parameter_leaves],
+                [weight for _, weight in pairs],
+                allow_unused=True,
+            )
+            cotangent = found[0] + by_start
+            for total, x in zip(sums, found[1:], strict=True):
+                if x is not None:
+                    total += x
+        rows = reads.up_to(self.begin)
+        at_start, _ = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
+        return cotangent + at_start, sums
+
+    def _step(self, before: Point, after: Point) -> Step:
+        stepper = self.stepper
+        return stepper.method(stepper.rate, before[0], after[0] - before[0], before[1], None)
+
+
+def _refuse_changed(end: Tensor, before: Point, after: Point) -> None:
+    """Refuse a step that ends in another state than in the forward solution."""
+    # A column that did not advance has a step of size zero, which ends where it begins.
+    off, size = (end - after[1]).abs().amax(0), after[1].abs().amax(0)
+    wrong = ~(off <= torch.finfo(end.dtype).eps ** 0.5 * size.clamp(min=1e-300))
+    if wrong.any():
+        raise RuntimeError(changed_message(float(before[0][wrong][0])))
+
+
+class _States(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, solution: Any, times: Tensor, states: Tensor, start: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.solution, ctx.times = solution, times
+        # The values are not used, but torch raises an error if one is modified before backward.
+        ctx.save_for_backward(*parameters)
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        refuse_second_derivative()
+        parameters: tuple[Tensor, ...] = ctx.saved_tensors
+        start, sums = ctx.solution.backward(ctx.times, grad_outputs[0].double())
+        found = (total.to(p) for total, p in zip(sums, parameters, strict=True))
+        return None, None, None, start.to(grad_outputs[0]), *found
+
+
+class DenseColumns:
+    """The solution in columns as a differentiable function of time.
+
+    Called with a time, it returns the states ``(n, batch)``; with times ``(k,)`` for all columns,
+    or ``(k, batch)`` for each, the states ``(n, k, batch)``. There is no extrapolation.
+
+    Args:
+        solution: the solution.
+    """
+
+    def __init__(self, solution: ColumnSolution) -> None:
+        self._solution = solution
+
+    def __call__(self, t: Any) -> Tensor:
+        solution = self._solution
+        times = as_times(t, solution.start)
+        rows = per_column(times.reshape(1) if times.ndim == 0 else times, solution.begin, 2, "t")
+        refuse_outside(rows.detach(), solution.begin, solution.stepper.end, "t")
+        order = (solution.stepper.direction * rows.detach()).argsort(0)
+        ordered = rows.take_along_dim(order, 0)
+        with torch.no_grad():
+            found = solution.read(ordered.detach())
+        found = solution.connected(ordered, found).take_along_dim(order.argsort(0)[None], 1)
+        return found[:, 0] if times.ndim == 0 else found
+
+
+def per_column(times: Tensor, like: Tensor, axes: int, name: str) -> Tensor:
+    """Give times ``(...)`` or ``(..., batch)`` an axis of columns, which is axis ``axes - 1``.
+
+    Args:
+        times: the times, the same for all columns or one for each.
+        like: a tensor ``(batch,)``.
+        axes: the number of axes of the result.
+        name: what they are, for the message.
+    """
+    if times.ndim == axes - 1:
+        times = times[..., None].expand(*times.shape, len(like))
+    if times.ndim != axes or times.shape[-1] != len(like):
+        lead = "times, " if axes == 2 else ""
+        raise ValueError(
+            f"{name} must be the same for all columns or of shape ({lead}{len(like)}), one for "
+            f"each column; got shape {tuple(times.shape)}."
+        )
+    return times
+
+
+def refuse_outside(times: Tensor, begin: Tensor, end: Tensor, name: str) -> None:
+    """Refuse times ``(k, batch)`` outside of the time span of their columns."""
+    wrong = ~((times >= begin.minimum(end)) & (times <= begin.maximum(end)))
+    if wrong.any():
+        k, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} must lie in the time span of each column; got {float(times[k, column]):g} for "
+            f"column {column}, whose span is ({float(begin[column]):g}, {float(end[column]):g})."
+        )

@@ -1,0 +1,200 @@
+r"""Adaptive steps of many initial value problems at once, with one step size for each column.
+
+The states ``(n, batch)`` have a time and a step size ``(batch,)`` of their own. An attempt takes
+one step of every column. In the norm of SciPy's solvers, a column's error relative to its
+tolerance is
+
+.. math:: e = \left[\frac{1}{n} \sum_i \left(\frac{\delta_i}{a_i + r \max(|y_i|, |y'_i|)}\right)^2
+   \right]^{1/2}
+
+with the error estimate :math:`\delta`, the tolerances a and r, and the states y before and y' after
+the step. Where :math:`e < 1`, the column advances. Otherwise it stays, and its next attempt is
+shorter. SciPy's rules for the first step size and for the growth of steps apply, so that with the
+same method every column takes SciPy's steps, up to rounding. A column that has reached its end
+takes part in further attempts with a step of size zero.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
+
+# The rates (n, batch) at times (batch,) and states (n, batch), in double precision.
+Rate = Callable[[Tensor, Tensor], Tensor]
+
+
+class Step(ABC):
+    """One step of every column by a one-step method, of which this class is the base.
+
+    A step is a differentiable function of the states at its start and of the tensors that the rate
+    reads. Its size is a constant.
+
+    Args:
+        rate: the rates.
+        t, h: the times and the step sizes ``(batch,)``; a size may be zero.
+        y: the states ``(n, batch)``.
+        first: the rates at these states, as :meth:`next_rate` of the step before returned them;
+            None: they are evaluated where they are needed.
+    """
+
+    #: Order of the error estimate in the step size.
+    error_order: ClassVar[int]
+    #: The states at the end of the step ``(n, batch)``.
+    end: Tensor
+
+    @abstractmethod
+    def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
+        """Take the step."""
+
+    @abstractmethod
+    def error(self) -> Tensor:
+        """Return the estimate of the error ``(n, batch)``."""
+
+    @abstractmethod
+    def next_rate(self) -> Tensor | None:
+        """Return the rates at the end of the step, if the next step begins with them."""
+
+    @abstractmethod
+    def polynomial(self) -> list[Tensor]:
+        """Return the coefficients of :math:`x, x^2, ...` in y(t + x h) - y(t)."""
+
+
+class ColumnState(NamedTuple):
+    """Everything that the next attempt depends on.
+
+    Attributes:
+        t: the times ``(batch,)``.
+        y: the states ``(n, batch)``.
+        rate: the rates at the states, if the method needs them.
+        size: the step sizes that are tried next ``(batch,)``, positive.
+        retry: the columns whose last attempt was rejected ``(batch,)``.
+    """
+
+    t: Tensor
+    y: Tensor
+    rate: Tensor | None
+    size: Tensor
+    retry: Tensor
+
+
+@dataclass
+class ColumnStepper:
+    """Attempts of steps, as functions of :class:`ColumnState`.
+
+    Args:
+        rate: the rates.
+        method: the one-step method.
+        name: its name, for messages.
+        end: the times at which the columns end ``(batch,)``.
+        direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
+        rtol, atol: the tolerances; atol is a number or ``(n, 1)``.
+        max_step: the largest step size.
+    """
+
+    rate: Rate
+    method: type[Step]
+    name: str
+    end: Tensor
+    direction: Tensor
+    rtol: float
+    atol: Tensor
+    max_step: float
+
+    def start(self, t: Tensor, y: Tensor, first_step: float | None) -> ColumnState:
+        """Make the state before the first attempt; ``first_step`` None: SciPy's choice."""
+        rate = self.rate(t, y)
+        self._refuse_not_finite(rate, t)
+        size = (
+            self._first_size(t, y, rate)
+            if first_step is None
+            else torch.full_like(t, first_step).minimum((self.end - t).abs())
+        )
+        return ColumnState(t, y, rate, size, torch.zeros_like(t, dtype=torch.bool))
+
+    def active(self, state: ColumnState) -> Tensor:
+        """Tell which columns have not reached their ends."""
+        return self.direction * (self.end - state.t) > 0
+
+    def advance(self, state: ColumnState) -> tuple[ColumnState, Step]:
+        """Attempt one step of every column that has not reached its end."""
+        active = self.active(state)
+        shortest = 10 * (torch.nextafter(state.t, self.direction * torch.inf) - state.t).abs()
+        self._refuse_too_short(state, active & state.retry & (state.size < shortest))
+        free = state.size.clamp(max=self.max_step).maximum(shortest)
+        t = state.t + self.direction * torch.where(state.retry, state.size, free)
+        t = torch.where(self.direction * (t - self.end) > 0, self.end, t)
+        t = torch.where(active, t, state.t)
+        step = self.method(self.rate, state.t, t - state.t, state.y, state.rate)
+        error = self._norm(step.error(), state.y, step.end)
+        accepted = (error < 1) & active
+        factor = SAFETY * error ** (-1 / (self.method.error_order + 1))
+        grown = torch.where(state.retry, factor.clamp(max=1), factor.clamp(max=GROW))
+        # The error of a step that leaves the finite numbers is NaN.
+        shrunk = factor.clamp(min=SHRINK).nan_to_num(SHRINK)
+        size = (t - state.t).abs() * torch.where(accepted, grown, shrunk)
+        rate = step.next_rate()
+        return ColumnState(
+            torch.where(accepted, t, state.t),
+            torch.where(accepted, step.end, state.y),
+            None if rate is None or state.rate is None else rate.where(accepted, state.rate),
+            torch.where(active, size, state.size),
+            active & ~accepted,
+        ), step
+
+    def _norm(self, x: Tensor, *states: Tensor) -> Tensor:
+        scale = self.atol + self.rtol * torch.stack([y.abs() for y in states]).amax(0)
+        return (x / scale).square().mean(0).sqrt()
+
+    def _first_size(self, t: Tensor, y: Tensor, rate: Tensor) -> Tensor:
+        """Choose the first step size (Hairer, Norsett and Wanner, section II.4), as SciPy does."""
+        length = (self.end - t).abs()
+        size, slope = self._norm(y, y), self._norm(rate, y)
+        trial = torch.where((size < 1e-5) | (slope < 1e-5), 1e-6, 0.01 * size / slope)
+        trial = trial.minimum(length)
+        moved = self.direction * trial
+        curvature = self._norm(self.rate(t + moved, y + moved * rate) - rate, y) / trial
+        found = torch.where(
+            (slope <= 1e-15) & (curvature <= 1e-15),
+            (1e-3 * trial).clamp(min=1e-6),
+            (0.01 / slope.maximum(curvature)) ** (1 / (self.method.error_order + 1)),
+        )
+        found = found.minimum(100 * trial).minimum(length).clamp(max=self.max_step)
+        # The trial step may leave the domain of the rates: then the first attempt decides.
+        return torch.where(found.isfinite(), found, trial)
+
+    def _refuse_not_finite(self, rate: Tensor, t: Tensor) -> None:
+        wrong = (~rate.isfinite()).any(0)
+        if wrong.any():
+            column = _first(wrong)
+            raise ValueError(
+                f"fun is not finite in column {column} at its start, t = {float(t[column]):.9g}; "
+                f"{int(wrong.sum())} of {len(t)} columns start so."
+            )
+
+    def _refuse_too_short(self, state: ColumnState, wrong: Tensor) -> None:
+        if wrong.any():
+            column = _first(wrong)
+            raise RuntimeError(
+                f"{self.name} failed in column {column} at t = {float(state.t[column]):.9g}: the "
+                "required step size is less than the spacing between numbers. Either the solution "
+                "of this column blows up or fun is not finite there. End its time span before."
+            )
+
+
+def combine(start: Tensor, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """Return ``start + sum_i weights[i] * terms[i]``."""
+    for weight, term in zip(weights, terms, strict=False):
+        if weight:
+            start = start.add(term, alpha=weight)
+    return start
+
+
+def _first(marked: Tensor) -> int:
+    return int(marked.nonzero()[0, 0])

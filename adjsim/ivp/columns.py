@@ -1,0 +1,241 @@
+r"""Many initial value problems in one solution, with a step size for each column.
+
+``y0`` of shape ``(n, batch)`` holds independent problems in its columns. All columns step together,
+but each by its own step size (:mod:`adjsim.ivp.column_steps`). The gradient is that of the steps
+with their sizes as constants: with cotangents :math:`\lambda_{k+1}` of the states after step k,
+
+.. math:: \lambda_k = \left(\frac{\partial y_{k+1}}{\partial y_k}\right)^T \lambda_{k+1}, \qquad
+   \frac{dL}{d\theta} = \sum_k \left(\frac{\partial y_{k+1}}{\partial\theta}\right)^T
+   \lambda_{k+1},
+
+where a state that is read inside of a step adds the cotangents of the step's interpolant. Both
+products come from automatic differentiation of one step at a time, so memory for graphs does not
+grow with the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjsim.ivp.column_history import CheckpointedSteps, StoredSteps
+from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column, refuse_outside
+from adjsim.ivp.column_steps import ColumnStepper, Step
+from adjsim.ivp.dormand_prince import DormandPrince
+from adjsim.ivp.result import OdeResult
+from adjsim.ivp.rhs import RightHandSide, TimeDerivative, as_times, to_numpy
+from adjsim.ivp.rodas4 import Rodas4
+
+COLUMN_METHODS: dict[str, type[Step]] = {"RK45": DormandPrince, "Rodas4": Rodas4}
+COLUMN_ADJOINTS = ("interpolate", "checkpoint")
+OPTIONS = ("rtol", "atol", "max_step", "first_step")
+# SciPy's solvers replace a smaller rtol by this.
+SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
+# Relative change of the columns that shows whether they depend on each other.
+NUDGE = 1e-3
+
+
+def as_columns(y0: Any) -> Tensor | None:
+    """Convert states ``(n, batch)`` to a tensor; None: ``y0`` is one state.
+
+    A list of n tensors ``(batch,)`` is stacked.
+    """
+    if isinstance(y0, list | tuple) and any(isinstance(x, Tensor) for x in y0):
+        if not all(isinstance(x, Tensor) and x.ndim == 1 and len(x) > 1 for x in y0):
+            return None
+        y0 = torch.stack(y0)
+    if not isinstance(y0, Tensor):
+        y0 = np.asarray(y0)
+        if y0.ndim != 2:
+            return None
+        y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
+    if y0.ndim != 2:
+        return None
+    if y0.is_complex():
+        raise ValueError("y0 of shape (n, batch) must be real: stack real and imaginary parts.")
+    if not y0.numel():
+        raise ValueError(f"y0 has no entries: its shape is {tuple(y0.shape)}.")
+    wrong = (~y0.detach().isfinite()).any(0).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"y0 must be finite; got {y0[:, wrong[0, 0]].tolist()} in column {int(wrong[0, 0])}."
+        )
+    y0 = y0.clone() if y0.is_inference() else y0
+    return y0 if y0.is_floating_point() else y0.double()
+
+
+def solve_columns(
+    fun: Callable[..., Any],
+    t_span: Any,
+    start: Tensor,
+    method: Any,
+    t_eval: Any,
+    dense_output: bool,
+    args: tuple[Any, ...],
+    params: Any,
+    adjoint: str,
+    options: dict[str, Any],
+) -> OdeResult:
+    """Solve initial value problems in the columns of a state; see :func:`solve_ivp`."""
+    if method not in COLUMN_METHODS:
+        raise ValueError(
+            f"for y0 of shape (n, batch) method must be one of {', '.join(COLUMN_METHODS)}; got "
+            f'{method!r}. "Rodas4" is for stiff problems. SciPy\'s methods take one column a call.'
+        )
+    if adjoint not in COLUMN_ADJOINTS:
+        raise ValueError(
+            f"for y0 of shape (n, batch) adjoint must be one of {', '.join(COLUMN_ADJOINTS)}; got "
+            f"{adjoint!r}."
+        )
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"y0 of shape (n, batch) takes the options {', '.join(OPTIONS)}; got {unknown[0]!r}."
+        )
+    rhs = RightHandSide(fun, args, params, start, False)
+    ends = [as_times(t, start) for t in t_span]
+    columns = start.detach()[0]
+    begin, end = (per_column(t, columns, 1, "each end of t_span") for t in ends)
+    times = _times(t_eval, ends, begin, end, start)
+    grid = per_column(times, columns, 2, "t_eval")
+    _check_times(begin.detach(), end.detach(), None if t_eval is None else grid.detach())
+    grad = torch.is_grad_enabled()
+    rate = _Rate(rhs)
+    _check_function(rhs, rate, begin.detach(), start.detach(), grad)
+    wants_gradient = grad and any(
+        x.requires_grad for x in (start, begin, end, grid, *rhs.parameters)
+    )
+    if wants_gradient:
+        rhs.check_differentiable(to_numpy(begin), to_numpy(start))
+        start = _shifted(start, begin, rate)
+    stepper = _stepper(rate, method, begin.detach(), end.detach(), start, options)
+    keeps_all = dense_output or adjoint == "interpolate"
+    history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
+    solution = ColumnSolution(rhs, stepper, begin.detach(), start, history)
+    rate.calls = 0
+    with torch.no_grad():
+        states = solution.solve(
+            grid.detach(), options.get("first_step"), wants_gradient or dense_output
+        )
+    calls, jacobians = rate.calls, solution.attempts if method == "Rodas4" else 0
+    return OdeResult(
+        t=times.to(start.dtype),
+        y=solution.connected(grid, states),
+        sol=DenseColumns(solution) if dense_output else None,
+        t_events=None,
+        y_events=None,
+        nfev=calls,
+        njev=jacobians,
+        nlu=jacobians,
+        steps=solution.steps,
+        rejections=solution.rejections,
+        status=0,
+        message="The solver successfully reached the end of the integration interval.",
+        success=True,
+    )
+
+
+@dataclass
+class _Rate:
+    """The rates in double precision, whatever the dtype of the states; counts its calls."""
+
+    rhs: RightHandSide
+    calls: int = 0
+
+    def __call__(self, t: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        dtype = self.rhs.like.dtype
+        return self.rhs(t.to(dtype), y.to(dtype)).double()
+
+
+def _times(t_eval: Any, ends: list[Tensor], begin: Tensor, end: Tensor, like: Tensor) -> Tensor:
+    """Return the times of the result; without ``t_eval`` these are the two ends."""
+    if t_eval is not None:
+        return as_times(t_eval, like)
+    return torch.stack(ends if all(t.ndim == 0 for t in ends) else [begin, end])
+
+
+def _shifted(start: Tensor, begin: Tensor, rate: _Rate) -> Tensor:
+    """Connect a start to its time.
+
+    A start that is later by dt is equivalent to a start state that is smaller by f dt.
+    """
+    if not begin.requires_grad:
+        return start
+    with torch.no_grad():
+        rates = rate(begin, start.double()).to(start)
+    return start - (TimeDerivative.apply(start.detach(), begin, rates) - start.detach())
+
+
+def _stepper(
+    rate: _Rate, method: str, begin: Tensor, end: Tensor, start: Tensor, options: dict[str, Any]
+) -> ColumnStepper:
+    """Make the stepper, with SciPy's default tolerances."""
+    for name in ("max_step", "first_step"):
+        value = options.get(name)
+        if value is not None and not float(value) > 0:
+            raise ValueError(f"{name} must be positive; got {value}.")
+    atol = torch.as_tensor(options.get("atol", 1e-6), dtype=torch.float64, device=start.device)
+    if atol.ndim and atol.shape != start.shape[:1]:
+        raise ValueError(
+            f"atol must be a number or of shape ({len(start)},); got {tuple(atol.shape)}."
+        )
+    rtol = max(float(options.get("rtol", 1e-3)), SMALLEST_RTOL)
+    if not bool((atol >= 0).all()):
+        raise ValueError(f"atol must not be negative; got {options['atol']}.")
+    return ColumnStepper(
+        rate,
+        COLUMN_METHODS[method],
+        method,
+        end,
+        torch.where(end >= begin, 1.0, -1.0).to(end),
+        rtol,
+        atol[:, None] if atol.ndim else atol,
+        float(options.get("max_step", np.inf)),
+    )
+
+
+def _check_times(begin: Tensor, end: Tensor, times: Tensor | None) -> None:
+    """Refuse infinite spans, and times outside of them or in another order."""
+    wrong = (~(begin.isfinite() & end.isfinite())).nonzero()
+    if len(wrong):
+        column = int(wrong[0, 0])
+        raise ValueError(
+            f"t_span must be two finite times; got {float(begin[column])} and "
+            f"{float(end[column])} in column {column}."
+        )
+    if times is None:
+        return
+    refuse_outside(times, begin, end, "t_eval")
+    direction = torch.where(end >= begin, 1.0, -1.0)
+    if bool((direction * times.diff(dim=0) < 0).any()):
+        raise ValueError("t_eval must be sorted from the start of t_span to its end.")
+
+
+def _check_function(
+    rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tensor, grad: bool
+) -> None:
+    """Refuse a function of another shape, of NumPy, or that mixes columns."""
+    rhs.check(to_numpy(begin), to_numpy(start), grad)
+    if rhs.uses_numpy:
+        raise TypeError(
+            "fun computes with NumPy, but for y0 of shape (n, batch) it is called with tensors: "
+            "write it with torch."
+        )
+    odd = torch.arange(start.shape[1], device=start.device) % 2 == 1
+    moved = torch.where(odd, start + NUDGE * (1 + start.abs()), start)
+    with torch.no_grad():
+        rates, others = (rate(begin, y)[:, ~odd] for y in (start, moved))
+    scale = torch.finfo(start.dtype).eps ** 0.5 * rates.abs().amax(0)
+    wrong = ((rates - others).abs() > scale).any(0).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"the rate of column {2 * int(wrong[0, 0])} of y0 changes when only other columns "
+            "change: fun must treat each column by itself, and draw no random numbers. For a "
+            "coupled system pass one state of shape (n,)."
+        )
