@@ -207,6 +207,13 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
         bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
     )
     if needs_gradient and not isinstance(adjoint, ReversibleAdjoint):
+        moves = problem.solver.program(problem.dynamics, problem.state).moves
+        if not all(move.invertible for _, move in moves):
+            raise TypeError(
+                f"compile=True has no gradient for {problem.solver!r}, whose steps have no "
+                f"inverse: leave it out for the gradient of {type(adjoint).__name__}, or run "
+                "under torch.no_grad()."
+            )
         raise TypeError(
             f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, if a "
             "gradient is needed. Use ReversibleAdjoint(), run under torch.no_grad(), or leave "
