@@ -99,6 +99,8 @@ def minimize(
         )
     start = as_tensor("position", position)
     check_position(start)
+    if not bool(torch.isfinite(start.detach()).all()):
+        raise ValueError("position has NaN or infinite entries.")
     search = _Search(potential, _free(fixed, start.shape[-2]), tol, max_iterations)
     with exclusive(potential):
         if bool(search.free.all()):
@@ -159,12 +161,24 @@ class _Search:
             nearer = self.pseudo_inverse(inverse.q + inverse.hessian.embed(step), inverse)
             if left <= allowed and nearer.residual_force >= 0.5 * left:
                 inverse.check()
+                self._refuse_drift(inverse, start)
                 return inverse.q
             inverse = nearer
         raise RuntimeError(
             f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
             "allowed): start nearer to a minimum, or raise max_iterations or tol."
         )
+
+    def _refuse_drift(self, inverse: PseudoInverse, start: Tensor) -> None:
+        """Refuse a body that a constant force drives away, whose size hides the force."""
+        q, force = inverse.q, inverse.hessian.force()
+        size = max(float(start.abs().max()), float((q - q.mean(0)).abs().max()))
+        driving = float(np.abs(inverse.flat.T @ force).max(initial=0.0))
+        if driving > self.tol * inverse.largest_curvature * size:
+            raise RuntimeError(
+                f"there is no minimum: a force of {driving:.2g} is left along a direction in which "
+                "the energy has no curvature. Hold atoms by fixed=, or add a restraint."
+            )
 
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
         """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.
