@@ -226,7 +226,9 @@ def driven(n: Numbers, friction: bool = True) -> Made:
     path = CubicSpline(
         n("times of path", TIMES), n("path", PLATE.vertices[left] + torch.zeros(4, 3, 2), 0.03)
     )
-    pull = OpenLoop(PiecewiseLinear(n("times", TIMES), n("pull", torch.zeros(4, 3, 2), 2.0)), [6, 7, 8])
+    pull = OpenLoop(
+        PiecewiseLinear(n("times", TIMES), n("pull", torch.zeros(4, 3, 2), 2.0)), [6, 7, 8]
+    )
     block = Contact(
         Box(n("block", [0.6, -0.55]), n("sizes", [0.5, 0.5])),
         Softplus(n("stiffness", 300.0), n("width", 0.05)),

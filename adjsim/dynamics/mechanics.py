@@ -308,4 +308,6 @@ def _check_parts(contact: Any, control: Any) -> None:
 def _is_given(name: str, value: Tensor) -> bool:
     if not bool((value.detach() >= 0).all()):
         raise ValueError(f"{name} must not be negative; got {value.detach().tolist()}.")
+    if not bool(torch.isfinite(value.detach()).all()):
+        raise ValueError(f"{name} must be finite; got {value.detach().tolist()}.")
     return value.requires_grad or bool((value != 0).any())

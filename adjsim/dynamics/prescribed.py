@@ -76,6 +76,12 @@ class Prescribed(nn.Module):
             ValueError: names the vertex and its distance from the path.
         """
         target, index = self.path(t).detach().to(position), self.vertices.index
+        shape = (len(index), position.shape[-1])
+        if target.shape != shape:
+            raise ValueError(
+                f"the path of prescribed vertices must be {shape}, a position for each of them; "
+                f"got shape {tuple(target.shape)}."
+            )
         away = (position[..., index, :] - target).abs().amax(-1).flatten()
         allowed = AGREEMENT * torch.finfo(position.dtype).eps * max(1.0, float(target.abs().amax()))
         worst = int(away.argmax())

@@ -50,19 +50,29 @@ class _Placed(nn.Module):
         *batch, atoms, dim = position.shape
         value = value.to(position)
         if self.count is None:
-            return value.expand_as(position)
+            return self._rows(value, position.shape)
         if self.reach > atoms:
             raise ValueError(
                 f"index names vertex {self.reach - 1} and position has {atoms} vertices, numbered "
                 "from 0."
             )
-        rows = value.expand(*batch, self.count, dim).transpose(-1, -2)
+        rows = self._rows(value, (*batch, self.count, dim)).transpose(-1, -2)
         placed = self.vertices.transpose(rows)
         if atoms > self.reach:
             # Vertices behind the last one that the index names.
             none = torch.zeros_like(placed[..., :1]).expand(*batch, dim, atoms - self.reach)
             placed = torch.cat([placed, none], -1)
         return placed.transpose(-1, -2)
+
+    @staticmethod
+    def _rows(value: Tensor, shape: Sequence[int]) -> Tensor:
+        try:
+            return value.expand(*shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the force of a control must be {tuple(shape[-2:])}, a row for each of its "
+                f"vertices; got shape {tuple(value.shape)}."
+            ) from error
 
 
 class OpenLoop(ForceField):

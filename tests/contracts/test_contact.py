@@ -157,6 +157,19 @@ def test_slopes_and_curvatures_of_penalties(penalty):
         assert most >= float(found.curvature(gap).max()) * (1 - 1e-12)
 
 
+def test_derivatives_of_softplus_are_right_at_a_gap_of_zero():
+    """A vertex that starts on the surface: u'' = k (1/4 + ln(2)/4), by autograd too."""
+    gap = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    penalty = Softplus(100.0, 0.05)
+    expected = torch.full((1,), 25 * (1 + math.log(2)), dtype=torch.float64)
+    (second,) = torch.autograd.grad(penalty.slope(gap).sum(), gap)
+    torch.testing.assert_close(second, expected, rtol=1e-12, atol=0)
+    (slope,) = torch.autograd.grad(penalty.element(gap).sum(), gap, create_graph=True)
+    torch.testing.assert_close(slope, penalty.slope(gap), rtol=1e-12, atol=0)
+    (second,) = torch.autograd.grad(slope.sum(), gap)
+    torch.testing.assert_close(second, expected, rtol=1e-12, atol=0)
+
+
 def test_softplus_tends_to_the_quadratic_penalty():
     gap = torch.tensor([-1.0, -0.3, -0.01, 0.02, 0.5], dtype=torch.float64)
     soft, sharp = Softplus(30.0, 1e-5), Quadratic(30.0)

@@ -90,6 +90,9 @@ def test_the_stopping_distance_is_reached_to_second_order():
             made = simulate(dynamics, begin, [0.0, 1.0], solver=Splitting("FBABF", dt))
         return float(made.final.position[0, 0]) - 0.68027733
 
+    # v_s^2/a times the integral of x coth(x) to v0/v_s = 40, which is 40^2/2 + pi^2/12.
+    distance = 0.05**2 / (0.3 * 9.81) * (800 + math.pi**2 / 12)
+    assert distance == pytest.approx(0.68027733, abs=5e-9)
     coarse, fine = error(0.01), error(0.005)
     # The step is 0.3 decay times of the end of the slide, so terms of fourth order show.
     assert coarse / fine == pytest.approx(4, rel=0.05)
@@ -98,6 +101,9 @@ def test_the_stopping_distance_is_reached_to_second_order():
 
 def test_a_block_creeps_on_an_incline():
     """Where mu N tanh(v/v_s) balances the slope: v = v_s atanh(0.6) = 0.00693147."""
+    still, at = block(0.01 * math.atanh(0.6), mu=0.5, smoothing=0.01, tangent=0.3)
+    # The forces along the slope, each of 2.8, balance.
+    assert float(still.drift(0.0, at).momentum[0, 0]) == pytest.approx(0, abs=1e-12)
     dynamics, begin = block(0.006, mu=0.5, smoothing=0.01, tangent=0.3)
     rate, dt = 0.5 * 9.81 / 0.01, 2.5e-4
     with torch.no_grad():

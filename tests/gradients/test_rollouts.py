@@ -138,7 +138,8 @@ def test_shears_and_scales_are_reversed_exactly(name):
     agree(reversible, direct, 1e-12)
 
 
-COMPILED = [name for name in SYSTEMS if name != "feedback"]
+# Feedback is undone by iteration, which is refused. A state of one number goes to Inductor.
+COMPILED = [name for name in SYSTEMS if name not in ("feedback", "bounce", "barrier ball")]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,13 @@ class Penalty(nn.Module):
     def _value(self, name: str, gap: Tensor) -> Tensor:
         """Return a parameter, to broadcast against gaps ``(*batch, atoms)``."""
         value: Tensor = getattr(self, name).to(gap)
-        return value.reshape(()) if value.numel() == 1 else value
+        if value.numel() == 1:
+            return value.reshape(())
+        if gap.ndim and gap.shape[-1] not in (1, len(value)):
+            raise ValueError(
+                f"{name} has {len(value)} entries and position {gap.shape[-1]} vertices."
+            )
+        return value
 
 
 def _checked_depth(depth: float | None) -> float | None:
@@ -147,7 +153,11 @@ class Softplus(Penalty):
     def _parts(self, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         width = self._value("width", gap)
         x = -gap / width
-        return width * (x.clamp(min=0) + torch.exp(-x.abs()).log1p()), torch.sigmoid(x), width
+        behind = x > 0
+        # One formula on each side, so that derivatives are right at a gap of zero too.
+        e = torch.exp(torch.where(behind, -x, x))
+        soft = width * (torch.where(behind, x, 0.0) + e.log1p())
+        return soft, torch.where(behind, 1.0, e) / (1 + e), width
 
     def element(self, gap: Tensor) -> Tensor:
         soft, _, _ = self._parts(gap)
