@@ -26,6 +26,8 @@ NEWTON_STEPS = 20
 GAUGE, SHIFT = 1e-10, 1e-6
 # Share of the expected decrease of the energy that a step must reach.
 SUFFICIENT = 1e-4
+# Share of the sum of all forces from which a net force is more than rounding.
+NET_SHARE = 1e-8
 # Share of dF/dtheta along a flat direction that counts as zero.
 FLAT_SHARE = 1e-6
 
@@ -154,6 +156,7 @@ class _Search:
         # The steps above stop at the rounding of the energy; a few Newton steps reach the rounding
         # of the force.
         left, allowed, inverse = math.inf, 0.0, self.pseudo_inverse(q)
+        self._refuse_unheld(start, inverse)
         for _ in range(NEWTON_STEPS):
             scale = max(1e-300, float(start.abs().max()), float(inverse.q.abs().max()))
             left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
@@ -161,7 +164,6 @@ class _Search:
             nearer = self.pseudo_inverse(inverse.q + inverse.hessian.embed(step), inverse)
             if left <= allowed and nearer.residual_force >= 0.5 * left:
                 inverse.check()
-                self._refuse_drift(inverse, start)
                 return inverse.q
             inverse = nearer
         raise RuntimeError(
@@ -169,16 +171,26 @@ class _Search:
             "allowed): start nearer to a minimum, or raise max_iterations or tol."
         )
 
-    def _refuse_drift(self, inverse: PseudoInverse, start: Tensor) -> None:
-        """Refuse a body that a constant force drives away, whose size hides the force."""
-        q, force = inverse.q, inverse.hessian.force()
-        size = max(float(start.abs().max()), float((q - q.mean(0)).abs().max()))
-        driving = float(np.abs(inverse.flat.T @ force).max(initial=0.0))
-        if driving > self.tol * inverse.largest_curvature * size:
-            raise RuntimeError(
-                f"there is no minimum: a force of {driving:.2g} is left along a direction in which "
-                "the energy has no curvature. Hold atoms by fixed=, or add a restraint."
-            )
+    def _refuse_unheld(self, start: Tensor, inverse: PseudoInverse) -> None:
+        """Refuse a body that a force moves without end, since no curvature holds it.
+
+        It moves until the forces of its elements are so large that what is left counts as rounding.
+        """
+        moved, extent = (inverse.q - start).mean(0), (start - start.mean(0)).abs().max()
+        if not bool(self.free.all()) or not bool(moved.norm() > extent):
+            return
+        forces = Hessian(self.potential, start).force().reshape(start.shape)
+        net = forces.sum(0)
+        if not np.linalg.norm(net) > NET_SHARE * np.abs(forces).sum():
+            return
+        along = np.tile(net / np.linalg.norm(net), (len(start), 1)).ravel()
+        for q in (start, inverse.q):
+            if np.linalg.norm(Hessian(self.potential, q).matvec(along)) > inverse.rounding:
+                return
+        raise RuntimeError(
+            f"there is no minimum: a force of {np.linalg.norm(net):.2g} moves all atoms together, "
+            "and nothing holds them. Fix atoms (fixed=...), or add a support or a weak spring."
+        )
 
     def pseudo_inverse(self, q: Tensor, near: PseudoInverse | None = None) -> PseudoInverse:
         """Make the pseudo-inverse of the Hessian at a position ``(atoms, dim)``.

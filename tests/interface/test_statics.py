@@ -267,7 +267,7 @@ def test_a_body_that_nothing_holds_falls_and_is_refused():
     """Held by a weak spring, it has a minimum, however far below."""
     mesh = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
     body = NeoHookean(mesh, 1e4, 0.3) + adjsim.Gravity(mesh.lumped_mass(100.0), 9.81)
-    with pytest.raises(RuntimeError, match=r"no minimum: a force of .* left along a direction"):
+    with pytest.raises(RuntimeError, match=r"no minimum: a force of .* moves all atoms together"):
         minimize(body, mesh.vertices, max_iterations=100)
     rest = minimize(body + adjsim.Harmonic(10.0), mesh.vertices)
     assert float(rest[:, 2].mean()) == pytest.approx(-100 * 9.81 / (8 * 10.0), rel=1e-8)
