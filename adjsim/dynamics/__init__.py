@@ -12,7 +12,9 @@ from adjsim.dynamics.hamiltonian import Hamiltonian
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.mechanics import Mechanics
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
+from adjsim.dynamics.ode import ODE
 from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
+from adjsim.dynamics.sde import SDE
 from adjsim.dynamics.sources import (
     Coefficient,
     Combination,
@@ -24,10 +26,13 @@ from adjsim.dynamics.sources import (
     Time,
 )
 from adjsim.dynamics.stable_step import largest_stable_step
+from adjsim.dynamics.vector_field import FieldState
 from adjsim.dynamics.velocity_rescale import VelocityRescale
 
 __all__ = [
     "ESH",
+    "ODE",
+    "SDE",
     "Andersen",
     "Berendsen",
     "Bussi",
@@ -37,6 +42,7 @@ __all__ = [
     "Dynamics",
     "ESHState",
     "Field",
+    "FieldState",
     "Force",
     "Function",
     "FunctionOfTime",

@@ -3,8 +3,10 @@
 from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
 from adjsim.solvers.implicit import BackwardEuler, ImplicitMidpoint
 from adjsim.solvers.ode import ODESolver
+from adjsim.solvers.runge_kutta import RungeKutta
 from adjsim.solvers.sde import InstabilityError, SDESolver
 from adjsim.solvers.splitting import BAOAB, Splitting, VelocityVerlet
+from adjsim.solvers.tableaus import Tableau
 
 __all__ = [
     "BAOAB",
@@ -14,7 +16,9 @@ __all__ = [
     "InstabilityError",
     "LeimkuhlerMatthews",
     "ODESolver",
+    "RungeKutta",
     "SDESolver",
     "Splitting",
+    "Tableau",
     "VelocityVerlet",
 ]
