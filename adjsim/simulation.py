@@ -126,6 +126,8 @@ def run(
         dynamics.check(state)
         dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
+        if isinstance(solver, SteppingSolver):
+            solver = solver.resolved(dynamics, state, float(times[0]))
         problem = Problem(
             dynamics,
             ModuleTensors(dynamics),
