@@ -27,7 +27,8 @@ class ReversibleAdjoint(Adjoint):
     The backward sweep undoes each step by its inverse flow, and takes the step's vector-Jacobian
     product at the recovered state. Rounding makes the recovered states differ from those of the
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
-    friction. It is measured wherever the true state is known: at the start, at frames that save
+    friction, or at the rate of the coupling of :class:`~adjsim.solvers.coupled.Coupled`. It is
+    measured wherever the true state is known: at the start, at frames that save
     complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
     divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
@@ -190,7 +191,7 @@ class FloatInversion(Rewind):
             raise ReconstructionError(
                 f"reversing the steps lost the trajectory: at step {step} the recovered state is "
                 f"{error:.1e} off the state of the run (tol = {self.history.tol:g}), so the "
-                "gradient would be wrong. Use Splitting(..., exact=True), pass checkpoint_every= "
+                "gradient would be wrong. Give the solver exact=True, pass checkpoint_every= "
                 f"to ReversibleAdjoint, or use CheckpointAdjoint(){single}. If the force is "
                 "random, or reads a value that has changed since the run, make it reproducible."
             )

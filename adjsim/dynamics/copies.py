@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState, State
+from adjsim._state import AnyState
 
 # The distance between the copies, as a share of the size of a field, above which a run stops. The
 # copies of an accurate run differ by the error of its steps.
@@ -70,7 +70,7 @@ class Copies:
         """Return whether the copies are close enough for both to be solutions."""
         return self.distance(state) <= LARGEST_DISTANCE
 
-    def describe(self, state: AnyState, good: State, t: float, where: str, dt: float) -> str:
+    def describe(self, state: AnyState, good: AnyState, t: float, where: str, dt: float) -> str:
         """Describe, for an error message, copies that have moved apart, and the way out.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -106,19 +106,17 @@ class Coupled(SteppingSolver):
         refuse_no_drift(self, dynamics)
         names = state._fields
         copied = tuple(map(copy_name, names))
-        shared: tuple[Any, ...] = (dynamics, self.tableau)
+        increment = partial(Increment, dynamics, self.tableau)
         forward: list[Move] = []
         for i, name in enumerate(names):
-            step = Increment(*shared, self.dt, type(state), copied, i, weight="1-c")
+            step = increment(self.dt, type(state), copied, i, weight="1-c")
             forward += [Scale(name, Coefficient("c")), Shear(name, step)]
         backward = tuple(
-            Shear(name, Increment(*shared, -self.dt, type(state), names, i, sign=-1))
+            Shear(name, increment(-self.dt, type(state), names, i, sign=-1))
             for i, name in enumerate(copied)
         )
         sizes = {} if in_transform() else typical_sizes(dynamics, state, self.dt)
-        copies = Copies(
-            state, sizes, self.rate, lambda y, t: self._suggest(dynamics, y, t, AHEAD)
-        )
+        copies = Copies(state, sizes, self.rate, lambda y, t: self._suggest(dynamics, y, t, AHEAD))
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
         lattice = None
         if self.exact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,7 @@ def reversed_growth(
             y = after
     generator = torch.Generator().manual_seed(0)
     w = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in y]
+    w = _normalised(dynamics, y, w)[0]
     exponents, length = [], max(1, math.ceil(len(states) / PARTS))
     for end in range(len(states), 0, -length):
         part, total = range(max(0, end - length), end), 0.0
@@ -118,8 +120,7 @@ def reversed_growth(
             with torch.enable_grad():
                 before = _added(leaves, increment(dynamics, tableau, t + (n + 1) * h, -h, leaves))
             w = list(torch.autograd.grad(before, tuple(leaves), w, materialize_grads=True))
-            size = _norms(dynamics, y, w)
-            w = [x / size.reshape(*size.shape, *[1] * (x.ndim - size.ndim)) for x in w]
+            w, size = _normalised(dynamics, y, w)
             total = total + size.log()
         exponents.append(float(torch.as_tensor(total).amax()) / (len(part) * abs(h)))
     finite = [x for x in exponents if math.isfinite(x)]
@@ -130,8 +131,11 @@ def _added(state: Any, step: tuple[Tensor, ...]) -> Any:
     return type(state)._make(y + x for y, x in zip(state, step, strict=True))
 
 
-def _norms(dynamics: Dynamics[Any], state: AnyState, w: list[Tensor]) -> Tensor:
-    """Return the norm over all fields, for each system of the batch."""
+def _normalised(
+    dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Divide by the norm over all fields, for each system of the batch, and return the norm."""
     batch = dynamics.batch_shape(state)
     squares = [x.reshape(*batch, -1).square().sum(-1) for x in w]
-    return torch.stack(squares).sum(0).sqrt()
+    size = torch.stack(squares).sum(0).sqrt()
+    return [x / size.reshape(*batch, *[1] * (x.ndim - size.ndim)) for x in w], size
