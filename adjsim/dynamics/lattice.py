@@ -176,7 +176,7 @@ class Lattice:
         spare_bits = LONGEST - FULL - math.log2(largest)
         if fastest > spare_bits:
             raise ValueError(
-                f"exact=True: the scales of a step move {fastest:.3g} bits into an "
+                f"exact=True: friction moves {fastest:.3g} bits a step from the momenta into an "
                 f"information buffer, which can take {spare_bits:.3g}. Use a smaller dt, or "
                 "exact=False."
             )
