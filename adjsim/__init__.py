@@ -147,6 +147,7 @@ from adjsim.simulation import simulate
 from adjsim.solvers import (
     BAOAB,
     BackwardEuler,
+    Coupled,
     EulerMaruyama,
     ImplicitMidpoint,
     InstabilityError,
@@ -292,6 +293,7 @@ __all__ = [  # noqa: RUF022
     # solvers
     "BAOAB",
     "BackwardEuler",
+    "Coupled",
     "EulerMaruyama",
     "ImplicitMidpoint",
     "InstabilityError",

@@ -99,7 +99,8 @@ class Trajectory(Generic[State]):
             force is one, a product with its Jacobian is one, and backward adds its own).
             ``reconstruction_error`` is None before backward and for adjoints that do not
             reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
-            ``order`` (of a splitting), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
+            ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
+            steps), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
             stochastic dynamics), ``pairs`` (how each pair potential evaluates them: "neighbour
             list", "all pairs", or by operations of torch, with the reason), ``buffer_bits`` and
             ``buffer_bound`` (of an exact run: the bits per step and degree of freedom that its

@@ -63,7 +63,8 @@ def simulate(
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
-            :class:`~adjsim.Splitting` with :class:`~adjsim.ReversibleAdjoint`. Where no
+            :class:`~adjsim.Splitting` and :class:`~adjsim.solvers.coupled.Coupled` with
+            :class:`~adjsim.ReversibleAdjoint`. Where no
             gradient is needed, it works for any splitting, :class:`~adjsim.EulerMaruyama`
             and :class:`~adjsim.LeimkuhlerMatthews`, with any adjoint. It needs a C++
             compiler. The first run of a kind compiles for a few seconds, or up to a minute
@@ -126,6 +127,8 @@ def run(
         dynamics.check(state)
         dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
+        if isinstance(solver, SteppingSolver):
+            solver = solver.resolved(dynamics, state, float(times[0]))
         problem = Problem(
             dynamics,
             ModuleTensors(dynamics),

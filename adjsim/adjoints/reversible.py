@@ -19,7 +19,6 @@ from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
-from adjsim.solvers.splitting import Splitting
 
 
 class ReversibleAdjoint(Adjoint):
@@ -28,7 +27,8 @@ class ReversibleAdjoint(Adjoint):
     The backward sweep undoes each step by its inverse flow, and takes the step's vector-Jacobian
     product at the recovered state. Rounding makes the recovered states differ from those of the
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
-    friction. It is measured wherever the true state is known: at the start, at frames that save
+    friction, or at the rate of the coupling of :class:`~adjsim.solvers.coupled.Coupled`. It is
+    measured wherever the true state is known: at the start, at frames that save
     complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
     divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
@@ -73,10 +73,7 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem[State]) -> Result[State]:
-        every, exact = (
-            self.checkpoint_every,
-            isinstance(problem.solver, Splitting) and problem.solver.exact,
-        )
+        every, exact = self.checkpoint_every, problem.solver.exact
         if every is None and not exact:
             every = _spacing(problem, self.tol)
         problem.stats.update(reconstruction_error=None, checkpoint_every=every)
@@ -98,7 +95,7 @@ def _spacing(problem: Problem[State], tol: float) -> int | None:
     these errors by exp(friction dt n). Amplification by friction may use a third of the digits
     between eps and tol; the others are reserved for chaos of the potential.
     """
-    rate = problem.dynamics.damping(problem.state)
+    rate = problem.solver.damping(problem.dynamics, problem.state)
     if rate == 0:
         return None
     digits = tol / torch.finfo(problem.state[0].dtype).eps
@@ -134,7 +131,8 @@ class Resets(History):
         checkpoint = step == 0 or (
             self.every is not None and step % self.every == 0 and step < last
         )
-        if checkpoint:
+        # The last state of the dynamics lacks the second copy of the state.
+        if checkpoint or (step == last and self.stepper.program.copies is not None):
             self.stored[step] = detached(state)
         if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
@@ -147,7 +145,10 @@ class Resets(History):
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        saves = self.stepper.clock.saves
+        clock, copies = self.stepper.clock, self.stepper.program.copies
+        if copies is not None:
+            return FloatInversion(self, self.stored, self.stored[clock.last])
+        saves = clock.saves
         known = {} if frames is None else {step: select(frames, i) for i, step in enumerate(saves)}
         return FloatInversion(self, {**known, **self.stored}, final)
 
@@ -202,6 +203,6 @@ class FloatInversion(Rewind):
         exact = all(isinstance(move, Shear | Scale) for move in moves)
         fewer = "" if history.every is None else f" below {history.every}"
         return (
-            f"{'Use Splitting(..., exact=True), pass' if exact else 'Pass'} checkpoint_every="
+            f"{'Give the solver exact=True, pass' if exact else 'Pass'} checkpoint_every="
             f"{fewer} to ReversibleAdjoint, or use CheckpointAdjoint()"
         )

@@ -158,15 +158,19 @@ class Stepper:
     growth: BufferGrowth | None = None
 
     def to_lattice(self, state: AnyState) -> AnyState:
-        """Convert a state to the nearest lattice state, with buffers.
+        """Convert a state to that of the steps: with its copy, and on the lattice with buffers.
 
-        Without a lattice, return it unchanged.
+        Without copies and lattice, return it unchanged.
         """
-        return state if self.program.lattice is None else self.program.lattice.to_lattice(state)
+        program = self.program
+        state = state if program.copies is None else program.copies.add(state)
+        return state if program.lattice is None else program.lattice.to_lattice(state)
 
     def from_lattice(self, state: AnyState) -> AnyState:
-        """Convert a lattice state back to a state of the dynamics."""
-        return state if self.program.lattice is None else self.program.lattice.from_lattice(state)
+        """Convert a state of the steps back to a state of the dynamics."""
+        program = self.program
+        state = state if program.lattice is None else program.lattice.from_lattice(state)
+        return state if program.copies is None else program.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
         """Run step number ``number``."""
@@ -204,7 +208,8 @@ class Stepper:
         The initial state is on the lattice, if there is one.
 
         Raises:
-            FloatingPointError: a number is not finite; the message names the step.
+            FloatingPointError: a number is not finite, or the two copies of a state have moved
+                apart; the message names the step.
             ValueError: a state that the dynamics excludes; the message names the step.
             OverflowError: a number is outside of the lattice of an exact run; the message names the
                 step.
@@ -247,11 +252,9 @@ class Stepper:
     def _is_valid(self, state: AnyState) -> bool:
         if in_transform():
             return True
-        return (
-            all_finite(state)
-            if self.program.lattice is None
-            else self.program.lattice.in_range(state)
-        )
+        lattice, copies = self.program.lattice, self.program.copies
+        valid = all_finite(state) if lattice is None else lattice.in_range(state)
+        return valid and (copies is None or copies.together(state))
 
     @torch.no_grad()
     def _check_states(
@@ -299,7 +302,10 @@ class Stepper:
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
         remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or {dynamics.remedy}."
-        lattice = self.program.lattice
+        lattice, copies = self.program.lattice, self.program.copies
+        if copies is not None and not copies.together(state):
+            reason = copies.describe(state, first, self.clock.time(start), where, self.clock.dt)
+            raise FloatingPointError(reason)
         if lattice is not None and all_finite(state):
             raise OverflowError(
                 f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with "
@@ -341,6 +347,8 @@ def prepare(
             coefficients, [(stage.letter, move) for stage, move in program.moves]
         )
         stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
+    if program.copies is not None:
+        stats["rate"] = program.copies.rate
     problem.stats.update(stats)
     noise = None
     if program.draws:

@@ -125,15 +125,17 @@ class _SweptRun:
         trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
         # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
-        final = self.kind._make(outputs[-self.width :])
+        final, copies = self.kind._make(outputs[-self.width :]), stepper.program.copies
         final_cotangents = cotangents[-self.width :]
-        sums = Cotangents(
-            {
-                n: torch.zeros_like(x) if c is None else c
-                for n, x, c in zip(final._fields, final, final_cotangents, strict=True)
-            },
-            trainable,
-        )
+        received = {
+            n: torch.zeros_like(x) if c is None else c
+            for n, x, c in zip(final._fields, final, final_cotangents, strict=True)
+        }
+        if copies is not None:
+            received |= {
+                name: torch.zeros_like(x) for name, x in zip(copies.names, final, strict=True)
+            }
+        sums = Cotangents(received, trainable)
         whole = problem.record is None
         forces = stepper.program.forces(
             problem.dynamics.potential, parameters=trainable, stats=problem.stats
@@ -161,8 +163,12 @@ class _SweptRun:
             )
             saved.finish()
             sums.complete()
+        start = [sums[name] for name in final._fields]
+        if copies is not None:
+            # A run starts with equal copies.
+            start = [x + sums[name] for x, name in zip(start, copies.names, strict=True)]
         return (
-            *(sums[name] for name in final._fields),
+            *start,
             *(sums.coefficient_sums.get(key) for key in self.keys),
             *(sums.parameter_sums.get(name) for name in trainable),
         )

@@ -38,6 +38,7 @@ from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
 from adjsim._state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
+from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
@@ -66,6 +67,7 @@ class Lattice:
         state: the start.
         moves: the moves of a step, by letter.
         dt: the step.
+        copies: the second copy of the state, if a step has one.
     """
 
     def __init__(
@@ -74,17 +76,22 @@ class Lattice:
         state: State,
         moves: Mapping[str, tuple[Move, ...]],
         dt: float,
+        copies: Copies | None = None,
     ) -> None:
         _check_supported(dynamics, state, moves)
         all_moves = [(letter, move) for letter, group in moves.items() for move in group]
         self.scaled = tuple(
             dict.fromkeys(move.field for _, move in all_moves if isinstance(move, Scale))
         )
-        self.width, self.systems = len(state), dynamics.batch_shape(state).numel()
-        self._kind: type[AnyState] = type(state)
+        start: Any = state if copies is None else copies.add(state)
+        self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
+        self._kind: type[AnyState] = type(start)
         self._lattice_type = _lattice_type(self._kind, self.scaled)
-        scales = _scales(dynamics, state, dt)
-        room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in state._fields}
+        scales = typical_sizes(dynamics, state, dt)
+        room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in scales}
+        if copies is not None:
+            scales |= {copy_name(name): size for name, size in scales.items()}
+            room |= {copy_name(name): size for name, size in room.items()}
         self.grids = {
             name: Grid(power_of_two(scale) * (room[name] / LARGEST))
             for name, scale in scales.items()
@@ -362,7 +369,7 @@ def _check_force(potential: nn.Module) -> None:
         )
 
 
-def _scales(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Tensor]:
+def typical_sizes(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Tensor]:
     """Estimate the largest entry of each field, for each system and link."""
     start = detached(state)
     with torch.no_grad():
@@ -374,6 +381,7 @@ def _scales(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Ten
         if name in known_scales:
             sizes.append(known_scales[name].detach().abs().expand_as(value))
         largest = torch.stack(sizes).amax(0)
-        largest = largest.amax((-1, -2), keepdim=True) if value.ndim >= state[0].ndim else largest
+        axes = tuple(range(-dynamics.system_axes, 0))
+        largest = largest.amax(axes, keepdim=True) if value.ndim >= state[0].ndim else largest
         found[name] = torch.where((largest > 0) & torch.isfinite(largest), largest, 1.0)
     return found

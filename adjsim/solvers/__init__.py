@@ -1,5 +1,6 @@
 """Solvers: ways to integrate the dynamics."""
 
+from adjsim.solvers.coupled import Coupled
 from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
 from adjsim.solvers.implicit import BackwardEuler, ImplicitMidpoint
 from adjsim.solvers.ode import ODESolver
@@ -11,6 +12,7 @@ from adjsim.solvers.tableaus import Tableau
 __all__ = [
     "BAOAB",
     "BackwardEuler",
+    "Coupled",
     "EulerMaruyama",
     "ImplicitMidpoint",
     "InstabilityError",

@@ -16,6 +16,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import Record
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
@@ -48,7 +49,7 @@ class Program:
 
     A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
     ``noise_steps`` steps: its own and the following ones. On a lattice its states have information
-    buffers in addition.
+    buffers in addition, and some steps have a second copy of the state.
     """
 
     stages: Sequence[Stage]
@@ -57,6 +58,7 @@ class Program:
     draws: int = 0
     noise_steps: int = 1
     lattice: Lattice | None = None
+    copies: Copies | None = None
 
     moves: tuple[tuple[Stage, Move], ...] = field(init=False)
 
@@ -203,10 +205,11 @@ class SteppingSolver(ABC):
     """The base class of solvers with fixed steps of size dt.
 
     ``compiles`` is whether a step is one sequence of operations for all states, which can be
-    compiled.
+    compiled. ``exact`` is whether steps run on a lattice.
     """
 
     compiles: ClassVar[bool] = True
+    exact: bool = False
     dt: float
 
     @abstractmethod
@@ -216,6 +219,14 @@ class SteppingSolver(ABC):
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
+
+    def resolved(self, dynamics: Dynamics[State], state: State, t: float) -> SteppingSolver:
+        """Return the solver with the numbers that it chooses by the start."""
+        return self
+
+    def damping(self, dynamics: Dynamics[State], state: State) -> float:
+        """Return the rate (1/time) at which rounding errors grow in reversed steps."""
+        return dynamics.damping(state)
 
     def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
         """Refuse, before any work, a step that is too long for the dynamics at a start."""

@@ -1,0 +1,107 @@
+"""States with a second copy of every field, which reversible Runge-Kutta steps need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjsim._state import AnyState
+
+# The distance between the copies, as a share of the size of a field, above which a run stops. The
+# copies of an accurate run differ by the error of its steps.
+LARGEST_DISTANCE = 0.1
+
+
+class Copies:
+    """The second copy z of a state y, in fields named ``<field>_copy``.
+
+    A run starts with equal copies. Users see y alone.
+
+    Args:
+        state: the start.
+        sizes: the size of each field, for each system. The distance between the copies is compared
+            with this size, or with the largest entry of the field if it is larger.
+        rate: the rate of the coupling, 1/time.
+        suggest: takes a state and its time, and returns a rate that keeps the copies together over
+            the next steps.
+    """
+
+    def __init__(
+        self,
+        state: AnyState,
+        sizes: Mapping[str, Tensor],
+        rate: float,
+        suggest: Callable[[Any, float], float],
+    ) -> None:
+        self.kind: type[Any] = type(state)
+        self.sizes, self.rate, self.suggest = sizes, rate, suggest
+        self.both: type[Any] = _with_copies(self.kind)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields of the second copy."""
+        return tuple(map(copy_name, self.kind._fields))
+
+    def add(self, state: AnyState) -> Any:
+        """Return a state with its copy."""
+        return self.both._make((*state, *state))
+
+    def remove(self, state: AnyState) -> Any:
+        """Return y alone."""
+        return self.kind._make(state[: len(self.kind._fields)])
+
+    def distance(self, state: AnyState) -> float:
+        """Return the largest distance between the copies, as a share of the size of the field."""
+        shares = [self._distance(state, name) for name in self.kind._fields]
+        return max(share if share == share else float("inf") for share in shares)
+
+    def _distance(self, state: AnyState, name: str) -> float:
+        y, z = getattr(state, name).detach(), getattr(state, copy_name(name)).detach()
+        size = self.sizes[name]
+        axes = [i - y.ndim for i in range(y.ndim) if size.shape[i] == 1]
+        largest = torch.maximum(y.abs().amax(axes, keepdim=True), size) if axes else size
+        return float(((y - z).abs() / largest).amax())
+
+    def together(self, state: AnyState) -> bool:
+        """Return whether the copies are close enough for both to be solutions."""
+        return self.distance(state) <= LARGEST_DISTANCE
+
+    def describe(self, state: AnyState, good: AnyState, t: float, where: str, dt: float) -> str:
+        """Describe, for an error message, copies that have moved apart, and the way out.
+
+        Args:
+            state: the state with copies that are apart.
+            good: the last state that was checked, with its copy.
+            t: its time.
+            where: the step and the time.
+            dt: the step size.
+        """
+        rate, distance = self.suggest(self.remove(good), t), self.distance(state)
+        apart = (
+            f"the two copies of the state moved apart by {distance:.1g} of its size {where}: "
+            f"the rate {self.rate:.4g} of the coupling "
+        )
+        if rate > self.rate:
+            return (
+                f"{apart}is too small for the contraction of the flow. Use rate={rate:.3g}, or a "
+                "larger one."
+            )
+        return (
+            f"{apart}is large enough for the contraction of the flow, so the steps are too coarse. "
+            f"Use a smaller dt (it is {dt:g})."
+        )
+
+
+def copy_name(field: str) -> str:
+    return f"{field}_copy"
+
+
+@lru_cache(maxsize=64)
+def _with_copies(kind: type[Any]) -> Any:
+    names: tuple[str, ...] = kind._fields
+    fields = [(name, Tensor) for name in (*names, *map(copy_name, names))]
+    return NamedTuple(f"{kind.__name__}WithCopy", fields)
