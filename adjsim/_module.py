@@ -96,6 +96,15 @@ class ModuleTensors:
         """Select by name, from tensors in place of the module's own, the trainable ones."""
         return {self.names[number]: tensors[number] for number in self.wanted}
 
+    @property
+    def untrained(self) -> tuple[Tensor, ...]:
+        """The tensors that do not require grad, which a graph saves to notice later changes."""
+        return tuple(
+            x
+            for number, x in enumerate(self.tensors)
+            if number not in self.wanted and not x.is_inference()
+        )
+
     @contextmanager
     def substituted(self, tensors: Sequence[Tensor]) -> Generator[None, None, None]:
         """Run the module with these tensors in place of its own, by this thread alone."""

@@ -267,7 +267,7 @@ class _Minimum(torch.autograd.Function):
         flat = start.detach().reshape(-1, *start.shape[-2:])
         found = torch.stack([search.find(q) for q in flat]).reshape(start.shape)
         ctx.search, ctx.tensors = search, ModuleTensors(search.potential)
-        ctx.save_for_backward(found, *parameters)
+        ctx.save_for_backward(found, *parameters, *ctx.tensors.untrained)
         return found
 
     @staticmethod

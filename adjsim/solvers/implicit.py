@@ -164,7 +164,7 @@ class _Step(torch.autograd.Function):
             context.forces.stats,
         )
         ctx.potential = context.forces.potential
-        ctx.save_for_backward(q, p, c, *found, *trainable)
+        ctx.save_for_backward(q, p, c, *found, *trainable, *move.tensors.untrained)
         return found
 
     @staticmethod

@@ -13,6 +13,7 @@ from adjsim._cache_key import cache_key
 from adjsim.dynamics import MassiveDynamics, Term
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.potentials import PairPotential
+from adjsim.statics import minimize
 from tests.problems import parameter, square
 
 SWEPT = {
@@ -364,3 +365,23 @@ def test_compiled_gradients_of_pair_formulas_of_ones_own(kind):
         jaxtyping.config.update("jaxtyping_disable", False)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+def test_a_minimum_notices_a_change_of_a_buffer():
+    """The backward pass would solve with the Hessian of another body."""
+    network = adjsim.HarmonicBond([[0, 1], [1, 2], [0, 2]], parameter(3.0), [1.0, 1.2, 1.1])
+    start = torch.tensor([[0.0, 0.0], [1.0, 0.1], [0.4, 0.9]], dtype=torch.float64)
+    found = minimize(network, start, fixed=[0, 1])
+    network.length.mul_(1.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize("solver", [adjsim.BackwardEuler(0.1), adjsim.ImplicitMidpoint(0.1)])
+def test_an_implicit_step_notices_a_change_of_a_buffer(solver):
+    bond = adjsim.HarmonicBond([[0, 1]], parameter(3.0), 1.0)
+    dynamics = adjsim.Hamiltonian(bond)
+    made = run(dynamics, DirectAdjoint(), solver)
+    bond.length.mul_(1.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (made.final.position**2).sum().backward()
