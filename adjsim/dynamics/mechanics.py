@@ -76,7 +76,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
         smoothing: velocity v_s above which friction is that of sliding, length / time; one number.
         damping: rate gamma at which momenta decay, 1/time; scalar, ``(atoms,)`` or ``(atoms, 1)``.
         stiffness_damping: beta, time; one number. A mode of angular frequency w decays at the rate
-            ``beta w^2 / 2``.
+            ``beta w^2 / 2``. K is that of the start, of time zero if the body depends on time.
         control: a :class:`~adjsim.potentials.controls.Controller`, or a force field that sees time
             and positions alone, which is added to the potential.
         prescribed: ``(index, path)``: the vertices ``(vertices,)`` and a function of time whose

@@ -101,7 +101,8 @@ class Controller(ForceField):
     """A feedback force, ``u(t, q, v)``. Subclasses write ``forward(t, position, velocity)``.
 
     The dynamics gives it the velocity: ``Mechanics(potential, mass, control=controller)``. It is no
-    part of a sum of forces, which do not see velocities.
+    part of a sum of forces, which do not see velocities. Fixed and prescribed vertices have no
+    velocity there.
     """
 
     def forward(self, t: Any, position: Positions, velocity: Positions | None = None) -> Positions:

@@ -141,6 +141,13 @@ class ImplicitMove:
                 f"the implicit step at t = {float(context.t):g} has no derivative: the energy has "
                 f"a negative curvature that is too large for the time of the step. {remedy}"
             )
+        left = matrix.residual(w, scaled)
+        if left > torch.finfo(x.dtype).eps ** 0.5:
+            raise RuntimeError(
+                f"the linear system of the derivative of the implicit step at t = "
+                f"{float(context.t):g} was not solved: a residual of {left:.1e} is left. Use a "
+                "smaller dt."
+            )
         return matrix.root * w
 
 

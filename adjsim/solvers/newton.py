@@ -69,6 +69,11 @@ class StepMatrix:
         product = self._transposed if transposed else self._product
         return gmres(product, b, share), torch.zeros_like(dot(b, b), dtype=torch.bool)
 
+    def residual(self, w: Tensor, b: Tensor) -> float:
+        """Compute the residual of a solution of the transposed system, relative to b."""
+        left = (b - self._transposed(w)).norm()
+        return float(left / b.norm().clamp(min=torch.finfo(b.dtype).tiny))
+
     def _factorised(self, b: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
         *batch, atoms, dim = b.shape
         size = atoms * dim

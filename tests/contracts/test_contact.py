@@ -402,3 +402,15 @@ def test_plane_contact_is_a_plane_with_the_smooth_penalty():
     assert isinstance(
         adjsim.HarmonicBond([[0, 1]], 1.0, 1.0) + found, adjsim.potentials.SumPotential
     )
+
+
+def test_radii_that_outgrow_the_neighbour_list_are_refused():
+    touching = ParticleContact(0.5, 2.0)
+    q = torch.tensor([[0.0, 0.0], [1.5, 0.0]])
+    assert float(touching(q)) == 0
+    touching.radius.mul_(2)
+    with pytest.raises(ValueError, match="has become 2, beyond the reach 1 of the neighbour list"):
+        touching(q)
+    grown = ParticleContact(torch.nn.Parameter(torch.tensor(0.5)), 2.0)
+    grown.radius.data.mul_(2)
+    assert float(grown(q)) == pytest.approx(0.25, rel=1e-14)

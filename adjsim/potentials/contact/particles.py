@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number, as_tensor
+from adjsim._layout import is_tracing
 from adjsim._params import register
-from adjsim._typing import Array, Number
+from adjsim._state import in_transform
+from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.pair import PairPotential
 
 
@@ -51,9 +55,7 @@ class ParticleContact(PairPotential):
             raise ValueError(
                 f"radius must be positive, a number or (atoms,); got {found.tolist()}."
             )
-        # Of two different atoms, so a number counts twice.
-        widest = found.detach().flatten().expand(max(2, found.numel())).topk(2).values
-        largest = float(widest.sum())
+        largest = _largest_reach(found)
         if cutoff is None and not found.requires_grad:
             cutoff = largest
         if cutoff is not None and as_number("cutoff", cutoff) < largest * (1 - 1e-12):
@@ -62,8 +64,20 @@ class ParticleContact(PairPotential):
                 f"{cutoff:g}."
             )
         super().__init__(cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
+        self._reach = math.inf if cutoff is None else float(cutoff)
         register(self, "radius", found, positive=True)
         self.register_pair_parameter("stiffness", stiffness)
+
+    def forward(self, position: Positions) -> Energies:
+        if not (is_tracing() or in_transform()):
+            largest = _largest_reach(self.radius)
+            if largest > self._reach * (1 + 1e-12):
+                raise ValueError(
+                    f"the largest sum of two radii has become {largest:g}, beyond the reach "
+                    f"{self._reach:g} of the neighbour list: give a larger cutoff, or a radius "
+                    "that requires grad."
+                )
+        return super().forward(position)
 
     def pair_energy(self, s: Tensor) -> Tensor:
         r, reach = self._distances(s)
@@ -88,3 +102,8 @@ class ParticleContact(PairPotential):
             return r, 2 * self.pair_parameter("radius", s).reshape(())
         own, other = self.atom_parameter("radius", s)
         return r, own + other
+
+
+def _largest_reach(radius: Tensor) -> float:
+    """Return the largest sum of the radii of two different particles."""
+    return float(radius.detach().flatten().expand(max(2, radius.numel())).topk(2).values.sum())
