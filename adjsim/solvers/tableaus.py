@@ -36,9 +36,9 @@ class Tableau:
             that are not the sums of the rows.
     """
 
-    a: Sequence[Sequence[float]]
-    b: Sequence[float]
-    c: Sequence[float] | None = field(default=None)
+    a: Sequence[Sequence[float | int]]
+    b: Sequence[float | int]
+    c: Sequence[float | int] | None = field(default=None)
 
     def __post_init__(self) -> None:
         b = _numbers("b", self.b)

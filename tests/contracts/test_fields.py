@@ -272,6 +272,7 @@ nets = {
         ("noise", ValueError, "unknown noise 'white'; choose from diagonal"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_functions_that_are_refused(make, kind, says):
     with pytest.raises(kind, match=says):
         nets[make]()

@@ -243,6 +243,7 @@ def test_float_reversal_stores_checkpoints_by_the_rate():
         run(ReversibleAdjoint(checkpoint_every=10_000, tol=1e-11))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_refusals():
     start = torch.ones(2, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="unknown Runge-Kutta method"):

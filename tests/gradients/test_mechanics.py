@@ -114,7 +114,7 @@ def test_a_lost_trajectory_names_the_ways_out():
     with pytest.raises(ReconstructionError, match=f"{message}Pass checkpoint_every= below 50 to"):
         lose(Mechanics(weight, contact=floor, friction=parameter(0.5)), 0.1)
     with pytest.raises(
-        ReconstructionError, match=f"{message}Use Splitting.* pass checkpoint_every"
+        ReconstructionError, match=f"{message}Give the solver exact=True, pass checkpoint_every"
     ):
         lose(Mechanics(adjsim.Harmonic(1.0), damping=parameter(200.0)), 1.0)
 
