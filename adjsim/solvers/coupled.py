@@ -72,7 +72,12 @@ class Coupled(SteppingSolver):
     """
 
     def __init__(
-        self, method: str | Tableau, dt: float, *, rate: float | int | None = None, exact: bool = False
+        self,
+        method: str | Tableau,
+        dt: float,
+        *,
+        rate: float | int | None = None,
+        exact: bool = False,
     ) -> None:
         steps = RungeKutta(method, dt)
         self.method, self.tableau, self.dt = steps.method, steps.tableau, steps.dt

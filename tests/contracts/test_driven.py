@@ -203,9 +203,14 @@ def test_exact_runs_have_one_gradient(kind):
     agree(mine, direct, 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.marathon)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == "springs" else pytest.mark.marathon)
+        for kind in KINDS
+    ],
+)
 def test_compiled_equals_eager(kind, exact):
     plain, eager = gradients(kind, ReversibleAdjoint(), exact=exact)
     mine, run = gradients(kind, ReversibleAdjoint(), exact=exact, compile=True)

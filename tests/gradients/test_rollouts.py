@@ -144,10 +144,7 @@ COMPILED = [name for name in SYSTEMS if name not in ("feedback", "bounce", "barr
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "thrown" else pytest.mark.marathon)
-        for name in COMPILED
-    ],
+    [pytest.param(name, marks=pytest.mark.marathon) for name in COMPILED],
 )
 def test_compiled_runs_equal_eager_ones(name):
     run = Run(name)
