@@ -146,12 +146,14 @@ UNDERDAMPED = [
 ]
 
 
-def slow_but(short: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
-    """The rows of a table, marked slow but for those of the default tests."""
+def slow_but(
+    short: Callable[..., bool], rows: Iterable[Any], mark: Any = pytest.mark.slow
+) -> list[Any]:
+    """The rows of a table, marked slow (or marathon) but for those of the default tests."""
 
     def marked(row: Any) -> Any:
         entries = row if isinstance(row, tuple) else (row,)
-        return row if short(*entries) else pytest.param(*entries, marks=pytest.mark.slow)
+        return row if short(*entries) else pytest.param(*entries, marks=mark)
 
     return [marked(row) for row in rows]
 

@@ -49,7 +49,9 @@ def gradients(potential, adjoint, **options):
     return found, dict(zip(parameters, grads, strict=True))
 
 
-@pytest.mark.parametrize(("surface", "penalty", "kind"), slow_but(lambda *row: row in FEW, CASES))
+@pytest.mark.parametrize(
+    ("surface", "penalty", "kind"), slow_but(lambda *row: row in FEW, CASES, pytest.mark.marathon)
+)
 def test_every_adjoint_gives_the_gradient_of_differences(surface, penalty, kind):
     potential = make(surface, penalty, kind)
     _, direct = gradients(potential, adjsim.DirectAdjoint())

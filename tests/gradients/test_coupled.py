@@ -154,7 +154,11 @@ def test_direct_against_central_differences(problem, kind):
 
 @pytest.mark.parametrize(
     ("problem", "kind", "exact"),
-    slow_but(lambda problem, kind, exact: (problem, kind, exact) == ROWS[3], ROWS),
+    slow_but(
+        lambda problem, kind, exact: (problem, kind, exact) == ROWS[3],
+        ROWS,
+        pytest.mark.marathon,
+    ),
 )
 def test_compiled_equals_eager(problem, kind, exact):
     eager, run = gradients(problem, kind, ReversibleAdjoint(), exact=exact)

@@ -116,7 +116,7 @@ def test_double_well_and_moments(name, scheme):
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
-        pytest.param("langevin", "BAOAB", marks=pytest.mark.slow),
+        pytest.param("langevin", "BAOAB", marks=pytest.mark.marathon),
         pytest.param("generalised-2", "BAGAB", marks=pytest.mark.marathon),
         pytest.param("overdamped", "LeimkuhlerMatthews", marks=pytest.mark.marathon),
     ],
@@ -159,9 +159,7 @@ SDE_ROWS = [
     pytest.param(
         name,
         method,
-        marks=pytest.mark.marathon
-        if method == "srk" and name != "overdamped"
-        else pytest.mark.slow,
+        marks=pytest.mark.marathon if method == "srk" else pytest.mark.slow,
     )
     for name in ("langevin", "generalised-2", "overdamped")
     for method in ("midpoint", "heun", "srk", "euler")
