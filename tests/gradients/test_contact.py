@@ -101,7 +101,7 @@ def test_exact_runs_go_back_bit_for_bit(surface, penalty, kind):
 @pytest.mark.parametrize(
     ("surface", "penalty", "kind", "exact"),
     [
-        pytest.param(*row, marks=pytest.mark.slow)
+        pytest.param(*row, marks=pytest.mark.marathon)
         for row in (("sphere", "barrier", "at rest", True), ("box", "softplus", "spline", False))
     ]
     + [
