@@ -136,6 +136,9 @@ def _traced(
             )
             raise UnprintableError(f"its formulas could not be traced: {reason}") from error
     graph.graph.eliminate_dead_code()
+    # The derivative of abs is not finite at the distances of masked pairs.
+    if any("sgn" in str(node.target) for node in graph.graph.nodes):
+        raise UnprintableError("its formulas have derivatives of abs")
     return graph
 
 
