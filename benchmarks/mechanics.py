@@ -9,7 +9,7 @@ steps. Warp has a kernel with the analytic stress and atomic sums, and its tape 
 Rounds alternate between the sides; the smallest time of each side counts. Last, the growth of the
 resident set over 10,000 steps, forward and backward.
 
-Needs ``pip install -c constraints.txt -e ".[bench]" warp-lang==1.19.0``.
+Needs ``pip install -c constraints.txt -e ".[bench]"``.
 Run: python benchmarks/mechanics.py [float64 float32 memory]
 """
 
