@@ -318,7 +318,7 @@ def quotient(function, *args):
     return (up - down) / (2 * coarse.h)
 
 
-REPLICAS, durations = 8192, np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+REPLICAS, durations = 4096, np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 steps = round(durations[-1] / DT)
 curves = {"sharp": exact(sharp_share, steps), "smooth": exact(smooth_share, steps)}
 found = measure(
@@ -554,7 +554,7 @@ print(comparison)
 refused(comparison)
 assert comparison.difference("FiniteDifference") < 1e-3
 
-durations = np.array([1.0, 4.0, 16.0])
+durations = np.array([1.0, 3.0, 9.0])
 steps = round(durations[-1] / DT)
 curves = {
     "sharp": exact(passage_times, steps, left_side(), sharp_rate),
@@ -562,7 +562,7 @@ curves = {
 }
 pair = passage(sharp_rate, smooth_rate)
 found = measure(
-    watched, passage(sharp_rate), passage(smooth_rate), pair, durations, 4096, seed=300
+    watched, passage(sharp_rate), passage(smooth_rate), pair, durations, 2048, seed=300
 )
 (limit,), (slope,) = exact(forever)
 print(
@@ -702,7 +702,7 @@ def taken(estimator, replicas, seed, **rest):
     return flat(estimate.grad).numpy(), flat(estimate.grad_stderr).numpy()
 
 
-few, many = 1024, 16384
+few, many = 1024, 8192
 (grad, error), (quotients, _) = (
     taken(adjsim.Pathwise(), few, 4),
     taken(fine, few, 4, chunks=2),

@@ -147,13 +147,18 @@ UNDERDAMPED = [
 
 
 def slow_but(
-    short: Callable[..., bool], rows: Iterable[Any], mark: Any = pytest.mark.slow
+    short: Callable[..., bool],
+    rows: Iterable[Any],
+    marathon: Callable[..., bool] = lambda *_: False,
 ) -> list[Any]:
-    """The rows of a table, marked slow (or marathon) but for those of the default tests."""
+    """The rows of a table, marked slow but for those of the default tests and marathons."""
 
     def marked(row: Any) -> Any:
         entries = row if isinstance(row, tuple) else (row,)
-        return row if short(*entries) else pytest.param(*entries, marks=mark)
+        if short(*entries):
+            return row
+        mark = pytest.mark.marathon if marathon(*entries) else pytest.mark.slow
+        return pytest.param(*entries, marks=mark)
 
     return [marked(row) for row in rows]
 

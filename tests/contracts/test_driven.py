@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from threading import Thread
 
 import pytest
@@ -203,13 +204,13 @@ def test_exact_runs_have_one_gradient(kind):
     agree(mine, direct, 1e-12)
 
 
-@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.marathon)])
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow if kind == "springs" else pytest.mark.marathon)
-        for kind in KINDS
-    ],
+    ("kind", "exact"),
+    slow_but(
+        lambda kind, exact: False,
+        product(KINDS, (False, True)),
+        marathon=lambda kind, exact: kind != "springs" or exact,
+    ),
 )
 def test_compiled_equals_eager(kind, exact):
     plain, eager = gradients(kind, ReversibleAdjoint(), exact=exact)

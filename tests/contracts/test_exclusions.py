@@ -179,9 +179,9 @@ def assert_equal_to_brute(pair, q, box, tolerance=CLOSE):
     ("name", "kind"),
     [
         ("Lennard-Jones", "orthogonal"),
-        pytest.param("a table", "tilted", marks=pytest.mark.slow),
+        pytest.param("a table", "tilted", marks=pytest.mark.marathon),
         pytest.param("mixture", "none", marks=pytest.mark.slow),
-        pytest.param("reaction field", "orthogonal", marks=pytest.mark.slow),
+        pytest.param("reaction field", "orthogonal", marks=pytest.mark.marathon),
         pytest.param("Wolf", "tilted", marks=pytest.mark.slow),
     ],
 )
@@ -333,8 +333,11 @@ def test_results_depend_on_position_and_exclusions_alone(listed, by_torch):
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [False, True], ids=["plain", "exact"])
+@pytest.mark.parametrize(
+    "exact",
+    [pytest.param(False, marks=pytest.mark.marathon), pytest.param(True, marks=pytest.mark.slow)],
+    ids=["plain", "exact"],
+)
 def test_runs(listed, exact):
     """With a list and without, compiled and not, under every adjoint."""
     q = gas(cell("cube"), ATOMS, seed=10, spread=0.0)

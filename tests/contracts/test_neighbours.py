@@ -186,7 +186,7 @@ def test_four_thousand_atoms_take_few_pairs():
         pytest.param("angles", marks=pytest.mark.marathon),
         pytest.param("smooth radial distribution", marks=pytest.mark.marathon),
         pytest.param("bond order", marks=pytest.mark.marathon),
-        pytest.param("coordination", marks=pytest.mark.slow),
+        pytest.param("coordination", marks=pytest.mark.marathon),
     ],
 )
 def test_compiled_averages_take_all_pairs(name):

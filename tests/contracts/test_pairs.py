@@ -463,7 +463,11 @@ def gradients(exact: bool, adjoint, make=mixed, **options):
 
 @pytest.mark.parametrize(
     ("exact", "compile"),
-    slow_but(lambda exact, compile: not exact and not compile, product((False, True), repeat=2)),
+    slow_but(
+        lambda exact, compile: not exact and not compile,
+        product((False, True), repeat=2),
+        marathon=lambda exact, compile: not (exact and compile),
+    ),
 )
 def test_a_sum_under_every_adjoint(exact, compile):
     expected = gradients(exact, adjsim.DirectAdjoint())

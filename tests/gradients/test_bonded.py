@@ -117,7 +117,6 @@ def test_compiled_runs_equal_eager_ones(make, exact, replicas):
     [
         (short, 100, False),
         pytest.param(butane, 2000, False, marks=pytest.mark.marathon),
-        pytest.param(butane, 2000, True, marks=pytest.mark.slow),
         pytest.param(butane, 100_000, True, marks=pytest.mark.marathon),
     ],
 )

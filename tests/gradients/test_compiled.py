@@ -75,7 +75,7 @@ def row(dynamics, scheme, potential, kind="saves", exact=False, mark="marathon")
         row("langevin", "BAOAB", "double-well", exact=True, mark=None),
         row("bussi", "BABR", "double-well", "average", mark="slow"),
         row("berendsen", "RBABR", "lennard-jones", "replicas", mark="slow"),
-        row("hamiltonian", "ABA", "plain-module", "record", mark="slow"),
+        row("hamiltonian", "ABA", "plain-module", "record"),
         row("hamiltonian", "BAB", "lennard-jones", "replicas", mark="slow"),
         row("chain-3", "NBABN", "double-well", mark="slow"),
         row("chain-3", "NBABN", "lennard-jones", "replicas"),

@@ -188,9 +188,7 @@ def long_run(field, start, dt, steps, adjoint, compile=False, **settings):
     return dict(zip(("y", *dict(field.named_parameters())), found, strict=True)), run
 
 
-@pytest.mark.parametrize(
-    "steps", [10_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.marathon])]
-)
+@pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.marathon)])
 @pytest.mark.usefixtures("bits_of_words")
 def test_lorenz_comes_back_bit_for_bit(steps):
     """Where reversed floats are lost after 300 steps; the start is verified by its fingerprint."""
@@ -215,7 +213,7 @@ def test_decay_comes_back_bit_for_bit():
     assert float(run.final.y.detach().abs()) < 1e-9
 
 
-@pytest.mark.parametrize("steps", slow_but(lambda n: n < 1000, [300, 5000]))
+@pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.marathon)])
 def test_exact_equals_direct_at_long_horizons(steps):
     """The gradient of Lorenz grows as exp(0.9 t), over a time of 1.5 and 25."""
     settings = {"rate": 21.0}

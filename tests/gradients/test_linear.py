@@ -154,7 +154,7 @@ def test_backward_passes_with_saves(adjoint):
     "solver",
     [
         pytest.param(adjsim.VelocityVerlet(0.01), marks=pytest.mark.slow),
-        pytest.param(adjsim.ODESolver("rk4", dt=0.01), marks=pytest.mark.slow),
+        pytest.param(adjsim.ODESolver("rk4", dt=0.01), marks=pytest.mark.marathon),
     ],
     ids=repr,
 )

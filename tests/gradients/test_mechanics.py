@@ -119,10 +119,13 @@ def test_a_lost_trajectory_names_the_ways_out():
         lose(Mechanics(adjsim.Harmonic(1.0), damping=parameter(200.0)), 1.0)
 
 
-COMPILED = ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"]
+COMPILED = slow_but(
+    lambda name: False,
+    ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"],
+    marathon=lambda name: name == "rayleigh",
+)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_gradients_are_those_of_uncompiled_runs(name):
     eager, one = gradients(name, ReversibleAdjoint())

@@ -109,7 +109,11 @@ def test_every_method_of_torchdiffeq_is_there():
 
 def marked(methods):
     """By default one adaptive method, one of fixed steps and SciPy's."""
-    return slow_but(lambda m: m in ("dopri5", "rk4", "scipy_solver"), methods)
+    return slow_but(
+        lambda m: m in ("dopri5", "rk4", "scipy_solver"),
+        methods,
+        marathon=lambda m: m in ("adaptive_heun", "bosh3", "fixed_adams", "implicit_adams"),
+    )
 
 
 @pytest.mark.parametrize("method", marked(ADAPTIVE + ONE_STEP + MULTISTEP))

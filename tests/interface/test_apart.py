@@ -135,7 +135,7 @@ def estimators(names, preset, look):
             lambda: job("nose-hoover", "NBABN").adjoints(ADJOINTS, "energy", False),
             0.05,
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.marathon,
         ),
         pytest.param(
             lambda: job("langevin", "BAOAB").adjoints(

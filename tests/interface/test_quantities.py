@@ -96,7 +96,11 @@ def test_truncations_reach_the_potential():
 
 @pytest.mark.parametrize(
     "observable",
-    slow_but(lambda name: name == "pressure", ["msd", "pressure", "rdf", "temperature"]),
+    slow_but(
+        lambda name: name == "pressure",
+        ["msd", "pressure", "rdf", "temperature"],
+        marathon=lambda name: name != "temperature",
+    ),
 )
 def test_command_line_observables(command, tmp_path, observable):
     done = command(
@@ -133,10 +137,10 @@ def test_methods_that_evaluate_pairs_otherwise_say_so(command, tmp_path):
 @pytest.mark.parametrize(
     "observable",
     [
-        pytest.param("msd", marks=pytest.mark.slow),
+        pytest.param("msd", marks=pytest.mark.marathon),
         # Inductor takes a quarter of a minute.
         pytest.param("pressure", marks=pytest.mark.marathon),
-        pytest.param("rdf", marks=pytest.mark.slow),
+        pytest.param("rdf", marks=pytest.mark.marathon),
         pytest.param("temperature", marks=pytest.mark.slow),
     ],
 )

@@ -80,7 +80,11 @@ def stop(name, rate):
 
 @pytest.mark.parametrize(
     ("name", "c", "time"),
-    slow_but(lambda name, c, time: name != "lorenz" and time is not None and time < 2, BLOW_UP),
+    slow_but(
+        lambda name, c, time: name != "lorenz" and time is not None and time < 2,
+        BLOW_UP,
+        marathon=lambda name, c, time: time is None or time > 10,
+    ),
 )
 def test_copies_move_apart_where_the_rate_is_below_the_contraction(name, c, time):
     rate = -math.log(c) / FIELDS[name][3]
@@ -95,7 +99,7 @@ def test_copies_move_apart_where_the_rate_is_below_the_contraction(name, c, time
         assert found[1] > rate
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_rate_of_the_message_and_the_top_exponent_of_lorenz():
     """Reversed Lorenz has the exponent 14.46: a rate of 12 fails, the rate it names does not."""
     found = stop("lorenz", 12.0)

@@ -70,6 +70,7 @@ def solver_of(scheme, dt):
             ("overdamped", "sde midpoint", 1),
             ("overdamped", "sde milstein", 1),
         ],
+        marathon=lambda name, scheme, order: scheme in ("BAO", "BAGAB"),
     ),
 )
 def test_strong_order_on_the_same_path(name, scheme, order):

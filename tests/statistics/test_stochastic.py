@@ -159,7 +159,12 @@ SDE_ROWS = [
     pytest.param(
         name,
         method,
-        marks=pytest.mark.marathon if method == "srk" else pytest.mark.slow,
+        marks=(
+            pytest.mark.marathon
+            if method == "srk"
+            or (name, method) in (("langevin", "heun"), ("generalised-2", "heun"))
+            else pytest.mark.slow
+        ),
     )
     for name in ("langevin", "generalised-2", "overdamped")
     for method in ("midpoint", "heun", "srk", "euler")
