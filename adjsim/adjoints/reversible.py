@@ -16,7 +16,7 @@ from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.couplings import Map, Scale, Shear
+from adjsim.dynamics.couplings import Map, Reflection, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver
 
@@ -200,7 +200,7 @@ class FloatInversion(Rewind):
         """Write what may be used instead, of which exact steps are not for all dynamics."""
         history = self.history
         moves = [move for _, move in history.stepper.program.moves]
-        exact = all(isinstance(move, Shear | Scale) for move in moves)
+        exact = all(isinstance(move, Shear | Scale | Reflection) for move in moves)
         fewer = "" if history.every is None else f" below {history.every}"
         return (
             f"{'Give the solver exact=True, pass' if exact else 'Pass'} checkpoint_every="

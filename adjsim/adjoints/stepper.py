@@ -304,7 +304,7 @@ class Stepper:
         remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or {dynamics.remedy}."
         lattice, copies = self.program.lattice, self.program.copies
         if copies is not None and not copies.together(state):
-            reason = copies.describe(state, first, self.clock.time(start), where, self.clock.dt)
+            reason = copies.describe(state, first, self.clock.time(start), where)
             raise FloatingPointError(reason)
         if lattice is not None and all_finite(state):
             raise OverflowError(
@@ -348,7 +348,7 @@ def prepare(
         )
         stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
     if program.copies is not None:
-        stats["rate"] = program.copies.rate
+        stats.update(program.copies.stats)
     problem.stats.update(stats)
     noise = None
     if program.draws:

@@ -1,4 +1,4 @@
-"""States with a second copy of every field, which reversible Runge-Kutta steps need."""
+"""States with a second copy of every field, which some reversible steps need."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ class Copies:
         state: the start.
         sizes: the size of each field, for each system. The distance between the copies is compared
             with this size, or with the largest entry of the field if it is larger.
-        rate: the rate of the coupling, 1/time.
-        suggest: takes a state and its time, and returns a rate that keeps the copies together over
-            the next steps.
+        remedy: takes a state and its time, and says why its copies move apart over the next steps,
+            and what to do.
+        stats: what ``trajectory.stats`` has about the copies.
+        limit: the distance between the copies, as a share of the size of a field, above which a run
+            stops.
     """
 
     def __init__(
         self,
         state: AnyState,
         sizes: Mapping[str, Tensor],
-        rate: float,
-        suggest: Callable[[Any, float], float],
+        remedy: Callable[[Any, float], str],
+        stats: Mapping[str, float],
+        limit: float = LARGEST_DISTANCE,
     ) -> None:
         self.kind: type[Any] = type(state)
-        self.sizes, self.rate, self.suggest = sizes, rate, suggest
+        self.sizes, self.remedy, self.stats, self.limit = sizes, remedy, stats, limit
         self.both: type[Any] = _with_copies(self.kind)
 
     @property
@@ -68,9 +71,9 @@ class Copies:
 
     def together(self, state: AnyState) -> bool:
         """Return whether the copies are close enough for both to be solutions."""
-        return self.distance(state) <= LARGEST_DISTANCE
+        return self.distance(state) <= self.limit
 
-    def describe(self, state: AnyState, good: AnyState, t: float, where: str, dt: float) -> str:
+    def describe(self, state: AnyState, good: AnyState, t: float, where: str) -> str:
         """Describe, for an error message, copies that have moved apart, and the way out.
 
         Args:
@@ -78,21 +81,10 @@ class Copies:
             good: the last state that was checked, with its copy.
             t: its time.
             where: the step and the time.
-            dt: the step size.
         """
-        rate, distance = self.suggest(self.remove(good), t), self.distance(state)
-        apart = (
-            f"the two copies of the state moved apart by {distance:.1g} of its size {where}: "
-            f"the rate {self.rate:.4g} of the coupling "
-        )
-        if rate > self.rate:
-            return (
-                f"{apart}is too small for the contraction of the flow. Use rate={rate:.3g}, or a "
-                "larger one."
-            )
         return (
-            f"{apart}is large enough for the contraction of the flow, so the steps are too coarse. "
-            f"Use a smaller dt (it is {dt:g})."
+            f"the two copies of the state moved apart by {self.distance(state):.1g} of its size "
+            f"{where}: {self.remedy(self.remove(good), t)}"
         )
 
 

@@ -1,13 +1,15 @@
-"""Coupling steps: the two moves of reversible flows, with inverses and vector-Jacobian products.
+"""Coupling steps: the moves of reversible flows, with inverses and vector-Jacobian products.
 
 A :class:`Shear` adds to a field y a value that does not depend on y. A :class:`Scale` multiplies y
-by a positive factor that does not depend on y. With x the rest of the state, c the coefficients
-(functions of the parameters, computed once a run) and lambda the cotangent of the result::
+by a positive factor that does not depend on y. A :class:`Reflection` takes y to its mirror image at
+another field x. With x the rest of the state, c the coefficients (functions of the parameters,
+computed once a run) and lambda the cotangent of the result::
 
     Shear   y' = y + c g(x)    y = y' - c g(x)    lambda_x += c (dg/dx)^T lambda_y
                                                   lambda_c += lambda_y . g(x)
     Scale   y' = f(x) y        y = y' / f(x)      lambda_x += (df/dx)^T (lambda_y . y)
                                                   lambda_y <- f lambda_y
+    Reflection  y' = 2 x - y   y = 2 x - y'       lambda_x += 2 lambda_y    lambda_y <- -lambda_y
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
 backward move evaluates it once. A :class:`Map` is any other flow, given by a function and its
@@ -152,6 +154,46 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Reflection:
+    """A reflection ``y' = 2 x - y`` of a field y at another field x, which is its own inverse.
+
+    On a lattice that x and y share it is exact.
+    """
+
+    field: str
+    centre: str
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    @property
+    def invertible(self) -> bool:
+        return True
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        """Return the state after the move."""
+        x, y = getattr(state, self.centre), getattr(state, self.field)
+        return replace_field(state, self.field, None, 2 * x - y)
+
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
+        """Propagate state and cotangents back through the move.
+
+        The state comes from the inverse unless ``before`` is given.
+        """
+        cotangent = cotangents[self.field]
+        cotangents.add(self.centre, 2 * cotangent)
+        cotangents[self.field] = -cotangent
+        return self.flow(after, context) if before is None else before
+
+
+@dataclass(frozen=True)
 class Map:
     """A flow that is not a coupling, given by a function and its inverse.
 
@@ -257,7 +299,7 @@ class Map:
 
 
 class Move(Protocol):
-    """The interface of moves: the three above, and steps of implicit solvers."""
+    """The interface of moves: those above, and steps of implicit solvers."""
 
     @property
     def writes(self) -> tuple[str, ...]:

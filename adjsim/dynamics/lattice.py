@@ -6,6 +6,7 @@ lattice
 
 * a shear adds the increment rounded to the lattice, ``y' = y + [c g(x)]``. The inverse computes the
   same bits from the same x and subtracts them;
+* a reflection, ``y' = 2 x - y``, needs no rounding where x and y have one spacing;
 * a scale by n/d, n and d integers, is not a bijection: d/n states go to one. An integer B for each
   entry, the information buffer, keeps the bits that distinguish them (Maclaurin, Duvenaud and
   Adams, arXiv:1502.03492). With y = X spacing::
@@ -40,7 +41,7 @@ from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.cotangents import select_link
-from adjsim.dynamics.couplings import Move, Scale, Shear, replace_field
+from adjsim.dynamics.couplings import Move, Reflection, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 
@@ -136,6 +137,8 @@ class Lattice:
 
     def on_lattice(self, move: Move) -> Move:
         """Convert a move to its form on this lattice."""
+        if isinstance(move, Reflection):
+            return move
         assert isinstance(move, Shear | Scale)
         grid = self.grids[move.field].link(move.link)
         if isinstance(move, Shear):
@@ -341,7 +344,7 @@ def _check_supported(
     dynamics: Dynamics[State], state: State, moves: Mapping[str, tuple[Move, ...]]
 ) -> None:
     for letter, group in moves.items():
-        if not all(isinstance(move, Shear | Scale) for move in group):
+        if not all(isinstance(move, Shear | Scale | Reflection) for move in group):
             reversible = "ReversibleAdjoint() or " if all(m.invertible for m in group) else ""
             raise TypeError(
                 f"exact=True needs flows made of shears and scales, and term {letter!r} of "

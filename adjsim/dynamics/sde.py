@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,12 +53,21 @@ class SDE(FieldDynamics):
     "general"  ``(*batch, n, m)``      ``sum_k g_ik dW_k``
     ========== ======================= ============================================================
 
-    Where g depends on y, the equation of Ito and that of Stratonovich differ, and the method of the
-    solver says which one is solved: :class:`~adjsim.EulerMaruyama` and the methods euler, milstein
-    and srk of :class:`~adjsim.SDESolver` solve Ito's equation, and its methods midpoint, heun,
-    euler_heun and reversible_heun that of Stratonovich. milstein and srk are for noise that is not
-    general; with diagonal noise their entry g_i must depend on y_i alone. Other noise has strong
-    order 1/2 in general. Without noise use :class:`~adjsim.dynamics.ode.ODE`.
+    Where g depends on y, the equation of Ito and that of Stratonovich differ, and the solver says
+    which one is solved:
+
+    ============ =================================== ==============================================
+    equation     solvers of the library              methods of :class:`~adjsim.SDESolver`
+    ============ =================================== ==============================================
+    Ito          :class:`~adjsim.EulerMaruyama`,     euler, milstein, srk
+                 :class:`~adjsim.Milstein`
+    Stratonovich :class:`~adjsim.StochasticHeun`,    midpoint, heun, euler_heun, reversible_heun
+                 :class:`~adjsim.ReversibleHeun`
+    ============ =================================== ==============================================
+
+    The methods of Milstein are for scalar noise and for diagonal noise whose entry g_i depends on
+    y_i alone; so is srk, which also takes additive noise. Other noise has strong order 1/2 in
+    general. Without noise use :class:`~adjsim.dynamics.ode.ODE`.
 
     The parameters of the modules are those of the dynamics, under the names ``drift_fun.*`` and
     ``diffusion_fun.*``. How fast the equation forgets its start is not known beforehand, so the
@@ -118,7 +128,12 @@ class SDE(FieldDynamics):
 
     def noise_increments(self, t: Any, state: AnyState, dW: Tensor) -> tuple[Tensor, ...]:
         """Compute ``diffusion(t, y) dW`` by field, for increments ``(*batch, *draw_shape)``."""
-        found = self.amplitudes(t, state)
+        return self.times_increment(self.amplitudes(t, state), dW, state)
+
+    def times_increment(
+        self, found: tuple[Tensor, ...], dW: Tensor, state: AnyState
+    ) -> tuple[Tensor, ...]:
+        """Multiply amplitudes, by field, by increments ``(*batch, *draw_shape)``."""
         if self.matrix:
             return tuple((g * dW.unsqueeze(-2)).sum(-1) for g in found)
         if self.noise == "scalar":
@@ -135,6 +150,14 @@ class SDE(FieldDynamics):
             return torch.Size((sum(y.shape[-1] for y in state),))
         start = type(state)._make(y.detach() for y in state)
         return torch.Size(self.amplitudes(t, start)[0].shape[-1:])
+
+    def characteristic_scales(self, state: AnyState, time: float) -> dict[str, Tensor]:
+        """Return the spread of the noise over a time, from the diffusion at the start."""
+        found = self.amplitudes(0.0, state)
+        sizes = (g.norm(dim=-1) if self.matrix else g.abs() for g in found)
+        return {
+            name: math.sqrt(time) * size for name, size in zip(state._fields, sizes, strict=True)
+        }
 
     def noisy_fields(self, t: Any, state: AnyState) -> list[bool]:
         return [True] * len(state)

@@ -3,10 +3,13 @@
 from adjsim.solvers.coupled import Coupled
 from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
 from adjsim.solvers.implicit import BackwardEuler, ImplicitMidpoint
+from adjsim.solvers.milstein import Milstein
 from adjsim.solvers.ode import ODESolver
+from adjsim.solvers.reversible_heun import ReversibleHeun
 from adjsim.solvers.runge_kutta import RungeKutta
 from adjsim.solvers.sde import InstabilityError, SDESolver
 from adjsim.solvers.splitting import BAOAB, Splitting, VelocityVerlet
+from adjsim.solvers.stochastic_heun import StochasticHeun
 from adjsim.solvers.tableaus import Tableau
 
 __all__ = [
@@ -17,10 +20,13 @@ __all__ = [
     "ImplicitMidpoint",
     "InstabilityError",
     "LeimkuhlerMatthews",
+    "Milstein",
     "ODESolver",
+    "ReversibleHeun",
     "RungeKutta",
     "SDESolver",
     "Splitting",
+    "StochasticHeun",
     "Tableau",
     "VelocityVerlet",
 ]

@@ -121,7 +121,8 @@ class Coupled(SteppingSolver):
             for i, name in enumerate(copied)
         )
         sizes = {} if in_transform() else typical_sizes(dynamics, state, self.dt)
-        copies = Copies(state, sizes, self.rate, lambda y, t: self._suggest(dynamics, y, t, AHEAD))
+        remedy = partial(self._remedy, dynamics)
+        copies = Copies(state, sizes, remedy, {"rate": self.rate})
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
         lattice = None
         if self.exact:
@@ -147,6 +148,21 @@ class Coupled(SteppingSolver):
         """Choose a rate by the contraction along the next steps."""
         growth = reversed_growth(dynamics, self.tableau, self.dt, state, t, steps)
         return _rounded_up(max(MARGIN * growth, SMALLEST / self.dt))
+
+    def _remedy(self, dynamics: Dynamics[State], state: State, t: float) -> str:
+        """Say why the copies of a state move apart, and the way out."""
+        assert self.rate is not None
+        rate = self._suggest(dynamics, state, t, AHEAD)
+        found = f"the rate {self.rate:.4g} of the coupling is "
+        if rate > self.rate:
+            return (
+                f"{found}too small for the contraction of the flow. Use rate={rate:.3g}, or a "
+                "larger one."
+            )
+        return (
+            f"{found}large enough for the contraction of the flow, so the steps are too coarse. "
+            f"Use a smaller dt (it is {self.dt:g})."
+        )
 
     def __repr__(self) -> str:
         rate = "" if self.rate is None else f", rate={self.rate:g}"

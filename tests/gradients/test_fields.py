@@ -13,15 +13,24 @@ import torchdiffeq
 import torchsde
 
 import adjsim
-from adjsim import BacksolveAdjoint, CheckpointAdjoint, DirectAdjoint, TimeAverage
+from adjsim import (
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ReversibleAdjoint,
+    TimeAverage,
+)
 from adjsim._noise import Noise
 from adjsim.dynamics.ode import ODE
 from adjsim.dynamics.sde import NOISES, SDE
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.milstein import Milstein
 from adjsim.solvers.ode import ONE_STEP, ODESolver
+from adjsim.solvers.reversible_heun import ReversibleHeun
 from adjsim.solvers.runge_kutta import RungeKutta
 from adjsim.solvers.sde import SDESolver
+from adjsim.solvers.stochastic_heun import StochasticHeun
 from adjsim.solvers.tableaus import TABLEAUS
 from tests.fields import Diffusion, Net, equation, pair, start
 from tests.gradients.test_sde import Coarse
@@ -42,6 +51,13 @@ TABLE = [
     *((noise, SDESolver("srk", dt=0.05), "final", False) for noise in NOISES[:3]),
     ("general", SDESolver("heun", dt=0.05), "average", False),
     ("scalar", SDESolver("euler", dt=0.05), "final", True),
+    *((noise, StochasticHeun(0.05), "final", False) for noise in NOISES),
+    ("diagonal", StochasticHeun(0.05), "average", True),
+    *((noise, Milstein(0.05), "final", False) for noise in NOISES[:2]),
+    ("diagonal", Milstein(0.05), "saves", True),
+    *((noise, ReversibleHeun(0.05), "final", False) for noise in (None, *NOISES)),
+    ("general", ReversibleHeun(0.05), "record", True),
+    ("diagonal", ReversibleHeun(0.05), "average", False),
 ]
 
 
@@ -97,6 +113,24 @@ def test_checkpoint_equals_direct(noise, solver, kind, named):
     direct = gradients(noise, solver, kind, named, DirectAdjoint())
     for segments in (None, 3):
         agree(gradients(noise, solver, kind, named, CheckpointAdjoint(segments)), direct, 1e-12)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["floats", "exact"])
+@pytest.mark.parametrize(
+    ("noise", "kind", "named"),
+    [
+        *((noise, "final", False) for noise in (None, *NOISES)),
+        ("diagonal", "saves", True),
+        ("general", "average", False),
+        ("scalar", "record", True),
+    ],
+    ids=str,
+)
+def test_reversible_heun_equals_direct(noise, kind, named, exact):
+    solver = ReversibleHeun(0.05, exact=exact)
+    direct = gradients(noise, solver, kind, named, DirectAdjoint())
+    # Ten steps amplify rounding by a small factor.
+    agree(gradients(noise, solver, kind, named, ReversibleAdjoint()), direct, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["hamiltonian", "chain-3", "force-field"])
@@ -221,11 +255,39 @@ def test_sde_solver_equals_torchsde_on_the_same_path(noise, method):
     reference = torch.autograd.grad(moment([theirs]).sum(), inputs)
     for one, other in zip(ours, reference, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    if method == "euler":
-        stepped = run(
-            sde, sde.init(y), times, adjsim.EulerMaruyama(dt), DirectAdjoint(), None, Noise(4)
-        )
-        torch.testing.assert_close(mine, stepped.y, rtol=1e-12, atol=1e-12)
+    own = {"euler": adjsim.EulerMaruyama, "heun": StochasticHeun, "milstein": Milstein}.get(method)
+    if own is not None and (own is not Milstein or noise != "additive"):
+        stepped = run(sde, sde.init(y), times, own(dt), DirectAdjoint(), None, Noise(4)).y
+        torch.testing.assert_close(stepped, theirs, rtol=1e-12, atol=1e-12)
+        for one, other in zip(
+            torch.autograd.grad(moment([stepped]).sum(), inputs), reference, strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_reversible_heun_equals_torchsde(noise):
+    dt, times = 0.0625, torch.tensor([0.0, 0.25, 0.5], dtype=torch.float64)
+    sde, y = SDE(Net(), Diffusion(noise), noise=noise), start().requires_grad_()
+    width = {"diagonal": 3, "scalar": 1}.get(noise, 2)
+    theirs = torchsde.sdeint_adjoint(
+        OfTorchsde(sde, "stratonovich"),
+        y,
+        times,
+        bm=SamePath(Noise(4), (4, width), dt),
+        method="reversible_heun",
+        adjoint_method="adjoint_reversible_heun",
+        adjoint_params=tuple(sde.parameters()),
+        dt=dt,
+    )
+    solver, adjoint = ReversibleHeun(dt), ReversibleAdjoint()
+    mine = run(sde, sde.init(y), times, solver, adjoint, None, Noise(4)).y
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    inputs = [*sde.parameters(), y]
+    ours = torch.autograd.grad(moment([mine]).sum(), inputs)
+    reference = torch.autograd.grad(moment([theirs]).sum(), inputs)
+    for one, other in zip(ours, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("noise", NOISES)
