@@ -42,6 +42,7 @@ from adjsim.estimators import (
     Pathwise,
     Reweighting,
     ScoreFunction,
+    Shadowing,
     Simulation,
 )
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
@@ -331,6 +332,7 @@ __all__ = [  # noqa: RUF022
     "REINFORCE",
     "Reweighting",
     "ScoreFunction",
+    "Shadowing",
     "Simulation",
     # initial value problems
     "GrazingError",

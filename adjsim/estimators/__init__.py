@@ -8,6 +8,7 @@ from adjsim.estimators.girsanov import Girsanov
 from adjsim.estimators.pathwise import Pathwise
 from adjsim.estimators.reweighting import Reweighting
 from adjsim.estimators.score_function import REINFORCE, ScoreFunction
+from adjsim.estimators.shadowing import Shadowing
 
 __all__ = [
     "REINFORCE",
@@ -19,5 +20,6 @@ __all__ = [
     "Pathwise",
     "Reweighting",
     "ScoreFunction",
+    "Shadowing",
     "Simulation",
 ]

@@ -1,13 +1,16 @@
 """The interface of estimators.
 
 An estimator computes how the mean of an observable changes with the parameters of the dynamics.
-There are two such means. Every estimate is labelled with the mean that it estimates, the
-*estimand*:
+There are two such means, and an approximation of the second. Every estimate is labelled with what
+it estimates, the *estimand*:
 
 ``"path"``
     the mean over runs from the given starts, for the given time;
 ``"stationary"``
-    the equilibrium mean, which does not depend on a start.
+    the equilibrium mean, which does not depend on a start;
+``"shadowing"``
+    the long-time mean of a chaotic flow along a shadowing path, which has a bias
+    (:class:`~adjsim.Shadowing`).
 
 Replicas are run in chunks. Standard errors come from the spread of independent chunks, so intervals
 are Student's t with one degree of freedom fewer than the number of chunks.
@@ -185,12 +188,9 @@ class ChunkedEstimator(Estimator):
         self.check(simulation, observable)
         starts = simulation.starts(replicas, generator)
         seed = seed_from(generator) if simulation.dynamics.stochastic else None
-        parts: list[Chunk] = []
         with PeakMemory(starts[0].device) as memory:
             begun = time.perf_counter()
-            for part in slices:
-                noise = None if seed is None else Noise(seed, part.start)
-                parts.append(self.chunk(simulation, observable, select(starts, part), noise))
+            parts = self.run_chunks(simulation, observable, starts, slices, seed)
             sizes = [part.stop - part.start for part in slices]
             diagnostics = self.combine(simulation, parts, sizes)
             seconds = time.perf_counter() - begun
@@ -200,6 +200,25 @@ class ChunkedEstimator(Estimator):
             sizes,
             {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics},
         )
+
+    def run_chunks(
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        starts: State,
+        slices: list[slice],
+        seed: int | None,
+    ) -> list[Chunk]:
+        """Run all replicas, chunk by chunk."""
+        return [
+            self.chunk(
+                simulation,
+                observable,
+                select(starts, part),
+                None if seed is None else Noise(seed, part.start),
+            )
+            for part in slices
+        ]
 
     @abstractmethod
     def chunk(

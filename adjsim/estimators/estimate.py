@@ -26,7 +26,7 @@ class GradientEstimate:
             one chunk).
         grad, grad_stderr: the gradient of the mean and its standard error, by parameter name,
             ``(..., *parameter)``.
-        estimand: "path" or "stationary".
+        estimand: "path", "stationary" or "shadowing".
         diagnostics: ``energy_evaluations``, ``seconds``, ``peak_memory`` (bytes),
             ``reconstruction_error`` (None where nothing is reconstructed), ``compiled`` (whether
             runs were compiled), ``pairs`` (how each pair potential evaluated pairs, as in
@@ -143,7 +143,7 @@ class GradientEstimate:
                 f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
                 "come to equilibrium"
             )
-        return reasons
+        return reasons + info.get("reasons", [])
 
     def __str__(self) -> str:
         lines = [
@@ -154,6 +154,11 @@ class GradientEstimate:
             f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}"
             for name, grad in self.grad.items()
         ]
+        if self.estimand == "shadowing":
+            lines.append(
+                "  the derivative of the average only where shadowing holds: the error leaves out "
+                "its bias"
+            )
         lines += [f"  not to be trusted: {reason}." for reason in self.warnings]
         return "\n".join(lines)
 

@@ -1,0 +1,324 @@
+"""Shadowing against exact derivatives, dense solves and the figures of the reference answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim import TimeAverage
+from adjsim.dynamics.ode import ODE
+from adjsim.estimators.shadowing import Shadowing
+from adjsim.estimators.shadowing_sweep import StepMap, averages, derivative, sweep, trajectory
+from adjsim.estimators.shadowing_system import Segments, solve_segments
+from tests.problems import parameter
+
+
+class Lorenz(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sigma, self.rho, self.beta = parameter(10.0), parameter(28.0), parameter(8 / 3)
+
+    def forward(self, t, y):
+        x, u, z = y.unbind(-1)
+        rates = [self.sigma * (u - x), x * (self.rho - z) - u, x * u - self.beta * z]
+        return torch.stack(rates, -1)
+
+
+class Lorenz96(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.forcing = parameter(8.0)
+
+    def forward(self, t, y):
+        return (y.roll(-1, -1) - y.roll(2, -1)) * y.roll(1, -1) - y + self.forcing
+
+
+def height(state):
+    return state.y[..., 2]
+
+
+def lorenz(estimator, time, replicas, chunks=16, dt=0.01, observable=height, seed=0):
+    dynamics = ODE(Lorenz())
+
+    def initial(count, generator):
+        noise = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+        return dynamics.init(noise + torch.tensor([0.0, 0.0, 25.0]))
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, time], adjsim.RungeKutta("rk4", dt))
+    return estimator(run, TimeAverage(observable), replicas=replicas, chunks=chunks, generator=seed)
+
+
+# Shadowing with M = 2, T = 200 and 96 runs (shared reference answers).
+FIGURES = {"fun.rho": (1.0159, 0.0012), "fun.sigma": (0.1328, 0.0006), "fun.beta": (-1.663, 0.005)}
+
+
+def agrees(estimate, figures):
+    for name, (value, error) in figures.items():
+        total = math.hypot(error, float(estimate.grad_stderr[name]))
+        assert abs(float(estimate.grad[name]) - value) < 4 * total, name
+
+
+def test_lorenz():
+    found = lorenz(Shadowing(2, 1.0, burn_in=5.0), 17.0, 16)
+    agrees(found, FIGURES)
+    assert found.estimand == "shadowing"
+    assert "only where shadowing holds" in str(found)
+    assert float(found.grad_stderr["fun.rho"]) < 0.03
+    assert abs(float(found.value) - 23.5504) < 4 * float(found.value_stderr)
+    assert found.diagnostics["exponents"][0] == pytest.approx(0.906, abs=0.08)
+    assert not found.warnings
+
+
+@pytest.mark.slow
+def test_several_observables_and_segments():
+    """Each observable has the derivative that it has alone, and segments make no difference."""
+
+    def both(state):
+        return torch.stack([state.y[..., 2], state.y[..., 0].square()], -1)
+
+    pair = lorenz(Shadowing(2, 0.5, burn_in=5.0), 15.0, 8, observable=both)
+    one = lorenz(Shadowing(2, 0.5, burn_in=5.0), 15.0, 8)
+    assert pair.grad["fun.rho"].shape == (2,)
+    for name in FIGURES:
+        torch.testing.assert_close(pair.grad[name][0], one.grad[name], rtol=1e-9, atol=1e-9)
+    # From x' = 0 on average: <x u> = <x^2>, and from z' = 0, <x u> = beta <z>.
+    assert float(pair.value[1]) == pytest.approx(8 / 3 * float(pair.value[0]), rel=0.05)
+    longer = lorenz(Shadowing(2, 1.0, burn_in=5.0), 15.0, 8)
+    for name in FIGURES:
+        error = float(one.grad_stderr[name])
+        assert abs(float(one.grad[name] - longer.grad[name])) < error
+
+
+@pytest.mark.marathon
+def test_the_figures_of_lorenz():
+    found = lorenz(Shadowing(2, 1.0, burn_in=20.0), 220.0, 96)
+    agrees(found, FIGURES)
+    assert float(found.grad_stderr["fun.rho"]) < 0.002
+
+
+@pytest.mark.marathon
+def test_the_figures_of_lorenz_96():
+    dynamics = ODE(Lorenz96())
+
+    def initial(count, generator):
+        return dynamics.init(8 + torch.randn(count, 40, generator=generator, dtype=torch.float64))
+
+    def observed(state):
+        return torch.stack([state.y.mean(-1), 0.5 * state.y.square().mean(-1)], -1)
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, 420.0], adjsim.RungeKutta("rk4", 0.02))
+    estimator = Shadowing(20, 0.2, burn_in=20.0, penalty=1e-3)
+    found = estimator(run, TimeAverage(observed), replicas=8, chunks=8, generator=0)
+    expected = torch.tensor([0.1090, 1.589], dtype=torch.float64)
+    error = torch.tensor([0.0016, 0.008], dtype=torch.float64)
+    total = (error**2 + found.grad_stderr["fun.forcing"] ** 2).sqrt()
+    assert bool(((found.grad["fun.forcing"] - expected).abs() < 4 * total).all()), found.grad
+    exponents = found.diagnostics["exponents"]
+    assert int((exponents > 0).sum()) == 13
+    assert float(exponents[0]) == pytest.approx(1.66, abs=0.05)
+    with pytest.raises(RuntimeError, match="more unstable directions than unstable = 8"):
+        Shadowing(8, 0.2, burn_in=20.0)(
+            run, TimeAverage(observed), replicas=2, chunks=2, generator=0
+        )
+
+
+def test_the_system_is_solved_as_by_a_dense_solve():
+    count, replicas, basis, outputs, penalty = 5, 3, 2, 2, 0.1
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    half = random(count, replicas, basis, basis)
+    metric = half @ half.mT + torch.eye(basis)
+    segments = Segments(
+        metric,
+        random(count, outputs, replicas, basis),
+        random(count, replicas, basis, basis),
+        random(count, outputs, replicas, basis),
+    )
+    found = solve_segments(segments, penalty)
+    for r in range(replicas):
+        rows, size = (count - 1) * basis, count * basis
+        e, c = torch.zeros(rows, size).double(), torch.block_diag(*metric[:, r])
+        for i in range(1, count):
+            row = slice((i - 1) * basis, i * basis)
+            e[row, row] = torch.eye(basis).double()
+            e[row, i * basis : (i + 1) * basis] = -segments.triangles[i, r]
+        kkt = torch.cat(
+            [torch.cat([c, e.T], 1), torch.cat([e, -penalty * torch.eye(rows).double()], 1)]
+        )
+        for m in range(outputs):
+            right = torch.cat(
+                [-segments.mixed[:, m, r].flatten(), segments.removed[1:, m, r].flatten()]
+            )
+            dense = torch.linalg.solve(kkt, right)[:size].reshape(count, basis)
+            torch.testing.assert_close(found[:, m, r], dense, rtol=1e-10, atol=1e-10)
+
+
+class Oscillator(nn.Module):
+    def __init__(self, mu=1.0):
+        super().__init__()
+        self.mu = parameter(mu)
+
+    def forward(self, t, y):
+        x, v = y.unbind(-1)
+        return torch.stack([v, self.mu * (1 - x**2) * v - x], -1)
+
+
+def period_average(mu):
+    """The mean of x^2 + v over a period of van der Pol's cycle, by SciPy."""
+    from scipy.integrate import solve_ivp
+
+    def rates(t, y):
+        return [y[1], mu * (1 - y[0] ** 2) * y[1] - y[0], y[0] ** 2]
+
+    def crossing(t, y):
+        return y[0]
+
+    crossing.direction = 1
+    options = {"rtol": 1e-12, "atol": 1e-13, "method": "DOP853"}
+    run = solve_ivp(rates, [0, 100], [0.1, 2.0, 0.0], events=crossing, **options)
+    (times,), (states,) = run.t_events, run.y_events
+    return (states[-1, 2] - states[-2, 2]) / (times[-1] - times[-2])
+
+
+def test_a_limit_cycle_has_the_derivative_of_its_period_average():
+    dynamics = ODE(Oscillator())
+
+    def initial(count, generator):
+        return dynamics.init(torch.tensor([2.0, 0.0], dtype=torch.float64).expand(count, 2))
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, 120.0], adjsim.RungeKutta("rk4", 0.05))
+    found = Shadowing(0, 1.0, burn_in=30.0)(
+        run, TimeAverage(lambda s: s.y[..., 0] ** 2), replicas=1, chunks=1
+    )
+    h = 1e-3
+    expected = (period_average(1 + h) - period_average(1 - h)) / (2 * h)
+    # The parts of a period at both ends of 13 periods.
+    assert float(found.grad["fun.mu"]) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+def test_intervals_cover_on_a_hyperbolic_map():
+    """The cat map drives y' = y/2 + s cos(2 pi x). The map turns the cosine into one of another
+    frequency, so its values at different times are uncorrelated, <y^2> = (s^2/2)/(1 - 1/4), and its
+    derivative by s is s/(1 - 1/4). Shadowing holds, since the map itself does not change.
+    """
+    s = parameter(0.8)
+
+    def step(state):
+        x, u, y = state.unbind(-1)
+        turned = torch.remainder(torch.stack([2 * x + u, x + u], -1), 1.0)
+        return torch.cat([turned, (0.5 * y + s * torch.cos(2 * math.pi * x)).unsqueeze(-1)], -1)
+
+    steps = StepMap(step, None, lambda state: state[..., 2:].square(), 1.0)
+    repetitions, group, length, count = 100, 12, 5, 200
+    generator = torch.Generator().manual_seed(0)
+    start = torch.rand(repetitions * group, 3, generator=generator, dtype=torch.float64)
+    start = trajectory(steps, start, 40)[-1]
+    states = trajectory(steps, start, count)
+    found = sweep(steps, states, averages(steps, states), length, 1)
+    values = torch.stack(
+        [
+            derivative(steps, states[:, i : i + 1], found.of(slice(i, i + 1)), 0.0, {"s": s})["s"]
+            for i in range(repetitions * group)
+        ]
+    ).reshape(repetitions, group)
+    exact = 0.8 / (1 - 0.25)
+    stderr = values.std(1) / math.sqrt(group)
+    student = 2.201  # the 97.5 % point of Student's t with 11 degrees of freedom
+    covered = int(((values.mean(1) - exact).abs() < student * stderr).sum())
+    assert 90 <= covered <= 99
+    rates = found.segments.triangles[..., 0, 0].abs().log().mean() / length
+    # The exponent of the cat map: the logarithm of the square of the golden ratio.
+    # A random vector takes a few of the 200 steps to turn into its direction.
+    assert float(rates) == pytest.approx(2 * math.log((1 + math.sqrt(5)) / 2), rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_conserved_quantity_is_said():
+    """Lorenz' equations beside a constant c: the exponent of c is zero."""
+
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lorenz = Lorenz()
+
+        def forward(self, t, y):
+            return torch.cat([self.lorenz(t, y[..., :3]), 0 * y[..., 3:]], -1)
+
+    dynamics = ODE(Beside())
+
+    def initial(count, generator):
+        noise = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+        return dynamics.init(noise + torch.tensor([0.0, 0.0, 25.0, 0.0]))
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, 15.0], adjsim.RungeKutta("rk4", 0.01))
+    found = Shadowing(2, 0.5, burn_in=5.0)(
+        run, TimeAverage(height), replicas=4, chunks=4, generator=0
+    )
+    assert any("second neutral direction" in reason for reason in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        pytest.param(
+            lambda: lorenz(Shadowing(0, 1.0), 15.0, 2),
+            RuntimeError,
+            "more unstable directions",
+            marks=pytest.mark.slow,
+        ),
+        (lambda: lorenz(Shadowing(3, 1.0), 20.0, 2), ValueError, "at most 2"),
+        (lambda: lorenz(Shadowing(2, 0.333), 20.0, 2), ValueError, "multiple of the step"),
+        (lambda: lorenz(Shadowing(2, 1.0), 20.5, 2), ValueError, "without a rest"),
+        (lambda: lorenz(Shadowing(2, 1.0, burn_in=19.0), 20.0, 2), ValueError, "two or more"),
+        (lambda: lorenz(Shadowing(2, 1.0), 20.0, 2, dt=0.25), FloatingPointError, "smaller dt"),
+        (lambda: Shadowing(-1, 1.0), ValueError, "negative"),
+        (lambda: Shadowing(1, 0.0), ValueError, "positive time"),
+        (lambda: Shadowing(1, 1.0, penalty=-1.0), ValueError, "penalty"),
+    ],
+)
+def test_what_is_refused(make, kind, says):
+    with pytest.raises(kind, match=says):
+        make()
+
+
+def test_runs_that_do_not_fit_are_refused():
+    average = TimeAverage(lambda state: state[0].sum(-1))
+
+    class Forced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = parameter(1.0)
+
+        def forward(self, t, y):
+            return torch.sin(t) - self.rate * y
+
+    forced = ODE(Forced())
+
+    def initial(count, generator):
+        return forced.init(torch.zeros(count, 2, dtype=torch.float64))
+
+    run = adjsim.Simulation(forced, initial, [0.0, 4.0], adjsim.RungeKutta("rk4", 0.1))
+    with pytest.raises(ValueError, match="differs between t = 0 and"):
+        Shadowing(1, 1.0)(run, average, replicas=2)
+    with pytest.raises(TypeError, match="TimeAverage"):
+        Shadowing(1, 1.0)(run, adjsim.Final(lambda s: s.y.sum(-1)), replicas=2)
+    other = adjsim.Simulation(forced, initial, [0.0, 4.0], adjsim.Coupled("rk4", 0.1, rate=2.0))
+    with pytest.raises(TypeError, match="RungeKutta"):
+        Shadowing(1, 1.0)(other, average, replicas=2)
+    molecular = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    atoms = adjsim.Simulation(
+        molecular,
+        lambda n, g: molecular.init(torch.ones(n, 1, 1), torch.ones(n, 1, 1)),
+        [0.0, 4.0],
+        adjsim.VelocityVerlet(0.1),
+    )
+    with pytest.raises(TypeError, match="ScoreFunction or Reweighting"):
+        Shadowing(1, 1.0)(atoms, average, replicas=2)
