@@ -366,14 +366,15 @@ def attractor(dynamics, y: Tensor, solver, duration: float):
 @pytest.mark.slow
 def test_lorenz_has_the_known_exponents():
     """0.9056, 0, -14.5723 (Sprott 2003), and the dimension 2.062."""
-    dynamics, y = lorenz((400,))
+    dynamics, y = lorenz((1000,))
+    # At 0.02 the error of RK4 is as large as the sampling error.
     solver = RungeKutta("rk4", 0.01)
-    start = attractor(dynamics, y, solver, 10.0)
+    start = attractor(dynamics, y, solver, 20.0)
     spectrum = lyapunov_spectrum(
-        dynamics, start, torch.linspace(0, 13, 27), solver=solver, burn_in=3.0
+        dynamics, start, torch.linspace(0, 10, 11), solver=solver, burn_in=4.0
     )
     means, errors = spectrum.mean
-    assert float(errors.max()) < 0.006
+    assert float(errors.max()) < 0.01
     exact = torch.tensor([0.9056, 0.0, -14.5723])
     assert bool(((means - exact).abs() < 4 * errors).all())
     assert float(spectrum.dimension.mean()) == pytest.approx(2.062, abs=0.002)
@@ -384,15 +385,15 @@ def test_lorenz_96_has_the_known_exponents():
     """13 positive exponents, from 1.66 to 0.03, then 0 and -0.10 (40 variables, F = 8)."""
     dynamics, solver = ODE(Lorenz96()), RungeKutta("rk4", 0.02)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(8, 40, generator=generator, dtype=torch.float64)
+    drawn = torch.randn(32, 40, generator=generator, dtype=torch.float64)
     start = attractor(dynamics, 8 + drawn, solver, 20.0)
     spectrum = lyapunov_spectrum(
         dynamics, start, torch.linspace(0, 120, 121), solver=solver, burn_in=20.0, count=30
     )
     means, errors = spectrum.mean
-    print(spectrum)
-    assert int((means > 0.02).sum()) == 13
-    assert float(means[0]) == pytest.approx(1.66, abs=0.02)
-    assert float(means[12]) == pytest.approx(0.03, abs=0.01)
-    assert abs(float(means[13])) < 4 * max(float(errors[13]), 1e-3)
-    assert float(means[14]) == pytest.approx(-0.10, abs=0.02)
+    assert float(errors.max()) < 0.02
+    for i, known in ((0, 1.66), (12, 0.03), (13, 0.0), (14, -0.10)):
+        # The figures are known to two digits.
+        assert abs(float(means[i]) - known) < 0.005 + 4 * float(errors[i])
+    assert bool((means[:13] > 4 * errors[:13]).all())
+    assert bool((means[14:] < -4 * errors[14:]).all())
