@@ -210,7 +210,7 @@ def lyapunov_spectrum(
                 "method; use RungeKutta(method, dt)."
             )
         basis = start_basis(start, axes, number)
-        driver = TangentDriver(stepper, inputs, dynamics.potential, basis, problem.stats)
+        driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
         driver.check_copies(start, number)
         recorder = TangentRecorder(driver, steps, vectors)
         stepper.run(start, inputs, driver, [recorder], problem)

@@ -65,7 +65,7 @@ def drive(dynamics, state, steps: int, solver, basis: Tensor, seed: int = 3) -> 
     with torch.no_grad():
         problem = assemble(dynamics, as_state(state), times, solver, None, noise)
         stepper, inputs = prepare(problem)
-        driver = TangentDriver(stepper, inputs, dynamics.potential, basis, problem.stats)
+        driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
         stepper.run(inputs.state, inputs, driver, [], problem)
     return driver
 
@@ -265,6 +265,25 @@ def test_batch_equals_its_systems_one_by_one():
         one = lyapunov_spectrum(dynamics, dynamics.init(y[i]), ts, solver=solver, count=2)
         assert torch.allclose(one.exponents, whole.exponents[i], rtol=0, atol=1e-11)
         assert torch.allclose(one.stderr, whole.stderr[i], rtol=1e-9)
+
+
+def test_results_have_the_dtype_of_the_state():
+    dynamics, y = lorenz()
+    single = dynamics.float().init(y.float())
+    found = lyapunov_spectrum(
+        dynamics, single, [0.0, 0.1, 0.2], solver=RungeKutta("rk4", 0.02), vectors=True
+    )
+    for x in (found.exponents, found.rates, found.stderr, found.vectors, found.dimension):
+        assert x.dtype == torch.float32
+
+
+def test_a_direction_that_each_step_destroys():
+    """ESH keeps its direction at unit length: one exponent is the logarithm of rounding."""
+    dynamics, state, solver = matter("esh", "EAE")
+    found = lyapunov_spectrum(dynamics, state, [0.0, 0.02, 0.04], solver=solver)
+    assert bool((found.exponents[:, -1] < math.log(1e-12) / solver.dt).all())
+    assert bool(torch.isfinite(found.exponents[:, :-1]).all())
+    assert "17 of 17" in str(found)
 
 
 def test_dimension_and_entropy():
