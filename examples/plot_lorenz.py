@@ -64,9 +64,9 @@ generator = torch.Generator().manual_seed(1)
 near = torch.tensor([0.0, 0.0, 25.0]) + 5 * torch.randn(32, 3, generator=generator)
 with torch.no_grad():
     run = adjsim.simulate(
-        dynamics, dynamics.init(near), np.linspace(0, 30, 1501), solver=solver
+        dynamics, dynamics.init(near), np.linspace(0, 20, 1001), solver=solver
     )
-starts, path = run.final, run.y[500:, 0]
+starts, paths = run.final, run.y[250:, :3]
 
 # %%
 # Exponents and directions
@@ -80,9 +80,9 @@ starts, path = run.final, run.y[500:, 0]
 spectrum = lyapunov_spectrum(
     dynamics,
     starts,
-    np.linspace(0, 12, 121),
+    np.linspace(0, 9, 91),
     solver=solver,
-    burn_in=4.0,
+    burn_in=3.0,
     vectors=True,
 )
 print(spectrum)
@@ -110,19 +110,19 @@ def angles(i, j):
 
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-axes[0].plot(*path[:, [0, 2]].T, lw=0.3, color="0.6")
-here = spectrum.states.y[::5, 0].numpy()
+axes[0].plot(paths[..., 0], paths[..., 2], lw=0.3, color="0.6")
+here = spectrum.states.y[0, :16].numpy()
 NAMES = ("growing", "neutral", "shrinking")
 for i, name in enumerate(NAMES):
-    arrow = vectors[::5, 0, :, i].numpy()
+    arrow = vectors[0, :16, :, i].numpy()
     axes[0].quiver(
         *here[:, [0, 2]].T,
         *arrow[:, [0, 2]].T,
         color=f"C{i}",
         label=name,
         angles="xy",
-        scale=12,
-        width=0.006,
+        scale=8,
+        width=0.007,
         pivot="mid",
         headwidth=0,
         headlength=0,
@@ -143,10 +143,17 @@ axes[1].set(xlabel="angle (degrees)", ylabel="count", title="angles between them
 axes[1].legend(fontsize="small")
 plt.show()
 
+smallest = {(i, j): angles(i, j).min() for i, j in ((0, 1), (0, 2), (1, 2))}
+print(", ".join(f"{NAMES[i]}, {NAMES[j]}: {a:.2g}" for (i, j), a in smallest.items()))
+assert min(smallest[0, 2], smallest[1, 2]) > 5 > smallest[0, 1]
+
 # %%
+# The shrinking direction keeps away from the other two, while the growing and the
+# neutral one come as close as a degree or so.
+#
 # The neutral vector is the direction of the flow: a shift along it is a shift of time,
-# which no average feels. Shadowing has to remove it. The growing direction is the
-# trouble of every gradient of a path, and the one that shadowing cancels.
+# which no average feels. Shadowing has to remove it. The growing direction is what
+# makes gradients of paths explode, and shadowing cancels it.
 #
 # The gradient of a path
 # ----------------------
@@ -165,7 +172,7 @@ def simulation(duration):
 
 
 sizes = {}
-for duration in (1.0, 4.0, 8.0):
+for duration in (1.0, 3.0, 6.0):
     estimate = adjsim.Pathwise()(
         simulation(duration), adjsim.TimeAverage(height), replicas=8, chunks=8
     )
@@ -174,21 +181,23 @@ for duration in (1.0, 4.0, 8.0):
     )
     sizes[duration] = error
     print(f"a path of {duration:g}: d<z>/d rho = {slope:.3g} +- {error:.2g}")
-print(estimate.warnings)
-assert sizes[8.0] > 5 * sizes[4.0]
+print(estimate.warnings[-1])
+assert sizes[6.0] > 3 * sizes[3.0]
 
 # %%
 # Long averages
 # -------------
 #
-# The mean of z over 5 million units of time is known to 0.0004, and differences give
-# its slopes. A smaller step has a larger error, since the two means are independent.
+# The mean of z, over millions of units of time, is known to about 0.0004, and
+# differences give its slopes. The mean is not straight in sigma, so its slope depends
+# on the step; the smallest step is used, whose error is the largest, since the two
+# means are independent.
 
 truth = {}
 for name, steps in study["differences"].items():
     for h, (slope, error) in steps.items():
         print(f"d<z>/d{name}, step {h}: {slope:.4f} +- {error:.4f}")
-    truth[name] = steps[{"sigma": "0.5", "rho": "1.0", "beta": "0.1"}[name]]
+    truth[name] = steps[min(steps, key=float)]
 assert abs(truth["rho"][0] - 1.0) < 0.01
 
 growth, short = study["growth"], study["ensemble"]
@@ -196,8 +205,15 @@ fig, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
 times, quantiles = np.array(growth["times"]), np.array(growth["average"])
 axes[0].fill_between(times, quantiles[0], quantiles[2], alpha=0.3, lw=0)
 axes[0].semilogy(times, quantiles[1], label="gradient of the mean of a path (median)")
-guide = quantiles[1, -1] * np.exp(exponents[0] * (times - times[-1]))
-axes[0].semilogy(times, guide, "k--", lw=1, label=rf"$e^{{{exponents[0]:.3f} t}}$")
+guide = np.exp(exponents[0] * (times - times[-1])) * times[-1] / times
+guide *= quantiles[1, -1]
+axes[0].semilogy(
+    times[10:],
+    guide[10:],
+    "k--",
+    lw=1,
+    label=rf"$\propto e^{{{exponents[0]:.3f} t}}/t$",
+)
 axes[0].axhline(truth["rho"][0], color="C2", label="derivative of the long average")
 axes[0].set(xlabel="length of the path", ylabel=r"|d<z>/d$\rho$|", title="one path")
 axes[0].legend(fontsize="small")
@@ -209,7 +225,7 @@ axes[1].axhline(truth["rho"][0], color="C2", label="derivative of the long avera
 axes[1].set(
     xlabel="length of the paths",
     ylabel=r"d<z>/d$\rho$",
-    ylim=(-2, 4),
+    ylim=(-1, 3),
     title="the ensemble of short runs",
 )
 axes[1].legend(fontsize="small")
@@ -230,13 +246,14 @@ assert abs(rate - exponents[0]) < 0.05
 # The mean over many starts does converge: the derivative of the mean of z a time t
 # after a change of rho tends to that of the long average (Eyink, Haine and Lea 2004).
 # It has to be read where the response is complete and the error still small. The error
-# grows as fast as a path's gradient, and its tail is so heavy that the error bars
-# themselves jump.
+# grows as fast as a path's gradient, and the distribution has so heavy a tail that the
+# error bars themselves jump. Here the response still swings about its limit when the
+# error takes over, so no length gives more than a digit.
 
 for length in (0.5, 1.0, 2.0):
     k = round(length / SETTINGS["short_every"]) - 1
     print(f"paths of {length:g}: {short['mean'][k]:.3f} +- {short['stderr'][k]:.3f}")
-assert short["stderr"][round(3 / SETTINGS["short_every"]) - 1] > 0.3
+assert min(short["stderr"][round(1.2 / SETTINGS["short_every"]) :]) > 0.1
 
 # %%
 # Shadowing
@@ -248,7 +265,7 @@ assert short["stderr"][round(3 / SETTINGS["short_every"]) - 1] > 0.3
 # shadow, for all parameters at once, from a single sweep.
 
 estimate = Shadowing(SETTINGS["unstable"], SETTINGS["segment"])(
-    simulation(20.0), adjsim.TimeAverage(height), replicas=16, generator=2
+    simulation(10.0), adjsim.TimeAverage(height), replicas=16, generator=2
 )
 print(estimate)
 
@@ -267,37 +284,41 @@ for name in POINT:
 
 fig, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
 points = [
-    (row["at"]["rho"], *row["mean"])
+    (row["at"]["sigma"], *row["mean"])
     for row in study["averages"]
-    if row["at"] == {**POINT, "rho": row["at"]["rho"]}
+    if row["at"] == {**POINT, "sigma": row["at"]["sigma"]}
 ]
-rho, means, errors = np.array(sorted(points)).T
-axes[0].errorbar(rho, means, errors, fmt="ko", ms=4, label="long averages")
-centre, line = means[rho == POINT["rho"]][0], np.linspace(rho[0], rho[-1], 2)
+sigma, means, errors = np.array(sorted(points)).T
+axes[0].errorbar(sigma, means, errors, fmt="ko", ms=4, label="long averages")
+centre, line = means[sigma == POINT["sigma"]][0], np.linspace(sigma[0], sigma[-1], 2)
 for label, slope, style in (
-    ("differences", truth["rho"][0], "C2-"),
-    ("shadowing", study["shadowing"]["rho"][0], "C0--"),
+    ("differences", truth["sigma"][0], "C2-"),
+    ("shadowing", study["shadowing"]["sigma"][0], "C0--"),
 ):
-    axes[0].plot(line, centre + slope * (line - POINT["rho"]), style, label=label)
-axes[0].set(xlabel=r"$\rho$", ylabel="<z>")
+    axes[0].plot(line, centre + slope * (line - POINT["sigma"]), style, label=label)
+axes[0].set(xlabel=r"$\sigma$", ylabel="<z>", title="the mean and two slopes")
 axes[0].legend(fontsize="small")
-for k, name in enumerate(POINT):
-    (shadow, error), (right, own) = study["shadowing"][name], truth[name]
-    axes[1].errorbar(k - 0.1, 1, own / abs(right), fmt="C2o", label="differences")
-    axes[1].errorbar(k + 0.1, shadow / right, error / abs(right), fmt="C0s")
+for column, label, style in ((0, "differences", "C2o"), (1, "shadowing", "C0s")):
+    rows = [(truth[name], study["shadowing"][name])[column] for name in POINT]
+    scale = np.array([truth[name][0] for name in POINT])
+    axes[1].errorbar(
+        np.arange(3) + 0.2 * column - 0.1,
+        [row[0] for row in rows] / scale,
+        [row[1] for row in rows] / abs(scale),
+        fmt=style,
+        label=label,
+    )
 axes[1].set_xticks(range(3), [rf"$\{name}$" for name in POINT])
 axes[1].set(ylabel="slope / slope of differences", xlim=(-0.5, 2.5))
-axes[1].plot([], [], "C0s", label="shadowing")
-handles, labels = axes[1].get_legend_handles_labels()
-axes[1].legend(handles[-2:], labels[-2:], fontsize="small")
+axes[1].legend(fontsize="small")
 plt.show()
 
 assert abs(study["shadowing"]["rho"][0] / truth["rho"][0] - 1) < 0.03
 assert study["shadowing"]["sigma"][0] < truth["sigma"][0] - 4 * truth["sigma"][1]
 
 # %%
-# For rho shadowing is two per cent off, for beta about one, and for sigma it is some
-# ten per cent too small. These are not errors of sampling, which are much smaller. A
+# For rho and beta shadowing is right to two per cent, and for sigma it is nearly a
+# tenth too small. These are not errors of sampling, which are much smaller. A
 # shadow is one special path, and nothing says that averages along it are those of
 # typical paths; this is known as the bias of shadowing. The error bar does not contain
 # it.

@@ -138,7 +138,7 @@ def lyapunov_spectrum(
     *,
     solver: SteppingSolver,
     count: int | None = None,
-    burn_in: float = 0.0,
+    burn_in: float | int = 0.0,
     vectors: bool = False,
     generator: Seed = None,
     progress: bool = False,

@@ -32,9 +32,9 @@ SETTINGS = {
     "path": 20.0,
     "path_every": 0.1,
     # The ensemble of short runs.
-    "ensemble": 24000,
-    "groups": 3,
-    "short": 5.0,
+    "ensemble": 40000,
+    "groups": 5,
+    "short": 3.0,
     "short_every": 0.1,
     # Long averages: systems for each value, and their length.
     "systems": 256,
