@@ -1,8 +1,9 @@
 """Make lorenz.json: the derivative of the mean of z in the equations of Lorenz, by the
-gradient of a path, differences of long averages, shadowing and an ensemble of short
-runs, and the exponents that separate them.
+gradient of a path, differences of long averages and an ensemble of short runs, and the
+exponents that separate them.
 
-The file holds the settings, the seed and the commit; plot_lorenz.py draws it. Run:
+Shadowing has a study of its own, make_lorenz_shadowing.py. The file holds the settings,
+the seed and the commit; plot_lorenz.py draws it. Run:
 python examples/data/make_lorenz.py
 """
 
@@ -19,7 +20,6 @@ import adjsim
 from adjsim._files import replacing
 from adjsim.dynamics.ode import ODE
 from adjsim.estimators.lyapunov import lyapunov_spectrum
-from adjsim.estimators.shadowing import Shadowing
 from adjsim.solvers.runge_kutta import RungeKutta
 
 FILE = Path(__file__).with_name("lorenz.json")
@@ -43,11 +43,6 @@ SETTINGS = {
     "spectrum": 256,
     "spectrum_time": 40.0,
     "spectrum_burn_in": 10.0,
-    # Shadowing.
-    "shadows": 96,
-    "shadow": 200.0,
-    "unstable": 2,
-    "segment": 1.0,
 }
 POINT = {"sigma": 10.0, "rho": 28.0, "beta": 8 / 3}
 STEPS = {"sigma": (0.2, 0.5, 1.0), "rho": (0.5, 1.0, 2.0), "beta": (0.05, 0.1)}
@@ -215,31 +210,6 @@ def spectrum(start):
     )
 
 
-def shadowing(start):
-    """Return the gradient by shadowing, and its error, by parameter."""
-    dynamics = ODE(Lorenz(*(nn.Parameter(torch.tensor(x)) for x in POINT.values())))
-    simulation = adjsim.Simulation(
-        dynamics,
-        lambda count, generator: type(start)(start.y[:count]),
-        [0.0, SETTINGS["shadow"]],
-        SOLVER,
-    )
-    estimate = Shadowing(SETTINGS["unstable"], SETTINGS["segment"])(
-        simulation,
-        adjsim.TimeAverage(height),
-        replicas=SETTINGS["shadows"],
-        generator=torch.Generator().manual_seed(SETTINGS["seed"] + 2),
-    )
-    print(estimate)
-    return {
-        name: [
-            estimate.grad[f"fun.{name}"].item(),
-            estimate.grad_stderr[f"fun.{name}"].item(),
-        ]
-        for name in POINT
-    }
-
-
 def rounded(x):
     """Round all numbers to six digits, for a file of moderate size."""
     if isinstance(x, dict):
@@ -249,7 +219,7 @@ def rounded(x):
     return float(f"{x:.6g}") if isinstance(x, float) else x
 
 
-def commit():
+def commit(script=__file__):
     """Return the commit of the working tree, which must have no other changes."""
 
     def git(*words):
@@ -258,9 +228,14 @@ def commit():
             ["git", *words], cwd=folder, check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", __file__):
+    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", script):
         raise RuntimeError("adjsim or this script has changes; commit them first.")
     return git("rev-parse", "HEAD")
+
+
+def store(name, study):
+    with replacing(name) as file:
+        file.write_text(json.dumps(rounded(study), separators=(",", ":")) + "\n")
 
 
 def main():
@@ -289,12 +264,8 @@ def main():
     done("ensemble")
     study["spectrum"] = spectrum(start)
     done("spectrum")
-    study["shadowing"] = shadowing(start)
-    done("shadowing")
-    text = json.dumps(rounded(study), separators=(",", ":"))
-    with replacing(FILE) as file:
-        file.write_text(text + "\n")
-    print(f"{FILE.name}: {len(text) / 1e3:.0f} kB, {time.perf_counter() - begun:.0f} s")
+    store(FILE, study)
+    done(FILE.name)
 
 
 if __name__ == "__main__":
