@@ -193,7 +193,7 @@ assert sizes[6.0] > 3 * sizes[3.0]
 # Long averages
 # -------------
 #
-# The mean of z, over millions of units of time, is known to about 0.0004, and
+# The mean of z, over millions of units of time, is known to about 0.0003, and
 # differences give its slopes. The mean is not straight in sigma, so its slope depends
 # on the step; the smallest step is used, whose error is the largest, since the two
 # means are independent.

@@ -153,16 +153,17 @@ def lyapunov_spectrum(
     (Benettin et al. 1980). Gradients of a path grow as exp(lambda_1 t). Exponents do not depend on
     the units of the fields; a rate in a finite time does.
 
-    Any dynamics and any solver of steps are taken, among them every splitting with its thermostat
-    and Langevin dynamics, whose exponents are those of the random map. What does not act on
-    anything else, as the positions of a Nose-Hoover chain, adds exponents of zero, and every
-    conserved quantity of a Hamiltonian adds two, which fall as log(T)/T. A step that destroys a
-    direction has an exponent of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale`
-    that of the kinetic energy, and :class:`~adjsim.ESH` that of the length of its direction.
+    Any dynamics and any solver of explicit steps are taken, among them every splitting with its
+    thermostat. Langevin dynamics has the exponents of its random map. Variables that act on no
+    others, such as the positions of a Nose-Hoover chain, add exponents of zero. Every conserved
+    quantity of a Hamiltonian adds two, which fall as log(T)/T. A step that destroys a direction has
+    an exponent of about log(rounding)/dt, or -inf: :class:`~adjsim.VelocityRescale` destroys that
+    of the kinetic energy, and :class:`~adjsim.ESH` the length of its direction.
 
-    A step costs about three gradients of ``count`` replicas. Vectors take the memory of
-    ``count`` states and of count^2 numbers a save time; without them memory does not grow with the
-    number of steps. Use it as a diagnostic, before asking for a gradient of a path.
+    A step costs two to three gradients of a step of ``count`` replicas, and more than ten for pair
+    potentials, whose operator in C++ has no second derivative. Vectors take the memory of ``count``
+    states and of count^2 numbers a save time; without them memory does not grow with the number of
+    steps. Use it as a diagnostic of small systems, before asking for the gradient of a path.
 
     Args:
         dynamics: the physics.
@@ -173,8 +174,8 @@ def lyapunov_spectrum(
         count: number of exponents, from the largest on. None: all.
         burn_in: time at the start that is left out; vectors leave out as much at the end, in which
             the backward recursion forgets its start.
-        vectors: compute covariant Lyapunov vectors, too (Ginelli et al. 2007): the Jacobian maps
-            each at one time to a multiple of itself at the next, and they do not depend on a norm.
+        vectors: compute covariant Lyapunov vectors, too (Ginelli et al. 2007). The Jacobian of the
+            run maps each of them to a multiple of itself at a later time.
         generator: seeds the noise of stochastic dynamics, as for :func:`adjsim.simulate`.
         progress: show a progress bar, on a terminal.
 

@@ -1,4 +1,4 @@
-"""Tangent vectors along a run: their products with steps, and what a run leaves of them.
+"""Tangent vectors along a run, and their products with the Jacobians of its steps.
 
 A tangent vector of a state is flattened to N numbers: the fields in the order of
 ``state._fields``, each in the order of its memory.
@@ -51,9 +51,9 @@ class TangentDriver:
         DPhi Q = Q' R        growth += log |diag R|        triangle <- R triangle
 
     The product with the Jacobian DPhi of a step is the derivative of its transposed product
-    ``u -> DPhi^T u``, which is linear, with respect to u (double backward). So it takes
-    every step that :class:`~adjsim.DirectAdjoint` takes. The vectors are further replicas: the step
-    of ``count`` copies of the batch is taken at once.
+    ``u -> DPhi^T u``, which is linear, with respect to u (double backward). So a step must be
+    twice differentiable by autograd. Each vector has a replica of its own: ``count`` copies of the
+    batch step at once.
 
     Args:
         stepper: the steps.
@@ -192,7 +192,7 @@ class TangentRecorder:
 
 
 def covariant_vectors(bases: Sequence[Tensor], triangles: Sequence[Tensor]) -> list[Tensor]:
-    """Compute covariant Lyapunov vectors by the recursion of Ginelli et al. (2007)::
+    """Compute covariant Lyapunov vectors by Ginelli's recursion (2007)::
 
         C_{k-1} = R_k^-1 C_k |columns to unit length|        V_k = Q_k C_k
 

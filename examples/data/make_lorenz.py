@@ -38,7 +38,7 @@ SETTINGS = {
     "short_every": 0.1,
     # Long averages: systems for each value, and their length.
     "systems": 256,
-    "average": 10000.0,
+    "average": 30000.0,
     # Exponents.
     "spectrum": 256,
     "spectrum_time": 40.0,
