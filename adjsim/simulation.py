@@ -89,7 +89,7 @@ def simulate(
         FloatingPointError: the run reached NaN or infinity; the message names the step.
         OverflowError: an exact run left its lattice; the message names the step.
     """
-    _check_dynamics(dynamics)
+    check_dynamics(dynamics)
     as_flag("compile", compile)
     as_flag("progress", progress)
     generator = as_generator(generator)
@@ -124,38 +124,45 @@ def run(
     times, state = check_times(ts), as_state(state)
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
-        dynamics.check(state)
-        dynamics.check_rates(float(times[0]), state)
-        _check_captured(dynamics, state, times, record)
-        if isinstance(solver, SteppingSolver):
-            solver = solver.resolved(dynamics, state, float(times[0]))
-        problem = Problem(
-            dynamics,
-            ModuleTensors(dynamics),
-            state,
-            times,
-            solver,
-            record,
-            noise,
-            progress,
-            compile,
-        )
-        if noise is not None:
-            problem.stats["seed"] = noise.seed
-        paths = pair_paths(dynamics.potential, state[0].detach())
-        if paths:
-            problem.stats["pairs"] = paths
+        problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
         if compile:
             _check_compiled(problem, adjoint)
         adjoint.check(problem)
         if not in_transform():
-            _check_start(problem)
+            check_start(problem)
         states, saved, final = adjoint.run(problem)
     return Trajectory(times, states, saved, final, problem.stats)
 
 
+def assemble(
+    dynamics: Dynamics[State],
+    state: State,
+    times: torch.Tensor,
+    solver: Solver,
+    record: Record[State],
+    noise: Noise | None,
+    progress: bool = False,
+    compile: bool = False,
+) -> Problem[State]:
+    """Check the parts of a run against each other, and return them as one problem."""
+    dynamics.check(state)
+    dynamics.check_rates(float(times[0]), state)
+    _check_captured(dynamics, state, times, record)
+    if isinstance(solver, SteppingSolver):
+        solver = solver.resolved(dynamics, state, float(times[0]))
+    problem = Problem(
+        dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile
+    )
+    if noise is not None:
+        problem.stats["seed"] = noise.seed
+    paths = pair_paths(dynamics.potential, state[0].detach())
+    if paths:
+        problem.stats["pairs"] = paths
+    return problem
+
+
 @torch.no_grad()
-def _check_start(problem: Problem[State]) -> None:
+def check_start(problem: Problem[State]) -> None:
     """Refuse a start that does not fit its time, and a step that is too long for the start."""
     dynamics, start, t = problem.dynamics, detached(problem.state), float(problem.times[0])
     dynamics.check_start(t, start)
@@ -163,7 +170,8 @@ def _check_start(problem: Problem[State]) -> None:
         problem.solver.check(dynamics, start, t)
 
 
-def _check_dynamics(dynamics: Any) -> None:
+def check_dynamics(dynamics: Any) -> None:
+    """Refuse anything that is not a dynamics."""
     refuse_uncalled("dynamics", dynamics)
     if not isinstance(dynamics, Dynamics):
         raise TypeError(
