@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from adjsim._cpp.decompositions import decompositions
 from adjsim._cpp.once import take_once
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
@@ -234,7 +235,13 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    trace = make_fx(
+        function,
+        decomposition_table=decompositions(),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
+    graph = trace(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
