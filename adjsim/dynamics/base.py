@@ -171,6 +171,14 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return 0.0
 
+    def error_growth(self, t: Any, state: State) -> Tensor | None:
+        """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
+
+        The result has one rate for each vertex, or of any other shape. None: the rates are the same
+        in all states. In a compiled loop the time is a tensor.
+        """
+        return None
+
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         """Return the sizes that fields reach over a time, for fields where they are known.
 

@@ -62,8 +62,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
     vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
-    checkpoints. Their distance follows from an estimate of N, the load at the start. Where impacts
-    are much harder, give ``checkpoint_every`` or use :class:`~adjsim.CheckpointAdjoint`.
+    checkpoints, at distances that follow the load N along the run.
 
     Args:
         potential: energy of the body and of the loads on it, or a force field.
@@ -259,18 +258,14 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def damping(self, state: PhaseState) -> float:
         with torch.no_grad():
-            rate = float(self.damping_rate.max())
             term = self.terms.get("D")
             if isinstance(term, RayleighDamping):
-                rate = max(term.bounds(state))
-            if self.contact is None or "F" not in self.terms:
-                return rate
-            q = state.position
-            load = torch.maximum(
-                self.contact.normal_force(q), force(self.body, q).norm(dim=-1)
-            ).unsqueeze(-1)
-            sticking = self.friction.reshape(-1, 1).to(q) * load / (self.masses(q) * self.smoothing)
-            return rate + float(sticking.max())
+                return max(term.bounds(state))
+            return float(self.damping_rate.max())
+
+    def error_growth(self, t: Any, state: PhaseState) -> Tensor | None:
+        term = self.terms.get("F")
+        return term.rate(t, state) if isinstance(term, CoulombFriction) else None
 
     def energy(self, state: PhaseState) -> Energies:
         """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact.
