@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpe
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
 from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import reads_force
@@ -49,12 +50,14 @@ class ForwardCarry(NamedTuple):
         total: the sum of a time average; empty without one.
         force: the force that the next step begins with; empty if steps do not share forces.
         growth: the growth of rounding errors; empty where it does not vary.
+        margin: the smallest distances to states that the dynamics refuses; empty without such.
         state: the fields of the state.
     """
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
     growth: tuple[Tensor, ...]
+    margin: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
 
 
@@ -103,11 +106,14 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
-            if self.growth is None:
-                state, start = self._accept(self._run(state, start, count), state, start, count)
-            else:
-                state, start = self._advance_within(self.growth, state, start, count)
-                break
+            if self.growth is not None:
+                return self._advance_within(self.growth, state, start, count)
+            carry = self._run(state, start, count)
+            if _is_refused(carry) and count > 1:
+                # Half of the loop is run again, down to the step that ends in a refused state.
+                stop = start + count // 2
+                continue
+            state, start = self._accept(carry, state, start, count)
         return state, start
 
     def _advance_within(
@@ -123,9 +129,12 @@ class ForwardLoops:
             carry = self._run(state, start, count)
             found = growth.largest(carry.growth[0], count)
             self.pace = found / count
-            if found <= growth.left or count == 1:
+            if count == 1 or (found <= growth.left and not _is_refused(carry)):
                 break
-            count = max(1, min(count // 2, int(growth.left / self.pace)))
+            shorter = count // 2
+            if found > growth.left:
+                shorter = min(shorter, int(growth.left / self.pace))
+            count = max(1, shorter)
         # Half of the budget is left for the next loop.
         growth.add(carry.growth[0], count, growth.budget / 2)
         if start + count not in self.driver.stops:
@@ -139,6 +148,7 @@ class ForwardLoops:
             (clone(self._total(state)),) if averaging else (),
             () if self.force is None else (driver.pack(self.force),),
             self._no_growth(state, start),
+            self._no_margin(state, start),
             tuple(map(driver.pack, state)),
         )
         return driver.run(FORWARD, averaging, type(state), start, count, carry)
@@ -160,6 +170,11 @@ class ForwardLoops:
         clock = self.driver.clock
         like = growth_in_step(self.driver.dynamics, clock.dt, clock.time(start), state)
         return (torch.zeros_like(clone(like)),)
+
+    @torch.no_grad()
+    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        found = _margin(self.driver, self.driver.clock.time(start), state)
+        return () if found is None else (torch.full_like(clone(found), torch.inf),)
 
     def _total(self, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
@@ -213,12 +228,25 @@ class ForwardLoops:
                 clone(x + growth_in_step(driver.dynamics, driver.clock.dt, t(1.0), state))
                 for x in carry.growth
             )
-            return k + 1, ForwardCarry(total, force, growth, tuple(map(driver.pack, state)))
+            margin = carry.margin
+            if margin and (found := _margin(driver, t(1.0), state)) is not None:
+                margin = (clone(torch.minimum(margin[0], found)),)
+            packed = tuple(map(driver.pack, state))
+            return k + 1, ForwardCarry(total, force, growth, margin, packed)
 
         def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
             return carry
 
         return LoopSpec(start, more, body, finish)
+
+
+def _is_refused(carry: ForwardCarry) -> bool:
+    return any(bool((x < 0).any()) for x in carry.margin)
+
+
+def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
+    dynamics: Dynamics[Any] = driver.dynamics
+    return dynamics.margin(t, driver.stepper.from_lattice(state))
 
 
 class BackwardLoops:

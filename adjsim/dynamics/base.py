@@ -228,11 +228,20 @@ class Dynamics(nn.Module, Generic[State]):
     def check_start(self, t: float, state: State) -> None:
         """Refuse, before any work, a start that does not fit the time of the start."""
 
+    def margin(self, t: Any, state: State) -> Tensor | None:
+        """Compute distances to the states that ``check_state`` refuses, negative beyond.
+
+        Compiled loops of steps compute it after each step. None: there are no such states. The
+        time may be a tensor.
+        """
+        return None
+
     def check_state(self, t: float, state: State) -> None:
         """Refuse a state of a run that the model excludes, such as a body behind a wall.
 
-        It is called with the run's parameters: after every step, or in compiled runs after every
-        loop of steps, if ``checks_states`` is true.
+        It is called with the run's parameters after every step if ``checks_states`` is true; in
+        compiled runs after every loop of steps. A loop in which :meth:`margin` was negative is run
+        again up to the step where it was.
 
         Raises:
             ValueError: the reason; the run adds the step.

@@ -247,6 +247,9 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def checks_states(self) -> bool:
         return self.contact is not None
 
+    def margin(self, t: Any, state: PhaseState) -> Tensor | None:
+        return None if self.contact is None else self.contact.margin(state.position, t)
+
     def check_state(self, t: float, state: PhaseState) -> None:
         if self.contact is not None:
             self.contact.refuse_penetration(state.position, t)
