@@ -31,6 +31,8 @@ from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
 from adjsim.adjoints.versions import untested_torch
 
+# Operations of a step above which a warning precedes a compilation by Inductor.
+LARGE = 500
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
@@ -132,6 +134,15 @@ def compile_loop(
                     "C++",
                 )
             except UnprintableError as reason:
+                operations = len(parts.body.graph.graph.nodes)
+                if operations > LARGE and constants_list[0].device.type == "cpu":
+                    warnings.warn(
+                        f"compile=True: {what} has an operation that is not printed as C++ "
+                        f"({reason}), so torch's Inductor compiles all {operations} of them, which "
+                        "can take minutes. Write it by other operations, or leave compile=True "
+                        "out.",
+                        stacklevel=2,
+                    )
                 compiled, path = (
                     compile_with_inductor(parts, constants_list, carry_list, short),
                     f"Inductor ({reason})",

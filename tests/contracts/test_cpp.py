@@ -510,6 +510,21 @@ def test_constant_indices_out_of_range_are_refused(wrong):
         loop(constants._replace(inputs=(numbers(50), places)), (numbers(13),))
 
 
+def test_a_long_compilation_by_inductor_is_announced(monkeypatch):
+    monkeypatch.setattr(loops, "compile_with_inductor", lambda *_: None)
+    monkeypatch.setattr(loops, "LARGE", 5)
+    x = numbers(4)
+    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
+
+    def long(x: Tensor) -> Tensor:
+        return x.sin().cos().sin().cos().cumsum(0)
+
+    with pytest.warns(UserWarning, match=r"a test has an operation .* \(cumsum.*\), so"):
+        compile_loop(
+            spec(long), nullcontext, constants, carry, exact=False, short=True, what="a test"
+        )
+
+
 @pytest.mark.marathon
 def test_numbers_out_of_range_are_refused_by_inductor():
     """Its unchecked indices would read other memory."""
