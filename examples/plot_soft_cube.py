@@ -65,7 +65,7 @@ dynamics = adjsim.Mechanics(
 
 def simulate(ts=(0.0, END), dt=2.5e-4):
     # A corner that sticks is slowed down by up to e^2 in a step, and the reversed step
-    # multiplies its rounding error as much. So states are stored while the cube touches.
+    # multiplies its rounding error as much. So states are stored while the cube lies.
     return adjsim.simulate(
         dynamics,
         dynamics.init(START, velocity=velocity + spinning),
