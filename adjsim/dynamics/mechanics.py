@@ -56,7 +56,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
     terms that are present. A term is present if its number is not zero, or requires grad.
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
-    run with a longer one is refused, with the bound. For stiff bodies use an implicit solver.
+    run with a longer one is refused, with the bound: that of the body at the start of the run, with
+    the load and the surface of that time. A body that an actuator stiffens later needs less. For stiff bodies use an implicit solver.
     Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
     rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
 
