@@ -211,7 +211,8 @@ class _Search:
             return DenseInverse(hessian)
         if other:
             return IterativeInverse(hessian)
-        pattern = None if near is None else atom_pattern(near.matrix, q.shape[-1])
+        known = near.matrix if isinstance(near, LocalInverse) else None
+        pattern = None if known is None else atom_pattern(known, q.shape[-1])
         matrix = local_hessian(hessian, pattern)
         if matrix is not None:
             return LocalInverse(hessian, matrix)

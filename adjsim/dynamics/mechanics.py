@@ -57,7 +57,8 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
     run with a longer one is refused, with the bound: that of the body at the start of the run, with
-    the load and the surface of that time. A body that an actuator stiffens later needs less. For stiff bodies use an implicit solver.
+    the load and the surface of that time. A body that an actuator stiffens later needs less.
+    For stiff bodies use an implicit solver.
     Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
     rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
 
