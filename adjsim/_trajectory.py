@@ -100,11 +100,11 @@ class Trajectory(Generic[State]):
             ``reconstruction_error`` is None before backward and for adjoints that do not
             reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
             ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
-            steps), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
-            stochastic dynamics), ``pairs`` (how each pair potential evaluates them: "neighbour
-            list", "all pairs", or by operations of torch, with the reason), ``buffer_bits`` and
-            ``buffer_bound`` (of an exact run: the bits per step and degree of freedom that its
-            buffers took, and that friction removes).
+            steps), ``checkpoint_every`` and ``checkpoints`` (of a reversible adjoint: the smallest
+            distance and the number of stored states), ``seed`` (of stochastic dynamics), ``pairs``
+            (how each pair potential evaluates them: "neighbour list", "all pairs", or by operations
+            of torch, with the reason), ``buffer_bits`` and ``buffer_bound`` (of an exact run: the
+            bits per step and degree of freedom that its buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the

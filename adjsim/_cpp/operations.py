@@ -75,6 +75,7 @@ EXACT: dict[str, Printer] = {
     "neg": lambda x: f"-{x}",
     "reciprocal": lambda x: f"1 / {x}",
     "where": lambda c, x, y: f"{c} ? {x} : {y}",
+    "masked_fill": lambda x, c, y: f"{c} ? {y} : {x}",
     "abs": lambda x: f"absolute({x})",
     "sqrt": lambda x: f"std::sqrt({x})",
     "rsqrt": lambda x: f"1 / std::sqrt({x})",
@@ -109,12 +110,14 @@ BITWISE: dict[str, Printer] = {
 # Functions that IEEE 754 does not define to the last bit.
 FUNCTIONS = [
     "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
-    "atan", "asin", "acos",
+    "atan", "asin", "acos", "asinh", "acosh", "atanh", "exp2", "log2", "log10",
 ]  # fmt: skip
+# Functions of two numbers.
+PAIRED = ["atan2", "hypot", "pow"]
 TRANSCENDENTAL: dict[str, Printer] = {
     **{name: (lambda x, function=name: f"math::{function}({x})") for name in FUNCTIONS},
     "sigmoid": lambda x: f"1 / (1 + math::exp(-{x}))",
-    "atan2": lambda x, y: f"math::atan2({x}, {y})",
+    **{name: (lambda x, y, function=name: f"math::{function}({x}, {y})") for name in PAIRED},
 }
 
 HEADER = """#include <algorithm>
@@ -181,12 +184,12 @@ VECTORISED = f"""
 #define TWO(f) VECTOR double f(double, double) noexcept; VECTOR float f##f(float, float) noexcept;
 extern "C" {{
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
-TWO(pow) TWO(atan2)
+{" ".join(f"TWO({name})" for name in PAIRED)}
 }}
 #endif
 #endif
 namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2"))}
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, *PAIRED))}
 }} }}
 """
 
@@ -203,7 +206,7 @@ namespace {{ namespace math {{
 # s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
 # without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
 # multiplied by 2^54 first.
-SCALAR = [name for name in (*FUNCTIONS, "pow", "atan2") if name not in ("exp", "log")]
+SCALAR = [name for name in (*FUNCTIONS, *PAIRED) if name not in ("exp", "log")]
 REPRODUCIBLE = f"""
 namespace {{ namespace math {{
 {" ".join(f"using std::{name};" for name in SCALAR)}

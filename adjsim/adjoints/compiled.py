@@ -20,20 +20,23 @@ Anything not passed as an input is baked in, and is part of the key by which a l
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, position_of
+from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
 from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import reads_force
@@ -46,11 +49,15 @@ class ForwardCarry(NamedTuple):
     Attributes:
         total: the sum of a time average; empty without one.
         force: the force that the next step begins with; empty if steps do not share forces.
+        growth: the growth of rounding errors; empty where it does not vary.
+        margin: the smallest distances to states that the dynamics refuses; empty without such.
         state: the fields of the state.
     """
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
+    growth: tuple[Tensor, ...]
+    margin: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
 
 
@@ -78,16 +85,20 @@ class ForwardLoops:
     than in the loops that reverse the run.
     """
 
-    def __init__(self, driver: LoopRunner, recording: Recording) -> None:
-        self.driver, self.recording = driver, recording
+    def __init__(
+        self, driver: LoopRunner, recording: Recording, growth: ErrorGrowth | None
+    ) -> None:
+        self.driver, self.recording, self.growth = driver, recording, growth
+        # The growth in a step, as far as it is known.
+        self.pace = 0.0
         self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
         self.force: Tensor | None = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.driver.boundaries(wanted)
 
-    def advance(self, state: State, start: int, stop: int) -> State:
-        driver, recording = self.driver, self.recording
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        driver = self.driver
         if start == 0 and driver.program.shares_force:
             with torch.no_grad():
                 self.forces.force(position_of(state), driver.clock.time(0))
@@ -95,19 +106,75 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
-            averaging = driver.averages(start + 1)
-            carry = ForwardCarry(
-                (clone(self._total(state)),) if averaging else (),
-                () if self.force is None else (driver.pack(self.force),),
-                tuple(map(driver.pack, state)),
-            )
-            carry = driver.run(FORWARD, averaging, type(state), start, count, carry)
-            if averaging:
-                recording.total, recording.last_step = carry.total[0], start + count
-            self.force = driver.unpack(carry.force[0]) if carry.force else None
-            state = type(state)._make(map(driver.unpack, carry.state))
-            start += count
-        return state
+            if self.growth is not None:
+                return self._advance_within(self.growth, state, start, count)
+            carry = self._run(state, start, count)
+            if _is_refused(carry) and count > 1:
+                # Half of the loop is run again, down to the step that ends in a refused state.
+                stop = start + count // 2
+                continue
+            state, start = self._accept(carry, state, start, count)
+        return state, start
+
+    def _advance_within(
+        self, growth: ErrorGrowth, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Run as many steps, up to ``count``, as errors may grow in; one at least.
+
+        A loop in which they have grown by more is run again with fewer steps.
+        """
+        if self.pace > 0:
+            count = max(1, min(count, int(growth.left / self.pace)))
+        while True:
+            carry = self._run(state, start, count)
+            found = growth.largest(carry.growth[0], count)
+            self.pace = found / count
+            if count == 1 or (found <= growth.left and not _is_refused(carry)):
+                break
+            shorter = count // 2
+            if found > growth.left:
+                shorter = min(shorter, int(growth.left / self.pace))
+            count = max(1, shorter)
+        # Half of the budget is left for the next loop.
+        growth.add(carry.growth[0], count, growth.budget / 2)
+        if start + count not in self.driver.stops:
+            insort(self.driver.stops, start + count)
+        return self._accept(carry, state, start, count)
+
+    def _run(self, state: AnyState, start: int, count: int) -> ForwardCarry:
+        """Run a loop of ``count`` steps."""
+        driver, averaging = self.driver, self.driver.averages(start + 1)
+        carry = ForwardCarry(
+            (clone(self._total(state)),) if averaging else (),
+            () if self.force is None else (driver.pack(self.force),),
+            self._no_growth(state, start),
+            self._no_margin(state, start),
+            tuple(map(driver.pack, state)),
+        )
+        return driver.run(FORWARD, averaging, type(state), start, count, carry)
+
+    def _accept(
+        self, carry: ForwardCarry, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Continue from the end of a loop."""
+        driver, recording = self.driver, self.recording
+        if carry.total:
+            recording.total, recording.last_step = carry.total[0], start + count
+        self.force = driver.unpack(carry.force[0]) if carry.force else None
+        return type(state)._make(map(driver.unpack, carry.state)), start + count
+
+    @torch.no_grad()
+    def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        if self.growth is None:
+            return ()
+        clock = self.driver.clock
+        like = growth_in_step(self.driver.dynamics, clock.dt, clock.time(start), state)
+        return (torch.zeros_like(clone(like)),)
+
+    @torch.no_grad()
+    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        found = _margin(self.driver, self.driver.clock.time(start), state)
+        return () if found is None else (torch.full_like(clone(found), torch.inf),)
 
     def _total(self, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
@@ -157,12 +224,29 @@ class ForwardLoops:
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
             force = (driver.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
             loop.evaluations_per_step = stats["energy_evaluations"]
-            return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
+            growth = tuple(
+                clone(x + growth_in_step(driver.dynamics, driver.clock.dt, t(1.0), state))
+                for x in carry.growth
+            )
+            margin = carry.margin
+            if margin and (found := _margin(driver, t(1.0), state)) is not None:
+                margin = (clone(torch.minimum(margin[0], found)),)
+            packed = tuple(map(driver.pack, state))
+            return k + 1, ForwardCarry(total, force, growth, margin, packed)
 
         def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
             return carry
 
         return LoopSpec(start, more, body, finish)
+
+
+def _is_refused(carry: ForwardCarry) -> bool:
+    return any(bool((x < 0).any()) for x in carry.margin)
+
+
+def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
+    dynamics: Dynamics[Any] = driver.dynamics
+    return dynamics.margin(t, driver.stepper.from_lattice(state))
 
 
 class BackwardLoops:
@@ -352,9 +436,9 @@ class CompiledDriver:
     def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
         self.runner = LoopRunner(stepper, inputs, problem)
 
-    def forward(self, recording: Recording) -> ForwardLoops:
-        """Return forward steps, which add to the time average of a recording."""
-        return ForwardLoops(self.runner, recording)
+    def forward(self, recording: Recording, growth: ErrorGrowth | None = None) -> ForwardLoops:
+        """Return forward steps, which add to a time average and to the growth of errors."""
+        return ForwardLoops(self.runner, recording, growth)
 
     def backward(self, forces: ForceEvaluator) -> BackwardLoops:
         """Return the backward pass, with the forces of its uncompiled parts."""

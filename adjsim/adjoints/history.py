@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from adjsim._state import AnyState
+from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -45,7 +46,13 @@ class History(ABC):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
+
+    Attributes:
+        growth: the growth of errors, to which drivers add that of their steps; None where the
+            stored steps do not depend on it.
     """
+
+    growth: ErrorGrowth | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         """Return the steps after which it stores or restores a state.

@@ -166,7 +166,7 @@ class LoopRunner:
         if growth is not None:
             found |= set(range(growth.check_every, last, growth.check_every))
         self.stops = sorted(step for step in found if 0 < step <= last)
-        return self.stops
+        return list(self.stops)
 
     def averages(self, step: int) -> bool:
         """Return whether the end of a step counts for a time average."""

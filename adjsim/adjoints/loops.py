@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from adjsim._cpp.decompositions import decompositions
 from adjsim._cpp.once import take_once
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
@@ -30,6 +31,8 @@ from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
 from adjsim.adjoints.versions import untested_torch
 
+# Operations of a step above which a warning precedes a compilation by Inductor.
+LARGE = 500
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
@@ -131,6 +134,15 @@ def compile_loop(
                     "C++",
                 )
             except UnprintableError as reason:
+                operations = len(parts.body.graph.graph.nodes)
+                if operations > LARGE and constants_list[0].device.type == "cpu":
+                    warnings.warn(
+                        f"compile=True: {what} has an operation that is not printed as C++ "
+                        f"({reason}), so torch's Inductor compiles all {operations} of them, which "
+                        "can take minutes. Write it by other operations, or leave compile=True "
+                        "out.",
+                        stacklevel=2,
+                    )
                 compiled, path = (
                     compile_with_inductor(parts, constants_list, carry_list, short),
                     f"Inductor ({reason})",
@@ -234,7 +246,13 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    trace = make_fx(
+        function,
+        decomposition_table=decompositions(),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
+    graph = trace(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]

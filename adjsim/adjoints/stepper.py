@@ -136,8 +136,11 @@ class Driver(Protocol):
         """Return, in order, the steps after which it stops; they include the wanted steps."""
         ...
 
-    def advance(self, state: State, start: int, stop: int) -> State:
-        """Run from the state after ``start`` steps to the state after ``stop`` steps."""
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        """Run from the state after ``start`` steps up to ``stop`` steps or fewer.
+
+        Returns the last state and its number of steps.
+        """
         ...
 
 
@@ -230,17 +233,18 @@ class Stepper:
         for observer in observers:
             observer.visit(0, start, ())
         for stop in with_progress(stops, "forward", len(stops), problem.progress):
-            state, k = driver.advance(state, k, stop), stop
-            state, entries = self.spill(k, state)
-            spilled += sum(entry.bits for entry in entries)
-            if problem.dynamics.checks_states and not in_transform():
-                self._check_states(good, good_step, state, k, inputs, problem.dynamics)
-            if k - good_step >= FINITE_EVERY or k == last:
-                if not self._is_valid(state):
-                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
-                good, good_step = detached(state), k
-            for observer in observers:
-                observer.visit(k, state, entries)
+            while k < stop:
+                state, k = driver.advance(state, k, stop)
+                state, entries = self.spill(k, state)
+                spilled += sum(entry.bits for entry in entries)
+                if problem.dynamics.checks_states and not in_transform():
+                    self._check_states(good, good_step, state, k, inputs, problem.dynamics)
+                if k - good_step >= FINITE_EVERY or k == last:
+                    if not self._is_valid(state):
+                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
+                    good, good_step = detached(state), k
+                for observer in observers:
+                    observer.visit(k, state, entries)
         if lattice is not None:
             problem.stats["buffer_bits"] = (
                 (spilled + lattice.buffered_bits(state)) / (last * state[0].numel())

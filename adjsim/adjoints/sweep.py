@@ -99,9 +99,9 @@ class _SweptRun:
         inputs, recording = self.inputs(flat, self.parameters), Recording(self.recorder, stepper)
         if self.compiled is None:
             forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
-            driver: Driver = EagerDriver(stepper, inputs, forces)
+            driver: Driver = EagerDriver(stepper, inputs, forces, self.history.growth)
         else:
-            driver = self.compiled.forward(recording)
+            driver = self.compiled.forward(recording, self.history.growth)
         start = stepper.to_lattice(inputs.state)
         with problem.tensors.substituted(self.parameters):
             final = stepper.from_lattice(

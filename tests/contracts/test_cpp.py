@@ -174,6 +174,12 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
         + x[:, torch.tensor([6, 1])][:, :1]
         + x.index_select(0, torch.tensor([1]))
     ),
+    "without elements": lambda x: (
+        torch.cat([x[:0], x, (x[:0] + 1).exp()])
+        + x.slice_scatter(x[:, :0], 1, 2, 2)
+        + torch.cat(x.split([0, 7], 1), 1)
+        + x[:0].sum(0)
+    ),
     "chosen in pairs": lambda x: x[:, torch.tensor([[0], [5]]), torch.tensor([[1, -2, 3]])],
 }  # fmt: skip
 
@@ -232,11 +238,39 @@ SPECIAL = [
 TRANSCENDENTAL: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in (*FUNCTIONS, "sigmoid")},
     "atan2": lambda x: torch.atan2(x, 1.5 - x),
+    "hypot": lambda x: torch.hypot(x, 1.5 - x),
+    "pow of tensors": lambda x: x.abs() ** (1.5 - x),
     "pow": lambda x: x.abs() ** 1.7,
     "small powers": lambda x: x**4 + x**-5 + x**6 + x**-7 + x**13,
     "large powers": lambda x: x**41,
     "infinite powers": lambda x: x.abs() ** math.inf + (1 + x.abs()) ** -math.inf,
 }
+
+
+F = torch.nn.functional
+COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda x: x.norm(dim=-1) + torch.linalg.vector_norm(x, dim=-1),
+    "activations": lambda x: F.softplus(x) + F.silu(x) + F.gelu(x) + F.relu(x) + F.elu(x),
+    "more activations": lambda x: F.leaky_relu(x) + F.logsigmoid(x) + x.tanh() + x.clamp(-1, 1),
+    "products": lambda x: torch.linalg.cross(x[:1], x[1:2]) + torch.dot(x[0], x[1]),
+    "losses": lambda x: F.mse_loss(x, x * x) + F.huber_loss(x, x * x),
+    "repeated": lambda x: x.repeat(2, 1) * x.norm() + F.normalize(x, dim=-1).repeat(2, 1),
+    "others": lambda x: torch.sinc(x) + x.frac() + torch.logaddexp(x, 1 - x),
+}
+
+
+def test_composite_operations_and_their_gradients_are_printed():
+    """Several roundings each."""
+    x = numbers(5, 3)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            values = torch.cat([f(y).flatten() for f in COMPOSITE.values()])
+            (grad,) = torch.autograd.grad((values * values).sum(), y)
+        return torch.cat([values.detach(), grad.flatten()])
+
+    torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -303,12 +337,19 @@ def test_threads_do_not_change_a_bit():
     assert torch.equal(*results)
 
 
+def write_through_view(x: Tensor) -> Tensor:
+    copy = x.clone()
+    copy[0].add_(1)
+    return copy
+
+
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "in place": lambda x: x.clone().add_(1),
+    "in place, through a view": lambda x: write_through_view(x),
     "an operation that is not printed": lambda x: x.cumsum(0),
     "memory seen with other axes": lambda x: x.T.as_strided((4, 4), (4, 1)),
     "bits seen as another type": lambda x: x.view(torch.int64).to(x.dtype),
-    "no elements": lambda x: x + x[:0].sum(),
+    "the mean of no elements": lambda x: x + x[:0].mean(),
+    "an output without elements": lambda x: x[:0],
 }
 
 
@@ -467,6 +508,21 @@ def test_constant_indices_out_of_range_are_refused(wrong):
     assert path == "C++"
     with pytest.raises(IndexError, match="out of range"):
         loop(constants._replace(inputs=(numbers(50), places)), (numbers(13),))
+
+
+def test_a_long_compilation_by_inductor_is_announced(monkeypatch):
+    monkeypatch.setattr(loops, "compile_with_inductor", lambda *_: None)
+    monkeypatch.setattr(loops, "LARGE", 5)
+    x = numbers(4)
+    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
+
+    def long(x: Tensor) -> Tensor:
+        return x.sin().cos().sin().cos().cumsum(0)
+
+    with pytest.warns(UserWarning, match=r"a test has an operation .* \(cumsum.*\), so"):
+        compile_loop(
+            spec(long), nullcontext, constants, carry, exact=False, short=True, what="a test"
+        )
 
 
 @pytest.mark.marathon
