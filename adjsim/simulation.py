@@ -128,7 +128,7 @@ def run(
         dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
         if isinstance(solver, SteppingSolver):
-            solver = solver.resolved(dynamics, state, float(times[0]))
+            solver = solver.resolved(dynamics, state, times)
         problem = Problem(
             dynamics,
             ModuleTensors(dynamics),
@@ -198,8 +198,8 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
         )
     if not problem.solver.compiles:
         raise TypeError(
-            f"compile=True is not for {type(problem.solver).__name__}, whose iterations depend on "
-            "the state: leave compile=True out."
+            f"compile=True is not for {problem.solver!r}, whose steps are not all one sequence of "
+            "operations: leave compile=True out."
         )
     if in_transform():
         raise RuntimeError(

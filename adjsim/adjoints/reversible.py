@@ -95,11 +95,12 @@ def _spacing(problem: Problem[State], tol: float) -> int | None:
     these errors by exp(friction dt n). Amplification by friction may use a third of the digits
     between eps and tol; the others are reserved for chaos of the potential.
     """
-    rate = problem.solver.damping(problem.dynamics, problem.state)
-    if rate == 0:
-        return None
     digits = tol / torch.finfo(problem.state[0].dtype).eps
-    by_friction = math.log(max(digits, 1.0)) / 3 / (rate * problem.solver.dt)
+    by_friction = problem.solver.steps_within(
+        problem.dynamics, problem.state, math.log(max(digits, 1.0)) / 3
+    )
+    if by_friction is None:
+        return None
     by_rounding = (digits / 4) ** 2
     return max(1, int(min(by_friction, by_rounding)))
 

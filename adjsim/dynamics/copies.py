@@ -70,7 +70,7 @@ class Copies:
         """Return whether the copies are close enough for both to be solutions."""
         return self.distance(state) <= LARGEST_DISTANCE
 
-    def describe(self, state: AnyState, good: AnyState, t: float, where: str, dt: float) -> str:
+    def describe(self, state: AnyState, good: AnyState, t: float, where: str, smaller: str) -> str:
         """Describe, for an error message, copies that have moved apart, and the way out.
 
         Args:
@@ -78,7 +78,7 @@ class Copies:
             good: the last state that was checked, with its copy.
             t: its time.
             where: the step and the time.
-            dt: the step size.
+            smaller: what to use where steps are too long.
         """
         rate, distance = self.suggest(self.remove(good), t), self.distance(state)
         apart = (
@@ -92,7 +92,7 @@ class Copies:
             )
         return (
             f"{apart}is large enough for the contraction of the flow, so the steps are too coarse. "
-            f"Use a smaller dt (it is {dt:g})."
+            f"Use {smaller}."
         )
 
 
