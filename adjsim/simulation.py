@@ -128,6 +128,11 @@ def run(
         dynamics.check_rates(float(times[0]), state)
         _check_captured(dynamics, state, times, record)
         if isinstance(solver, SteppingSolver):
+            if compile and not solver.compiles:
+                raise TypeError(
+                    f"compile=True is not for {solver!r}, whose steps are not all one sequence of "
+                    "operations: leave compile=True out."
+                )
             solver = solver.resolved(dynamics, state, times)
         problem = Problem(
             dynamics,
@@ -195,11 +200,6 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
         raise TypeError(
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
             f"{problem.solver!r}."
-        )
-    if not problem.solver.compiles:
-        raise TypeError(
-            f"compile=True is not for {problem.solver!r}, whose steps are not all one sequence of "
-            "operations: leave compile=True out."
         )
     if in_transform():
         raise RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -242,6 +242,7 @@ class Problem(Generic[State]):
     stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
 
 
+@runtime_checkable
 class VaryingSteps(Protocol):
     """What depends on the size of a step, where steps differ in size."""
 

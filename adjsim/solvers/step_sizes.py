@@ -52,7 +52,7 @@ class Adaptive:
             object.__setattr__(self, name, number)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepTimes:
     """Give the times of all steps, so that runs of nearby parameters share them.
 
@@ -84,6 +84,9 @@ class StepTimes:
             )
         object.__setattr__(self, "times", times)
 
+    def __repr__(self) -> str:
+        return f"StepTimes({len(self.times) - 1} steps)"
+
     @property
     def sizes(self) -> Tensor:
         return self.times.diff()
@@ -113,7 +116,7 @@ class StepTimes:
         return VaryingClock(self.times[first : first + steps[-1] + 1], tuple(steps))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RecordedTimes(StepTimes):
     """The times of the steps that a run has chosen.
 
