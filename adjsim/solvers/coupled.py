@@ -231,7 +231,7 @@ class Coupled(SteppingSolver):
             return super().steps_within(dynamics, state, growth)
         assert self.rate is not None
         sizes = self.steps.sizes.numpy()
-        return steps_within(self.rate, sizes, dynamics.damping(state) * sizes, growth)
+        return float(steps_within(self.rate, sizes, dynamics.damping(state) * sizes, growth))
 
     def _ahead(
         self, dynamics: Dynamics[State], state: State, t: float, end: float

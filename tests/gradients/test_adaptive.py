@@ -15,13 +15,14 @@ from tests.gradients.test_table import agree
 from tests.order.test_adaptive import VanDerPol
 
 TIMES = [0.5, 0.6, 1.0, 1.5]
+TOLERANCES = Adaptive(1e-6, 1e-6)
 
 
 def value(state):
     return state.y.square().sum() + state.y.sin().sum()
 
 
-def pendulum(adjoint, dt=Adaptive(1e-6, 1e-6), average=False, shift=0.0, **settings):
+def pendulum(adjoint, dt=TOLERANCES, average=False, shift=0.0, **settings):
     """The loss, its inputs and the run; a shift moves every input along a fixed direction."""
     field = DrivenPendulum()
     y = torch.tensor([[1.0, 0.5], [-0.4, 1.1]], dtype=torch.float64, requires_grad=True)
