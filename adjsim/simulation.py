@@ -149,7 +149,12 @@ def assemble(
     dynamics.check_rates(float(times[0]), state)
     _check_captured(dynamics, state, times, record)
     if isinstance(solver, SteppingSolver):
-        solver = solver.resolved(dynamics, state, float(times[0]))
+        if compile and not solver.compiles:
+            raise TypeError(
+                f"compile=True is not for {solver!r}, whose steps are not all one sequence of "
+                "operations: leave compile=True out."
+            )
+        solver = solver.resolved(dynamics, state, times)
     problem = Problem(
         dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile
     )
@@ -203,11 +208,6 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
         raise TypeError(
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
             f"{problem.solver!r}."
-        )
-    if not problem.solver.compiles:
-        raise TypeError(
-            f"compile=True is not for {type(problem.solver).__name__}, whose iterations depend on "
-            "the state: leave compile=True out."
         )
     if in_transform():
         raise RuntimeError(

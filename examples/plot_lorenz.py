@@ -26,8 +26,6 @@ from torch import nn
 
 import adjsim
 from adjsim.dynamics.ode import ODE
-from adjsim.estimators.lyapunov import lyapunov_spectrum
-from adjsim.estimators.shadowing import Shadowing
 from adjsim.solvers.runge_kutta import RungeKutta
 
 torch.set_default_dtype(torch.float64)
@@ -77,12 +75,12 @@ starts, paths = run.final, run.y[250:, :3]
 # Exponents and directions
 # ------------------------
 #
-# :func:`~adjsim.estimators.lyapunov.lyapunov_spectrum` pushes tangent vectors through
+# :func:`~adjsim.lyapunov_spectrum` pushes tangent vectors through
 # the steps of a run. Its covariant vectors are directions that the flow maps to each
 # other: one grows, one neither grows nor shrinks, one shrinks. Each is a property of
 # the point where it is measured, and not of an inner product.
 
-spectrum = lyapunov_spectrum(
+spectrum = adjsim.lyapunov_spectrum(
     dynamics,
     starts,
     np.linspace(0, 7, 71),
@@ -266,10 +264,10 @@ assert min(short["stderr"][round(1.2 / SETTINGS["short_every"]) :]) > 0.1
 #
 # A path with another rho leaves the old one, but some path with this rho stays near the
 # old one for all times: its shadow. The growing direction is what tells the two apart,
-# and :class:`~adjsim.estimators.shadowing.Shadowing` computes the derivative along the
+# and :class:`~adjsim.Shadowing` computes the derivative along the
 # shadow, for all parameters at once, from a single sweep.
 
-estimate = Shadowing(2, 1.0)(
+estimate = adjsim.Shadowing(2, 1.0)(
     simulation(8.0), adjsim.TimeAverage(height), replicas=16, generator=2
 )
 print(estimate)

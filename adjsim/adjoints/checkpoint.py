@@ -109,7 +109,7 @@ class Recompute(Rewind):
         for k in range(start, stop):
             t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
             *before, state = stepper.program.intermediate_states(
-                t, state, self.inputs.coefficients, noise, self.forces
+                t, state, stepper.coefficients_of(k, self.inputs), noise, self.forces
             )
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)

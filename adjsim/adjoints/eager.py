@@ -56,13 +56,14 @@ class EagerDriver:
         last = stepper.clock.last
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, noise, before = (
+            t, coefficients, noise, before = (
                 stepper.clock.time_in_step(step - 1),
+                stepper.coefficients_of(step - 1, inputs),
                 stepper.noise_of(step - 1),
                 rewind.before(step),
             )
             state = stepper.program.backward(
-                t, state, inputs.coefficients, noise, self.forces, cotangents, before
+                t, state, coefficients, noise, self.forces, cotangents, before
             )
             state = rewind.restore(step - 1, state)
         return state

@@ -28,6 +28,7 @@ from adjsim.adjoints.loops import (
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
+from adjsim.solvers.clock import Clock
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
 NOISE_PER_LOOP = 2**19
@@ -107,6 +108,7 @@ class LoopRunner:
     """
 
     def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
+        assert isinstance(stepper.clock, Clock)
         self.stepper, self.problem, self.program, self.clock = (
             stepper,
             problem,

@@ -99,11 +99,9 @@ def _spacing(problem: Problem[State], tol: float) -> int | None:
     these errors by exp(friction dt n). Amplification by friction may use a third of the digits
     between eps and tol; the others are reserved for chaos of the potential.
     """
-    rate = problem.solver.damping(problem.dynamics, problem.state)
-    if rate == 0:
-        return None
     budget, by_rounding = _budget(problem, tol)
-    return max(1, int(min(budget / (rate * problem.solver.dt), by_rounding)))
+    by_friction = problem.solver.steps_within(problem.dynamics, problem.state, budget)
+    return None if by_friction is None else max(1, int(min(by_friction, by_rounding)))
 
 
 def _growth(problem: Problem[State], tol: float) -> ErrorGrowth | None:

@@ -83,13 +83,13 @@ class TangentDriver:
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return range(1, self.stepper.clock.last + 1)
 
-    def advance(self, state: State, start: int, stop: int) -> State:
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         for number in range(start, stop):
             state, pushed = self.push(number, state, self.basis)
             self.basis, r = torch.linalg.qr(pushed)
             self.growth = self.growth + r.diagonal(dim1=-2, dim2=-1).abs().log()
             self.triangle = r @ self.triangle
-        return state
+        return state, stop
 
     def push(self, number: int, state: State, columns: Tensor) -> tuple[State, Tensor]:
         """Take step number ``number``, and return the state after it and DPhi times columns."""

@@ -19,7 +19,6 @@ from torch import nn
 import adjsim
 from adjsim._files import replacing
 from adjsim.dynamics.ode import ODE
-from adjsim.estimators.lyapunov import lyapunov_spectrum
 from adjsim.solvers.runge_kutta import RungeKutta
 
 FILE = Path(__file__).with_name("lorenz.json")
@@ -198,7 +197,7 @@ def differences(found):
 
 def spectrum(start):
     duration = SETTINGS["spectrum_time"]
-    found = lyapunov_spectrum(
+    found = adjsim.lyapunov_spectrum(
         ODE(Lorenz(**POINT)),
         start,
         grid(duration, 1.0),

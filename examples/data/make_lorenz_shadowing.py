@@ -14,7 +14,6 @@ from torch import nn
 
 import adjsim
 from adjsim.dynamics.ode import ODE
-from adjsim.estimators.shadowing import Shadowing
 
 FILE = Path(__file__).with_name("lorenz_shadowing.json")
 SETTINGS = {
@@ -38,7 +37,7 @@ def main():
         [0.0, SETTINGS["duration"]],
         SOLVER,
     )
-    estimate = Shadowing(SETTINGS["unstable"], SETTINGS["segment"])(
+    estimate = adjsim.Shadowing(SETTINGS["unstable"], SETTINGS["segment"])(
         simulation,
         adjsim.TimeAverage(height),
         replicas=SETTINGS["replicas"],
