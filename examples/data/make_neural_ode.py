@@ -38,8 +38,8 @@ SETTINGS = {
     # The rate that couples the copies of the reversible steps.
     "coupling": 4.0,
     "long_batch": 64,
-    "long_steps": [250, 1000, 4000],
-    "repeats": 2,
+    "long_steps": [125, 500, 2000],
+    "repeats": 1,
 }
 DT, STEPS, BATCH, HORIZON = (SETTINGS[k] for k in ("dt", "steps", "batch", "horizon"))
 A = [[-0.1, 2.0], [-2.0, -0.1]]
