@@ -2,7 +2,7 @@
 process through three measurements.
 
 The drift is trained by the variational objective. The file holds the losses, the
-trained network and the times beside torchsde; plot_neural_sde.py draws it. Run: python
+trained network; plot_neural_sde.py draws it. Run: python
 examples/data/make_neural_sde.py
 """
 
@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import torchsde
 from torch import nn
 
 import adjsim
@@ -30,7 +29,6 @@ SETTINGS = {
     "width": 32,
     "replicas": 128,
     "iterations": 500,
-    "compared": 10,
     "learning_rate": 0.01,
     "seed": 0,
 }
@@ -107,60 +105,25 @@ def loss_of(control, seed):
     return (y[-1, :, 1] - log_likelihood(y[..., 0])).mean()
 
 
-class ForTorchsde(nn.Module):
-    noise_type, sde_type = "diagonal", "ito"
-
-    def __init__(self, control):
-        super().__init__()
-        self.control = control
-
-    def f(self, t, x):
-        return S * self.control(t, x) - A * x
-
-    def g(self, t, x):
-        return torch.full_like(x, S)
-
-    def h(self, t, x):
-        return -A * x
-
-
-def loss_of_torchsde(control, seed):
-    """Return the objective by the option logqp of torchsde, with noise of its own."""
-    x, cost = torchsde.sdeint(
-        ForTorchsde(control),
-        torch.zeros(SETTINGS["replicas"], 1),
-        torch.tensor(TIMES),
-        bm=torchsde.BrownianInterval(
-            0.0, TIMES[-1], (SETTINGS["replicas"], 2), entropy=seed
-        ),
-        method="euler",
-        dt=DT,
-        logqp=True,
-    )
-    return (cost.sum(0) - log_likelihood(x[..., 0])).mean()
-
-
-def train(loss_of, iterations):
-    """Return the losses, the seconds of each iteration and the control."""
+def train():
+    """Return the losses and the control."""
     torch.manual_seed(SETTINGS["seed"])
     control = Control()
     optimiser = torch.optim.Adam(control.parameters(), lr=SETTINGS["learning_rate"])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
         optimiser, SETTINGS["iterations"]
     )
-    losses, seconds = [], []
-    for k in range(iterations):
-        begin = time.perf_counter()
+    losses = []
+    for k in range(SETTINGS["iterations"]):
         optimiser.zero_grad()
         loss = loss_of(control, SETTINGS["seed"] + k)
         loss.backward()
         optimiser.step()
         schedule.step()
-        seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
         if k % 100 == 0:
             print(f"step {k}: {loss.item():.4f}", flush=True)
-    return losses, seconds, control
+    return losses, control
 
 
 def commit():
@@ -187,16 +150,12 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small network
     made, begun = commit(), time.perf_counter()
-    count = SETTINGS["compared"]
-    seconds = {"adjsim": train(loss_of, count)[1]}
-    seconds["torchsde"] = train(loss_of_torchsde, count)[1]
-    losses, _, control = train(loss_of, SETTINGS["iterations"])
+    losses, control = train()
     study = {
         "made_by": "examples/data/make_neural_sde.py",
         "commit": made,
-        "versions": {name: version(name) for name in ("torch", "torchsde")},
+        "torch": version("torch"),
         "settings": SETTINGS,
-        "milliseconds": {k: rounded(1e3 * min(x), 4) for k, x in seconds.items()},
         "losses": rounded(losses, 12),
         "network": {k: rounded(x.tolist(), 9) for k, x in control.state_dict().items()},
     }

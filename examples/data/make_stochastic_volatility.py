@@ -21,14 +21,14 @@ from adjsim._files import replacing
 
 FILE = Path(__file__).with_name("stochastic_volatility.json")
 SETTINGS = {
-    "days": 1000,
+    "days": 2000,
     "lags": [1, 5, 20],
     # kappa, theta, xi, rho.
     "truth": [0.1, 0.0, 0.6, -0.5],
     "guess": [0.2, 0.0, 0.4, 0.0],
-    "series": 60,
+    "series": 40,
     "replicas": 16,
-    "iterations": 6,
+    "iterations": 5,
     "largest_step": 0.5,
     "data_seed": 1,
     "seed": 2,
@@ -97,7 +97,7 @@ def moments(r):
     """Return the moments of returns (days, ...), (..., moments)."""
     x = torch.log(r**2) - LOG_MEAN
     lagged = [(x[:-lag] * x[lag:]).mean(0) for lag in LAGS]
-    leverage = (r[:-1] * x[1:]).mean(0)
+    leverage = (r[:-1].sign() * x[1:]).mean(0)
     return torch.stack([x.mean(0), x.square().mean(0), *lagged, leverage], -1)
 
 
@@ -107,7 +107,7 @@ def expected(phi):
     kept = 1 - kappa
     variance = xi**2 / (1 - kept**2)
     lagged = [theta**2 + variance * kept**lag for lag in LAGS]
-    leverage = xi * rho * torch.exp(theta / 2 + variance / 8)
+    leverage = (2 / math.pi) ** 0.5 * xi * rho
     second = theta**2 + variance + LOG_VARIANCE
     return torch.stack([theta, second, *lagged, leverage], -1)
 
@@ -143,7 +143,10 @@ def covariance_of(found):
 def steps_of(jacobian, weights, residual):
     """Return the steps of Gauss and Newton, (series, 4)."""
     left = jacobian.transpose(1, 2) * weights
-    steps = torch.linalg.solve(left @ jacobian, (left @ residual[..., None])[..., 0])
+    normal = left @ jacobian
+    # A thousandth of the diagonal keeps the system regular far from the solution.
+    normal = normal + 1e-3 * torch.diag_embed(normal.diagonal(dim1=1, dim2=2))
+    steps = torch.linalg.solve(normal, (left @ residual[..., None])[..., 0])
     return steps.clamp(-SETTINGS["largest_step"], SETTINGS["largest_step"])
 
 
