@@ -42,7 +42,8 @@ FILE = "examples/data/stochastic_volatility.json"
 study = json.loads((Path(adjsim.__file__).parents[1] / FILE).read_text())
 SETTINGS = study["settings"]
 DAYS, LAGS, REPLICAS = (SETTINGS[k] for k in ("days", "lags", "replicas"))
-NAMES = (r"$\log\kappa$", r"$\theta$", r"$\log\xi$", r"$\mathrm{artanh}\,\rho$")
+LABELS = (r"$\log\kappa$", r"$\theta$", r"$\log\xi$", r"$\mathrm{artanh}\,\rho$")
+NAMES = ("log kappa", "theta", "log xi", "artanh rho")
 LOG_MEAN, LOG_VARIANCE = -0.5772156649015329 - math.log(2), math.pi**2 / 2
 print(f"{study['made_by']}, commit {study['commit'][:10]}, seed {SETTINGS['seed']}")
 
@@ -219,7 +220,7 @@ theirs = torchsde.sdeint(
     method="euler",
     dt=1.0,
 )
-apart = float((ours - theirs).abs().max())
+apart = (ours - theirs).abs().max().item()
 our_gradient, their_gradient = gradient(ours, model), gradient(theirs, model)
 slope = float((our_gradient - their_gradient).norm() / their_gradient.norm())
 print(f"differences: paths {apart:.0e}, gradient {slope:.0e}")
@@ -296,7 +297,7 @@ covariance = bread @ left @ torch.cov(found.detach().T) @ left.T @ bread
 error = ((1 + 1 / REPLICAS) * covariance).diagonal().sqrt()
 step = bread @ left @ (measured - found.detach().mean(0))
 for name, x, e, stored, y in zip(
-    ("log kappa", "theta", "log xi", "artanh rho"),
+    NAMES,
     estimates[0],
     error,
     errors[0],
@@ -319,11 +320,13 @@ z = (estimates - truth) / errors
 limit = t.ppf(0.975, REPLICAS - 1)
 covered = (z.abs() < limit).sum(0)
 count = len(z)
-for name, inside, spread in zip(NAMES, covered, z.std(0), strict=True):
+for name, inside, spread in zip(NAMES, covered.tolist(), z.std(0), strict=True):
+    chance = binom.cdf(inside, count, 0.95)
     print(
-        f"{name}: {inside} of {count} intervals hold the truth; estimates scatter by "
-        f"{spread:.2f} standard errors"
+        f"{name}: {inside} of {count} intervals hold the truth (as few or fewer with "
+        f"probability {chance:.2f}); estimates scatter by {spread:.2f} standard errors"
     )
+print(f"all: {int(covered.sum())} of {4 * count}")
 # The counts that a right interval has in all but one of a thousand studies.
 low = binom.ppf(0.0005, count, 0.95)
 assert covered.min() >= low
@@ -335,7 +338,7 @@ print(
 )
 
 fig, axes = plt.subplots(1, 4, figsize=(11, 4.2), layout="constrained")
-for k, (ax, name) in enumerate(zip(axes, NAMES, strict=True)):
+for k, (ax, name) in enumerate(zip(axes, LABELS, strict=True)):
     order = estimates[:, k].argsort()
     inside = z[order, k].abs() < limit
     for mask, color in ((inside, "C0"), (~inside, "C3")):
