@@ -4,7 +4,7 @@ The network, data, batches and optimiser are the same, and so is the method: fix
 of the 3/8 rule, which torchdiffeq calls rk4. The file holds the losses, the trained
 network, the times of a gradient and the memory that it takes in a fresh process. JAX
 with diffrax is needed here alone; plot_neural_ode.py draws the file. Run: python
-examples/data/make_neural_ode.py
+examples/data/make_neural_ode.py [training] [long]
 """
 
 import json
@@ -38,8 +38,7 @@ SETTINGS = {
     # The rate that couples the copies of the reversible steps.
     "coupling": 4.0,
     "long_batch": 64,
-    "long_steps": [125, 500, 2000],
-    "repeats": 1,
+    "long_steps": [100, 400, 1600],
 }
 DT, STEPS, BATCH, HORIZON = (SETTINGS[k] for k in ("dt", "steps", "batch", "horizon"))
 A = [[-0.1, 2.0], [-2.0, -0.1]]
@@ -263,15 +262,19 @@ def measure(name, steps):
     take = gradient_of(name, network(), y, steps)
     # The first run loads code, which is not counted.
     take(20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before, begin = peak(), time.perf_counter()
     take(steps)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    seconds = []
-    for _ in range(SETTINGS["repeats"]):
-        begin = time.perf_counter()
-        take(steps)
-        seconds.append(time.perf_counter() - begin)
-    return {"MB": grown / 1024, "seconds": min(seconds)}
+    seconds = time.perf_counter() - begin
+    return {"MB": (peak() - before) / 1024, "seconds": seconds}
+
+
+def peak():
+    """Return the largest resident memory of this process, kB.
+
+    Linux has it apart from that of the process that started this one.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
 def measure_apart(name, steps):
@@ -303,8 +306,8 @@ def commit():
     return git("rev-parse", "HEAD")
 
 
-def main():
-    made, begun = commit(), time.perf_counter()
+def training():
+    """Train with the three libraries, and go on with this one."""
     compared, iterations = SETTINGS["compared"], SETTINGS["iterations"]
     with torch.no_grad():
         path = spiral()
@@ -314,18 +317,12 @@ def main():
         for library in LIBRARIES[:2]
     }
     trained["diffrax"] = train_in_diffrax(path, compared)
-    print(f"compared: {time.perf_counter() - begun:.0f} s", flush=True)
     rates = [
         SETTINGS["rate"] * (1 + math.cos(math.pi * k / iterations)) / 2
         for k in range(iterations)
     ]
     losses, _, net = train_in_torch("adjsim", path, rates)
-    print(f"trained: {time.perf_counter() - begun:.0f} s", flush=True)
-    study = {
-        "made_by": "examples/data/make_neural_ode.py",
-        "commit": made,
-        "versions": {name: version(name) for name in ("torch", *LIBRARIES[1:], "jax")},
-        "settings": SETTINGS,
+    return {
         # All digits, since they are compared to rounding.
         "losses": {library: found[0] for library, found in trained.items()},
         "milliseconds": {
@@ -334,21 +331,39 @@ def main():
         },
         "fit": rounded(losses[::10], 4),
         "network": {name: rounded(x.tolist()) for name, x in net.state_dict().items()},
-        "long": {
-            name: [rounded(measure_apart(name, n), 3) for n in SETTINGS["long_steps"]]
-            for name in LONG
-        },
     }
-    text = json.dumps(study, separators=(",", ":"))
+
+
+def long():
+    """Measure gradients of long runs, each in a process of its own."""
+    return {
+        name: [rounded(measure_apart(name, n), 3) for n in SETTINGS["long_steps"]]
+        for name in LONG
+    }
+
+
+def main(parts):
+    study = json.loads(FILE.read_text()) if FILE.exists() else {}
+    study |= {
+        "made_by": "examples/data/make_neural_ode.py",
+        "versions": {name: version(name) for name in ("torch", *LIBRARIES[1:], "jax")},
+        "settings": SETTINGS,
+    }
+    for name in parts:
+        made, begun = commit(), time.perf_counter()
+        study[name] = {
+            "commit": made,
+            "found": {"training": training, "long": long}[name](),
+        }
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     with replacing(FILE) as file:
-        file.write_text(text + "\n")
-    print(f"{FILE.name}: {len(text) / 1e3:.0f} kB, {time.perf_counter() - begun:.0f} s")
+        file.write_text(json.dumps(study, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small network
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 3:
         print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
     else:
-        main()
+        main(sys.argv[1:] or ["training", "long"])
