@@ -9,7 +9,6 @@ examples/data/make_neural_ode.py [training] [long]
 
 import json
 import math
-import resource
 import subprocess
 import sys
 import time
