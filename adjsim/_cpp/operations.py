@@ -177,8 +177,8 @@ VECTORISED = f"""
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GLIBC_PREREQ(2, 35)
 #define VECTOR __attribute__((simd("notinbranch")))
-#define ONE(f) VECTOR double f(double) noexcept; VECTOR float f##f(float) noexcept;
-#define TWO(f) VECTOR double f(double, double) noexcept; VECTOR float f##f(float, float) noexcept;
+#define ONE(x) VECTOR double x(double) noexcept; VECTOR float x##f(float) noexcept;
+#define TWO(x) VECTOR double x(double, double) noexcept; VECTOR float x##f(float, float) noexcept;
 extern "C" {{
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
 TWO(pow) TWO(atan2)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, position_of
-from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.history import Rewind, StoredStates
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
@@ -78,8 +78,10 @@ class ForwardLoops:
     than in the loops that reverse the run.
     """
 
-    def __init__(self, driver: LoopRunner, recording: Recording) -> None:
-        self.driver, self.recording = driver, recording
+    def __init__(
+        self, driver: LoopRunner, recording: Recording | None, stored: StoredStates | None = None
+    ) -> None:
+        self.driver, self.recording, self.stored = driver, recording, stored
         self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
         self.force: Tensor | None = None
 
@@ -87,7 +89,7 @@ class ForwardLoops:
         return self.driver.boundaries(wanted)
 
     def advance(self, state: State, start: int, stop: int) -> State:
-        driver, recording = self.driver, self.recording
+        driver, recording, stored = self.driver, self.recording, self.stored
         if start == 0 and driver.program.shares_force:
             with torch.no_grad():
                 self.forces.force(position_of(state), driver.clock.time(0))
@@ -95,23 +97,25 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
-            averaging = driver.averages(start + 1)
+            averaging = recording is not None and driver.averages(start + 1)
             carry = ForwardCarry(
-                (clone(self._total(state)),) if averaging else (),
+                (clone(self._total(recording, state)),) if averaging else (),
                 () if self.force is None else (driver.pack(self.force),),
                 tuple(map(driver.pack, state)),
             )
-            carry = driver.run(FORWARD, averaging, type(state), start, count, carry)
-            if averaging:
+            spec = FORWARD if stored is None else STORING
+            carry, rows = driver.run(spec, averaging, type(state), start, count, carry)
+            if stored is not None:
+                stored[start] = rows
+            if recording is not None and averaging:
                 recording.total, recording.last_step = carry.total[0], start + count
             self.force = driver.unpack(carry.force[0]) if carry.force else None
             state = type(state)._make(map(driver.unpack, carry.state))
             start += count
         return state
 
-    def _total(self, state: AnyState) -> Tensor:
+    def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
-        recording = self.recording
         if recording.total is None:
             with torch.no_grad():
                 value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
@@ -186,12 +190,20 @@ class BackwardLoops:
                 saved.accumulate(
                     stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
                 )
-            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent)
+            state = self._traverse(
+                state, stop, start, cotangents, saved.average_cotangent, rewind
+            )
             state = rewind.restore(start, state)
         return state
 
     def _traverse(
-        self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None
+        self,
+        state: State,
+        stop: int,
+        start: int,
+        cotangents: Cotangents,
+        average: Tensor | None,
+        rewind: Rewind,
     ) -> State:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
         driver, fields = self.driver, cotangents.fields
@@ -206,13 +218,22 @@ class BackwardLoops:
             tuple(map(driver.pack, state)),
         )
         while stop > start:
-            count = min(driver.length, stop - start)
+            # The parts of the forward run, which begin at ``start``.
+            count = (stop - start - 1) % driver.length + 1
             averaging = average is not None and driver.averages(stop)
             average_cotangents = [average] if averaging and average is not None else []
-            carry = driver.run(
-                BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents
+            first = stop - count
+            carry, _ = driver.run(
+                BACKWARD,
+                averaging,
+                type(state),
+                first,
+                count,
+                carry,
+                average_cotangents,
+                rewind.states_from(first, driver) if driver.stored else (),
             )
-            stop -= count
+            stop = first
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = driver.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
@@ -227,12 +248,12 @@ class BackwardLoops:
 
         Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
         evaluated, and its state and its contributions are dropped. So a loop contains its force
-        once. Where no move after the last position move reads the force, an iteration is a whole
-        step.
+        once. Where no move after the last position move reads the force, and where states are
+        stored, an iteration is a whole step.
         """
         moves = driver.program.moves
         late = range(driver.last_position_move + 1, len(moves))
-        shared = any(reads_force(moves[i][1]) for i in late)
+        shared = not driver.stored and any(reads_force(moves[i][1]) for i in late)
         early = range(driver.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
@@ -254,6 +275,16 @@ class BackwardLoops:
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 for i in reversed(part):
                     self.state = self._before(i, t, noise, self.sums)
+
+            def traverse_stored(self, k: Tensor) -> None:
+                """Run the backward pass over step number k, from the stored state before it."""
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                coefficients = self.constants.coefficients
+                start = driver.state_before(self.constants, k, kind)
+                before = self.program.states_before(t, start, coefficients, noise, self.forces)
+                self.state = self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, self.sums, before
+                )
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -321,7 +352,10 @@ class BackwardLoops:
                 sweep.traverse_unless(k == 0, late, k - 1)
             else:
                 sweep.add_average(None)
-                sweep.traverse(early, k)
+                if driver.stored:
+                    sweep.traverse_stored(k)
+                else:
+                    sweep.traverse(early, k)
             found = sweep.carry()
             loop.evaluations_per_step = sweep.stats["energy_evaluations"]
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
@@ -338,6 +372,7 @@ def _sum(known: Tensor | None, like: Tensor) -> Tensor:
 
 
 FORWARD, BACKWARD = MakeSpec(False, ForwardLoops.spec), MakeSpec(True, BackwardLoops.spec)
+STORING = MakeSpec(False, ForwardLoops.spec, stores=True)
 
 
 class CompiledDriver:
@@ -347,14 +382,22 @@ class CompiledDriver:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
+        stored: whether the backward pass reads stored states, instead of inverting the steps.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
-        self.runner = LoopRunner(stepper, inputs, problem)
+    def __init__(
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+    ) -> None:
+        self.runner = LoopRunner(stepper, inputs, problem, stored)
 
-    def forward(self, recording: Recording) -> ForwardLoops:
-        """Return forward steps, which add to the time average of a recording."""
-        return ForwardLoops(self.runner, recording)
+    def forward(self, recording: Recording, stored: StoredStates | None = None) -> ForwardLoops:
+        """Return forward steps.
+
+        Args:
+            recording: they add to its time average.
+            stored: receives the states before their steps; None: no states are stored.
+        """
+        return ForwardLoops(self.runner, recording, stored)
 
     def backward(self, forces: ForceEvaluator) -> BackwardLoops:
         """Return the backward pass, with the forces of its uncompiled parts."""

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim._cpp.once import take_once
-from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.program import Part, Parts, Rows, program
 from adjsim._cpp.values import UnprintableError
 from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
@@ -32,6 +32,14 @@ from adjsim.adjoints.versions import untested_torch
 
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
+
+# Functions of networks that are traced as the operations that they are made of.
+COMPOSED = [
+    "addmv", "dot", "elu", "elu_backward", "gelu", "gelu_backward", "hardtanh",
+    "hardtanh_backward", "leaky_relu", "leaky_relu_backward", "mish", "mish_backward", "mv",
+    "native_layer_norm", "native_layer_norm_backward", "silu", "silu_backward", "softplus",
+    "softplus_backward", "tanh_backward", "threshold", "threshold_backward",
+]  # fmt: skip
 
 Constants = TypeVar("Constants")
 Carry = TypeVar("Carry")
@@ -70,8 +78,11 @@ def compile_loop(
     exact: bool,
     short: bool,
     what: str,
-) -> tuple[Callable[[Constants, Carry], Carry], str]:
+    rows: Rows = Rows(),
+) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry.
+
+    It returns the final carry and the stored rows.
 
     Args:
         spec: the definition of the loop.
@@ -81,6 +92,7 @@ def compile_loop(
         exact: whether functions such as exp must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
+        rows: the entries of the carry that are stored before each iteration.
 
     Returns:
         the loop, and how it was compiled: "C++", or "Inductor" with the reason.
@@ -127,12 +139,14 @@ def compile_loop(
             )
             try:
                 compiled, path = (
-                    program(parts, constants_list, carry_list, exact, torch.get_num_threads()),
+                    program(
+                        parts, constants_list, carry_list, exact, torch.get_num_threads(), rows
+                    ),
                     "C++",
                 )
             except UnprintableError as reason:
                 compiled, path = (
-                    compile_with_inductor(parts, constants_list, carry_list, short),
+                    compile_with_inductor(parts, constants_list, carry_list, short, rows),
                     f"Inductor ({reason})",
                 )
     except Exception as error:
@@ -145,8 +159,9 @@ def compile_loop(
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
-    def loop(constants: Constants, carry: Carry) -> Carry:
-        return tree_unflatten(compiled(leaves(constants), leaves(carry)), carry_tree)
+    def loop(constants: Constants, carry: Carry) -> tuple[Carry, list[Tensor]]:
+        values, stored = compiled(leaves(constants), leaves(carry))
+        return tree_unflatten(values, carry_tree), stored
 
     return loop, path
 
@@ -232,9 +247,11 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
         constants: which of its inputs are the constants of the loop.
         inputs: examples of its inputs.
     """
+    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    table = get_decompositions([getattr(torch.ops.aten, name) for name in COMPOSED])
+    graph = make_fx(function, table, "fake", _allow_non_fake_inputs=True)(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
