@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from networks import LONG, SHORT, memory, neural_ode, neural_sde
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -68,6 +69,12 @@ def columns() -> list[list[str]]:
 
 
 CASES: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
+    "ode": (
+        ["dtype", "", "ms", "of torchdiffeq's best", "of diffrax's best", "error of gradient"],
+        neural_ode,
+    ),
+    "sde": (["dtype", "", "ms", "of torchsde's best"], neural_sde),
+    "memory": (["", f"{SHORT} steps, MiB", f"{LONG} steps, MiB"], memory),
     "columns": (
         ["method (of the loop)", "", "one call, s", "loop, s", "ratio", "largest difference"],
         columns,

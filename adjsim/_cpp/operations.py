@@ -183,10 +183,22 @@ extern "C" {{
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
 TWO(pow) TWO(atan2)
 }}
+#define HAS_VECTORISED
 #endif
 #endif
 namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2"))}
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, "pow", "atan2") if name != "tanh")}
+#ifdef HAS_VECTORISED
+// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to 4 units in the last place. The vectorised
+// tanh of doubles takes 1.7 times as long.
+inline double tanh(double x) {{
+  const double e = std::expm1(-2 * std::fabs(x));
+  return std::copysign(e / (2 + e), x);
+}}
+inline float tanh(float x) {{ return std::tanh(x); }}
+#else
+using std::tanh;
+#endif
 }} }}
 """
 
