@@ -21,8 +21,10 @@ from rounds import Side, measure
 from torch import Tensor, nn
 
 import adjsim
+from adjsim.adjoints.base import Adjoint
 
-WIDTH, BATCH, STEPS, SPAN, ROUNDS = 64, 256, 100, 1.0, 10
+# Steps are a power of two, so that their times are exact in float32 too.
+WIDTH, BATCH, STEPS, SPAN, ROUNDS = 64, 256, 100, 100 / 128, 10
 # The rate of the coupling of reversible steps, 1/time.
 RATE = 5.0
 REPEATS = {"float32": torch.float32, "float64": torch.float64}
@@ -34,7 +36,7 @@ TARGET_SDE = 0.3
 
 def layers() -> nn.Sequential:
     """Make a network whose weights are the same numbers in every dtype."""
-    one = {"dtype": torch.float32}
+    one: dict[str, Any] = {"dtype": torch.float32}
     return nn.Sequential(
         nn.Linear(2, WIDTH, **one),
         nn.Tanh(),
@@ -93,19 +95,21 @@ class Task:
         return {"gradient": time.process_time() - begin}
 
 
-def own_ode(adjoint: adjsim.adjoints.base.Adjoint, solver: Any, batch: int = BATCH) -> Task:
+def own_ode(adjoint: Adjoint, solver: Any, batch: int = BATCH) -> Task:
     network, y0 = Network(), start(batch)
     dynamics = adjsim.ODE(network)
     return Task(
         network,
-        lambda: adjsim.simulate(
-            dynamics,
-            dynamics.init(y0),
-            [0.0, SPAN],
-            solver=solver,
-            adjoint=adjoint,
-            compile=True,
-        ).final.y,
+        lambda: (
+            adjsim.simulate(
+                dynamics,
+                dynamics.init(y0),
+                [0.0, SPAN],
+                solver=solver,
+                adjoint=adjoint,
+                compile=True,
+            ).final.y
+        ),
     )
 
 
@@ -176,20 +180,22 @@ def neural_ode() -> list[list[str]]:
     return rows
 
 
-def own_sde(solver: Any, adjoint: adjsim.adjoints.base.Adjoint) -> Task:
+def own_sde(solver: Any, adjoint: Adjoint) -> Task:
     network, y0 = Network(), start()
     dynamics = adjsim.SDE(network, network.g)
     return Task(
         network,
-        lambda: adjsim.simulate(
-            dynamics,
-            dynamics.init(y0),
-            [0.0, SPAN],
-            solver=solver,
-            adjoint=adjoint,
-            generator=1,
-            compile=True,
-        ).final.y,
+        lambda: (
+            adjsim.simulate(
+                dynamics,
+                dynamics.init(y0),
+                [0.0, SPAN],
+                solver=solver,
+                adjoint=adjoint,
+                generator=1,
+                compile=True,
+            ).final.y
+        ),
     )
 
 

@@ -7,15 +7,16 @@ import time
 from collections.abc import Sequence
 
 os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 " + os.environ.get("XLA_FLAGS", "")
+    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 "
+    + os.environ.get("XLA_FLAGS", "")
 )
 
-import diffrax  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import diffrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
 
 jax.config.update("jax_enable_x64", True)
 
@@ -50,9 +51,7 @@ class InJax:
     ) -> None:
         self.weights, self.y0 = [jnp.asarray(x) for x in weights], jnp.asarray(y0)
         adjoint = (
-            diffrax.DirectAdjoint()
-            if "Direct" in kind
-            else diffrax.RecursiveCheckpointAdjoint()
+            diffrax.DirectAdjoint() if "Direct" in kind else diffrax.RecursiveCheckpointAdjoint()
         )
 
         def field(t: jax.Array, y: jax.Array, weights: list[jax.Array]) -> jax.Array:

@@ -1,9 +1,9 @@
 """Matrix products in a printed loop.
 
 A product ``C = A B`` is printed as a call of a C++ template, which keeps a tile of C in registers
-while it runs over k. Each element is a sum over k in order, and GCC contracts each of its terms into
-a fused multiply-add. So its bits do not depend on the shape of the tiles or on the layout of A, B
-and C.
+while it runs over k. Each element is a sum over k in order, and GCC contracts each of its terms
+into a fused multiply-add. So its bits do not depend on the shape of the tiles or on the layout of
+A, B and C.
 """
 
 from __future__ import annotations

@@ -66,6 +66,9 @@ class Rows:
     capacity: int = 0
 
 
+NO_ROWS = Rows()
+
+
 @dataclass(frozen=True)
 class Parts:
     """The graphs of a loop.
@@ -89,7 +92,7 @@ def program(
     carry: Sequence[Tensor],
     exact: bool,
     threads: int,
-    rows: Rows = Rows(),
+    rows: Rows = NO_ROWS,
 ) -> Compiled:
     """Compile a loop to a function of constants and carry.
 

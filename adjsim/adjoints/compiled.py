@@ -97,9 +97,10 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
-            averaging = recording is not None and driver.averages(start + 1)
+            averaged = recording if driver.averages(start + 1) else None
+            averaging = averaged is not None
             carry = ForwardCarry(
-                (clone(self._total(recording, state)),) if averaging else (),
+                () if averaged is None else (clone(self._total(averaged, state)),),
                 () if self.force is None else (driver.pack(self.force),),
                 tuple(map(driver.pack, state)),
             )
@@ -107,8 +108,8 @@ class ForwardLoops:
             carry, rows = driver.run(spec, averaging, type(state), start, count, carry)
             if stored is not None:
                 stored[start] = rows
-            if recording is not None and averaging:
-                recording.total, recording.last_step = carry.total[0], start + count
+            if averaged is not None:
+                averaged.total, averaged.last_step = carry.total[0], start + count
             self.force = driver.unpack(carry.force[0]) if carry.force else None
             state = type(state)._make(map(driver.unpack, carry.state))
             start += count
@@ -190,9 +191,7 @@ class BackwardLoops:
                 saved.accumulate(
                     stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
                 )
-            state = self._traverse(
-                state, stop, start, cotangents, saved.average_cotangent, rewind
-            )
+            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent, rewind)
             state = rewind.restore(start, state)
         return state
 

@@ -15,7 +15,6 @@ from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 
-
 # The states before the steps of compiled loops, packed, by the first step of each loop. A loop has
 # one tensor for each field, whose first axis numbers its steps.
 StoredStates = dict[int, tuple[Tensor, ...]]

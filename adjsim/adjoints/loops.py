@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim._cpp.once import take_once
-from adjsim._cpp.program import Part, Parts, Rows, program
+from adjsim._cpp.program import NO_ROWS, Part, Parts, Rows, program
 from adjsim._cpp.values import UnprintableError
 from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
@@ -78,7 +78,7 @@ def compile_loop(
     exact: bool,
     short: bool,
     what: str,
-    rows: Rows = Rows(),
+    rows: Rows = NO_ROWS,
 ) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry.
 
@@ -250,7 +250,8 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = get_decompositions([getattr(torch.ops.aten, name) for name in COMPOSED])
+    names: list[Any] = [getattr(torch.ops.aten, name) for name in COMPOSED]
+    table: Any = get_decompositions(names)
     graph = make_fx(function, table, "fake", _allow_non_fake_inputs=True)(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)

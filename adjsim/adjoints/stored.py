@@ -25,7 +25,7 @@ class AllStates(History):
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self.states: StoredStates = {}
+        self.states = {}
         self.last: AnyState | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -38,7 +38,7 @@ class AllStates(History):
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        assert self.last is not None
+        assert self.last is not None and self.states is not None
         return StoredRewind(self.states, self.last)
 
 
