@@ -38,7 +38,8 @@ class AllStates(History):
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        assert self.last is not None and self.states is not None
+        assert self.last is not None
+        assert self.states is not None
         return StoredRewind(self.states, self.last)
 
 
