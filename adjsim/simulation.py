@@ -63,10 +63,8 @@ def simulate(
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
-            :class:`~adjsim.Splitting` and :class:`~adjsim.solvers.coupled.Coupled` with
-            :class:`~adjsim.ReversibleAdjoint`. Where no
-            gradient is needed, it works for any splitting, :class:`~adjsim.EulerMaruyama`
-            and :class:`~adjsim.LeimkuhlerMatthews`, with any adjoint. It needs a C++
+            explicit steps of a fixed size, with any adjoint that the solver goes with. The
+            gradient then has no graph of its own. It needs a C++
             compiler. The first run of a kind compiles for a few seconds, or up to a minute
             where torch's Inductor has to compile it
             (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
@@ -214,29 +212,13 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
             "out there."
         )
-    needs_gradient = torch.is_grad_enabled() and (
-        bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
-    )
-    if needs_gradient and not isinstance(adjoint, ReversibleAdjoint):
-        moves = problem.solver.program(problem.dynamics, problem.state).moves
-        if not all(move.invertible for _, move in moves):
-            raise TypeError(
-                f"compile=True has no gradient for {problem.solver!r}, whose steps have no "
-                f"inverse: leave it out for the gradient of {type(adjoint).__name__}, or run "
-                "under torch.no_grad()."
-            )
-        raise TypeError(
-            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, if a "
-            "gradient is needed. Use ReversibleAdjoint(), run under torch.no_grad(), or leave "
-            "compile=True out."
-        )
-    if needs_gradient:
+    if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
         for stage, move in problem.solver.program(problem.dynamics, problem.state).moves:
             if isinstance(move, Map) and move.no_loop:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "
                     f"{type(problem.dynamics).__name__}: {move.no_loop}. Leave compile=True out, "
-                    "or run under torch.no_grad()."
+                    "use CheckpointAdjoint(), or run under torch.no_grad()."
                 )
 
 

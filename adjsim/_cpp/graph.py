@@ -24,6 +24,7 @@ from adjsim._cpp.calls import CALLS, Call, Called
 from adjsim._cpp.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
+from adjsim._cpp.products import MatrixProduct
 from adjsim._cpp.values import (
     TYPES,
     Arange,
@@ -145,10 +146,25 @@ class Lowering:
                 return [values(y) for y in x]
             return self.values[x] if isinstance(x, Node) else x
 
-        call = CALLS[node.target](values(node.args), node.meta["val"], self.store)
+        return self._add_call(CALLS[node.target](values(node.args), node.meta["val"], self.store))
+
+    def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)
-        self.stored.extend(call.outputs)
+        for output in call.outputs:
+            assert output.buffer is not None
+            # Names that do not differ between processes keep compiled libraries usable.
+            output.buffer.name = f"r{len(self.stored)}"
+            self.stored.append(output)
         return call.outputs
+
+    def _product(self, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+        if node.kwargs:
+            raise UnprintableError(f"{name} with {', '.join(node.kwargs)}")
+        *bias, left, right = args
+        product = self._add_call(MatrixProduct(left, right, meta, self.store))[0]
+        if not bias:
+            return product
+        return self._pointwise("add", name, node, meta, [product, bias[0]])
 
     def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:
@@ -242,6 +258,8 @@ class Lowering:
             zeros = Literal(shape, dtype, text=literal(0, dtype))
             scatter = base.replace("backward", "scatter")
             return scattered(self.store, scatter, meta, zeros, args[0], *args[2:])
+        if base in ("mm", "addmm"):
+            return self._product(name, node, meta, args)
         if base in ("sum", "mean"):
             return self._reduced(base, node, meta, args)
         return self._pointwise(base, name, node, meta, args)

@@ -180,16 +180,28 @@ VECTORISED = f"""
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GLIBC_PREREQ(2, 35)
 #define VECTOR __attribute__((simd("notinbranch")))
-#define ONE(f) VECTOR double f(double) noexcept; VECTOR float f##f(float) noexcept;
-#define TWO(f) VECTOR double f(double, double) noexcept; VECTOR float f##f(float, float) noexcept;
+#define ONE(x) VECTOR double x(double) noexcept; VECTOR float x##f(float) noexcept;
+#define TWO(x) VECTOR double x(double, double) noexcept; VECTOR float x##f(float, float) noexcept;
 extern "C" {{
 {" ".join(f"ONE({name})" for name in FUNCTIONS)}
 {" ".join(f"TWO({name})" for name in PAIRED)}
 }}
+#define HAS_VECTORISED
 #endif
 #endif
 namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, *PAIRED))}
+{" ".join(f"using std::{name};" for name in (*FUNCTIONS, *PAIRED) if name != "tanh")}
+#ifdef HAS_VECTORISED
+// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to 4 units in the last place. The vectorised
+// tanh of doubles takes 1.7 times as long.
+inline double tanh(double x) {{
+  const double e = std::expm1(-2 * std::fabs(x));
+  return std::copysign(e / (2 + e), x);
+}}
+inline float tanh(float x) {{ return std::tanh(x); }}
+#else
+using std::tanh;
+#endif
 }} }}
 """
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, position_of
 from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
-from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.history import Rewind, StoredStates
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
@@ -86,9 +86,13 @@ class ForwardLoops:
     """
 
     def __init__(
-        self, driver: LoopRunner, recording: Recording, growth: ErrorGrowth | None
+        self,
+        driver: LoopRunner,
+        recording: Recording | None,
+        growth: ErrorGrowth | None = None,
+        stored: StoredStates | None = None,
     ) -> None:
-        self.driver, self.recording, self.growth = driver, recording, growth
+        self.driver, self.recording, self.growth, self.stored = driver, recording, growth, stored
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
@@ -108,11 +112,13 @@ class ForwardLoops:
             count = min(driver.length, stop - start)
             if self.growth is not None:
                 return self._advance_within(self.growth, state, start, count)
-            carry = self._run(state, start, count)
+            carry, rows = self._run(state, start, count)
             if _is_refused(carry) and count > 1:
                 # Half of the loop is run again, down to the step that ends in a refused state.
                 stop = start + count // 2
                 continue
+            if self.stored is not None:
+                self.stored[start] = rows
             state, start = self._accept(carry, state, start, count)
         return state, start
 
@@ -126,7 +132,7 @@ class ForwardLoops:
         if self.pace > 0:
             count = max(1, min(count, int(growth.left / self.pace)))
         while True:
-            carry = self._run(state, start, count)
+            carry, _ = self._run(state, start, count)
             found = growth.largest(carry.growth[0], count)
             self.pace = found / count
             if count == 1 or (found <= growth.left and not _is_refused(carry)):
@@ -141,17 +147,21 @@ class ForwardLoops:
             insort(self.driver.stops, start + count)
         return self._accept(carry, state, start, count)
 
-    def _run(self, state: AnyState, start: int, count: int) -> ForwardCarry:
-        """Run a loop of ``count`` steps."""
-        driver, averaging = self.driver, self.driver.averages(start + 1)
+    def _run(
+        self, state: AnyState, start: int, count: int
+    ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
+        """Run a loop of ``count`` steps, and return the stored states too."""
+        driver = self.driver
+        averaged = self.recording if driver.averages(start + 1) else None
         carry = ForwardCarry(
-            (clone(self._total(state)),) if averaging else (),
+            () if averaged is None else (clone(self._total(averaged, state)),),
             () if self.force is None else (driver.pack(self.force),),
             self._no_growth(state, start),
             self._no_margin(state, start),
             tuple(map(driver.pack, state)),
         )
-        return driver.run(FORWARD, averaging, type(state), start, count, carry)
+        spec = FORWARD if self.stored is None else STORING
+        return driver.run(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
         self, carry: ForwardCarry, state: State, start: int, count: int
@@ -159,6 +169,7 @@ class ForwardLoops:
         """Continue from the end of a loop."""
         driver, recording = self.driver, self.recording
         if carry.total:
+            assert recording is not None
             recording.total, recording.last_step = carry.total[0], start + count
         self.force = driver.unpack(carry.force[0]) if carry.force else None
         return type(state)._make(map(driver.unpack, carry.state)), start + count
@@ -176,9 +187,8 @@ class ForwardLoops:
         found = _margin(self.driver, self.driver.clock.time(start), state)
         return () if found is None else (torch.full_like(clone(found), torch.inf),)
 
-    def _total(self, state: AnyState) -> Tensor:
+    def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
-        recording = self.recording
         if recording.total is None:
             with torch.no_grad():
                 value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
@@ -270,12 +280,18 @@ class BackwardLoops:
                 saved.accumulate(
                     stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
                 )
-            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent)
+            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent, rewind)
             state = rewind.restore(start, state)
         return state
 
     def _traverse(
-        self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None
+        self,
+        state: State,
+        stop: int,
+        start: int,
+        cotangents: Cotangents,
+        average: Tensor | None,
+        rewind: Rewind,
     ) -> State:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
         driver, fields = self.driver, cotangents.fields
@@ -290,13 +306,22 @@ class BackwardLoops:
             tuple(map(driver.pack, state)),
         )
         while stop > start:
-            count = min(driver.length, stop - start)
+            # The parts of the forward run, which begin at ``start``.
+            count = (stop - start - 1) % driver.length + 1
             averaging = average is not None and driver.averages(stop)
             average_cotangents = [average] if averaging and average is not None else []
-            carry = driver.run(
-                BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents
+            first = stop - count
+            carry, _ = driver.run(
+                BACKWARD,
+                averaging,
+                type(state),
+                first,
+                count,
+                carry,
+                average_cotangents,
+                rewind.states_from(first, driver) if driver.stored else (),
             )
-            stop -= count
+            stop = first
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = driver.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
@@ -311,12 +336,12 @@ class BackwardLoops:
 
         Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
         evaluated, and its state and its contributions are dropped. So a loop contains its force
-        once. Where no move after the last position move reads the force, an iteration is a whole
-        step.
+        once. Where no move after the last position move reads the force, and where states are
+        stored, an iteration is a whole step.
         """
         moves = driver.program.moves
         late = range(driver.last_position_move + 1, len(moves))
-        shared = any(reads_force(moves[i][1]) for i in late)
+        shared = not driver.stored and any(reads_force(moves[i][1]) for i in late)
         early = range(driver.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
@@ -338,6 +363,16 @@ class BackwardLoops:
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 for i in reversed(part):
                     self.state = self._before(i, t, noise, self.sums)
+
+            def traverse_stored(self, k: Tensor) -> None:
+                """Run the backward pass over step number k, from the stored state before it."""
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                coefficients = self.constants.coefficients
+                start = driver.state_before(self.constants, k, kind)
+                before = self.program.states_before(t, start, coefficients, noise, self.forces)
+                self.state = self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, self.sums, before
+                )
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -405,7 +440,10 @@ class BackwardLoops:
                 sweep.traverse_unless(k == 0, late, k - 1)
             else:
                 sweep.add_average(None)
-                sweep.traverse(early, k)
+                if driver.stored:
+                    sweep.traverse_stored(k)
+                else:
+                    sweep.traverse(early, k)
             found = sweep.carry()
             loop.evaluations_per_step = sweep.stats["energy_evaluations"]
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
@@ -422,6 +460,7 @@ def _sum(known: Tensor | None, like: Tensor) -> Tensor:
 
 
 FORWARD, BACKWARD = MakeSpec(False, ForwardLoops.spec), MakeSpec(True, BackwardLoops.spec)
+STORING = MakeSpec(False, ForwardLoops.spec, stores=True)
 
 
 class CompiledDriver:
@@ -431,14 +470,28 @@ class CompiledDriver:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
+        stored: whether the backward pass reads stored states, instead of inverting the steps.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
-        self.runner = LoopRunner(stepper, inputs, problem)
+    def __init__(
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+    ) -> None:
+        self.runner = LoopRunner(stepper, inputs, problem, stored)
 
-    def forward(self, recording: Recording, growth: ErrorGrowth | None = None) -> ForwardLoops:
-        """Return forward steps, which add to a time average and to the growth of errors."""
-        return ForwardLoops(self.runner, recording, growth)
+    def forward(
+        self,
+        recording: Recording,
+        growth: ErrorGrowth | None = None,
+        stored: StoredStates | None = None,
+    ) -> ForwardLoops:
+        """Return forward steps.
+
+        Args:
+            recording: they add to its time average.
+            growth: they add to the growth of errors; None: it is not needed.
+            stored: receives the states before their steps; None: no states are stored.
+        """
+        return ForwardLoops(self.runner, recording, growth, stored)
 
     def backward(self, forces: ForceEvaluator) -> BackwardLoops:
         """Return the backward pass, with the forces of its uncompiled parts."""

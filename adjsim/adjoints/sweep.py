@@ -71,7 +71,11 @@ class _SweptRun:
         ]
         # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
-        self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
+        self.compiled = (
+            CompiledDriver(stepper, inputs, problem, not history.inverts)
+            if problem.compile
+            else None
+        )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees.
@@ -101,7 +105,7 @@ class _SweptRun:
             forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
             driver: Driver = EagerDriver(stepper, inputs, forces, self.history.growth)
         else:
-            driver = self.compiled.forward(recording, self.history.growth)
+            driver = self.compiled.forward(recording, self.history.growth, self.history.states)
         start = stepper.to_lattice(inputs.state)
         with problem.tensors.substituted(self.parameters):
             final = stepper.from_lattice(

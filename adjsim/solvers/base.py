@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
@@ -96,8 +97,22 @@ class Program:
 
         These are the states before each move, and the state after the last.
         """
+        states = self.states_before(time, state, coefficients, noise, forces)
+        stage, move = self.moves[-1]
+        last = move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
+        return [*states, last]
+
+    def states_before(
+        self,
+        time: TimeInStep,
+        state: State,
+        coefficients: Mapping[str, Coefficients],
+        noise: Sequence[Tensor] | None,
+        forces: ForceEvaluator,
+    ) -> list[State]:
+        """Return the states before each move of one step; the last move is not run."""
         states = [state]
-        for stage, move in self.moves:
+        for stage, move in self.moves[:-1]:
             states.append(
                 move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
             )
@@ -240,6 +255,12 @@ class Problem(Generic[State]):
     progress: bool = False
     compile: bool = False
     stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the start or a parameter requires grad, and gradients are enabled."""
+        trained = bool(self.tensors.wanted) or any(x.requires_grad for x in self.state)
+        return torch.is_grad_enabled() and trained
 
 
 @runtime_checkable
