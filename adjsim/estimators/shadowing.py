@@ -30,7 +30,7 @@ from adjsim.solvers.runge_kutta import RungeKutta, increment
 
 # The factor by which the particular cotangent may grow along the run. Where the basis holds all
 # unstable directions it keeps its size, up to fluctuations.
-LARGEST_GROWTH = 1e4
+LARGEST_GROWTH = 1e3
 # The smallest tail index with which the mean of the combined cotangents has a finite variance.
 SMALLEST_TAIL = 2.0
 
