@@ -30,7 +30,7 @@ from adjsim.solvers.runge_kutta import RungeKutta, increment
 
 # The factor by which the particular cotangent may grow along the run. Where the basis holds all
 # unstable directions it keeps its size, up to fluctuations.
-LARGEST_GROWTH = 1e4
+LARGEST_GROWTH = 1e3
 # The smallest tail index with which the mean of the combined cotangents has a finite variance.
 SMALLEST_TAIL = 2.0
 
@@ -66,13 +66,14 @@ class Shadowing(ChunkedEstimator):
     quantity, for which shadowing does not hold (it shows with a spare cotangent only).
 
     Args:
-        unstable: M, at least the number of unstable directions; one or two more do no harm. 0 for
-            a stable periodic solution.
+        unstable: M, the number of unstable directions and one more, which shows that there are no
+            others; two more do no harm. 0 for a stable periodic solution.
         segment: time between orthonormalisations, about 1/(largest exponent); a multiple of dt.
         burn_in: time at the start of a run that is left out. If the ``TimeAverage`` has a burn_in
             too, the two must agree.
         penalty: added to the diagonal of the least-squares system. Where many exponents are near
-            zero, 1e-3 bounds the size of the combination at the price of a bias.
+            zero, 1e-3 bounds the size of the combination at the price of a bias, and a small tail
+            index is no longer a reason to distrust the estimate.
 
     Raises:
         TypeError: dynamics that are not an :class:`~adjsim.ODE`, another solver than
@@ -249,6 +250,11 @@ class Shadowing(ChunkedEstimator):
         """List the reasons to distrust the estimate."""
         reasons = []
         time = len(rates) * self.segment
+        if len(exponents) and float(exponents.min()) > 0:
+            reasons.append(
+                f"all {self.unstable} exponents are positive, so there may be more unstable "
+                "directions: use one more"
+            )
         for x, error in zip(exponents.tolist(), errors.tolist(), strict=True):
             if abs(x) < max(2 * error, 1 / time):
                 reasons.append(
@@ -328,10 +334,10 @@ def _last_finite(states: Tensor, before: int, dt: float) -> Tensor:
 
 
 def _growth(found: Cotangents) -> float:
-    """Return the factor by which v grows from the last tenth of the run to the first."""
+    """Return the factor by which v grows from the second half of the run to its first quarter."""
     sizes = found.particular.norm(dim=-1).flatten(1).amax(-1)
-    part = max(1, len(sizes) // 10)
-    late, early = float(sizes[-part:].max()), float(sizes[:part].min())
+    late = float(sizes[len(sizes) // 2 :].max())
+    early = float(sizes[: max(1, len(sizes) // 4)].min())
     return early / late if late > 0 else 1.0
 
 
