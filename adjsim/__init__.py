@@ -39,11 +39,13 @@ from adjsim.estimators import (
     ForwardSensitivity,
     Girsanov,
     GradientEstimate,
+    LyapunovSpectrum,
     Pathwise,
     Reweighting,
     ScoreFunction,
     Shadowing,
     Simulation,
+    lyapunov_spectrum,
 )
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
@@ -147,6 +149,7 @@ from adjsim.potentials import (
 from adjsim.simulation import simulate
 from adjsim.solvers import (
     BAOAB,
+    Adaptive,
     BackwardEuler,
     Coupled,
     EulerMaruyama,
@@ -159,6 +162,7 @@ from adjsim.solvers import (
     RungeKutta,
     SDESolver,
     Splitting,
+    StepTimes,
     StochasticHeun,
     Tableau,
     VelocityVerlet,
@@ -295,6 +299,7 @@ __all__ = [  # noqa: RUF022
     "SDE",
     "VelocityRescale",
     # solvers
+    "Adaptive",
     "BAOAB",
     "BackwardEuler",
     "Coupled",
@@ -308,6 +313,7 @@ __all__ = [  # noqa: RUF022
     "RungeKutta",
     "SDESolver",
     "Splitting",
+    "StepTimes",
     "StochasticHeun",
     "Tableau",
     "VelocityVerlet",
@@ -328,12 +334,14 @@ __all__ = [  # noqa: RUF022
     "ForwardSensitivity",
     "Girsanov",
     "GradientEstimate",
+    "LyapunovSpectrum",
     "Pathwise",
     "REINFORCE",
     "Reweighting",
     "ScoreFunction",
     "Shadowing",
     "Simulation",
+    "lyapunov_spectrum",
     # initial value problems
     "GrazingError",
     "OdeResult",

@@ -24,7 +24,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -81,6 +81,14 @@ _SIMPLE = {type(None), bool, int, str}
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
 
+class _Named(NamedTuple):
+    field: Any
+
+
+# The type of the descriptors of fields in a class of named tuples, which hold their position.
+_FIELD: Any = type(vars(_Named)["field"])
+
+
 class UninspectableError(ValueError):
     """Raised for a value that compiled code depends on and that cannot be inspected."""
 
@@ -126,6 +134,8 @@ class _KeyBuilder:
             return type(x), x
         if isinstance(x, np.generic):
             return type(x), x.tobytes()
+        if isinstance(x, _FIELD):
+            return x.__reduce__()
         if isinstance(x, Tensor):
             return _tensor(x)
         if isinstance(x, np.ndarray):

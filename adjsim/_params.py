@@ -20,15 +20,18 @@ from adjsim._inputs import as_tensor, outside_inference_mode
 from adjsim._typing import Number
 
 
-def register(module: nn.Module, name: str, value: Number, *, positive: bool = False) -> None:
+def register(
+    module: nn.Module, name: str, value: Number, *, positive: bool = False, finite: bool = False
+) -> None:
     """Store a physical number on a module, as a parameter or a buffer.
 
-    Numbers, arrays and lists become buffers.
+    Numbers, arrays and lists become buffers. Where infinity has a meaning, such as a pinned atom's
+    mass, ``finite`` is left out.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
-        ValueError: NaN, no entries, a number that must be positive and is not, a list that holds a
-            tensor that requires grad, a parameter made under ``torch.inference_mode``.
+        ValueError: NaN, no entries, a number that must be positive or finite and is not, a list
+            that holds a tensor that requires grad, a parameter made under ``torch.inference_mode``.
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
@@ -43,6 +46,8 @@ def register(module: nn.Module, name: str, value: Number, *, positive: bool = Fa
         raise ValueError(f"{name} must be positive; got {describe(value)}.")
     if bool(torch.isnan(value.detach()).any()):
         raise ValueError(f"{name} is NaN.")
+    if finite and not bool(torch.isfinite(value.detach()).all()):
+        raise ValueError(f"{name} must be finite; got {value.detach().tolist()}.")
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)
     else:

@@ -18,8 +18,10 @@ from adjsim._state import State, detached
 class TimeAverage:
     """The time average of a function of the state, accumulated without storing the run.
 
-    With a splitting, :class:`~adjsim.EulerMaruyama` or :class:`~adjsim.LeimkuhlerMatthews`
-    it is the mean of ``function`` over the ends of all steps with ``t - ts[0] > burn_in``.
+    With steps of one size it is the mean of ``function`` over the ends of all steps with
+    ``t - ts[0] > burn_in``. With :class:`~adjsim.Coupled` steps of varying size it is the integral
+    of ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
+    error is of second order in the steps, whatever the order of the method.
     With :class:`~adjsim.ODESolver` or :class:`~adjsim.SDESolver` it is the integral of
     ``function`` over the same time, divided by the length of this time. The integral is
     solved as an additional component of the equation, and is left out of the step-size
@@ -100,7 +102,10 @@ class Trajectory(Generic[State]):
             ``reconstruction_error`` is None before backward and for adjoints that do not
             reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
             ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
-            steps), ``checkpoint_every`` (of a reversible adjoint), ``seed`` (of
+            steps), ``step_times`` (of steps of varying size: the time of the start and of the end
+            of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
+            that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
+            reversible adjoint: the smallest distance and the number of stored states), ``seed`` (of
             stochastic dynamics), ``pairs`` (how each pair potential evaluates them: "neighbour
             list", "all pairs", or by operations of torch, with the reason), ``buffer_bits`` and
             ``buffer_bound`` (of an exact run: the bits per step and degree of freedom that its

@@ -118,7 +118,7 @@ class Mesh:
             ``(vertices,)``, whose sum is the mass of the mesh.
 
         Raises:
-            ValueError: a density that is not positive, or of another length.
+            ValueError: a density that is not positive and finite, or of another length.
         """
         value, elements = as_tensor("density", density), self.elements
         if value.numel() != 1 and value.shape != elements.shape[:1]:
@@ -126,8 +126,11 @@ class Mesh:
                 f"density must be a number or ({len(elements)},), one for each element; got shape "
                 f"{tuple(value.shape)}."
             )
-        if not bool((value.detach() > 0).all()):
-            raise ValueError(f"density must be positive; got {float(value.detach().min()):g}.")
+        if not bool(((value.detach() > 0) & torch.isfinite(value.detach())).all()):
+            raise ValueError(
+                f"density must be positive and finite; got {float(value.detach().min()):g} to "
+                f"{float(value.detach().max()):g}. Pin vertices by infinite masses instead."
+            )
         sizes = self.areas() if self.tetrahedra is None else self.volumes()
         share = (value.reshape(-1) * sizes.to(value)) / elements.shape[1]
         shares = share.unsqueeze(-1).expand(elements.shape).reshape(-1)

@@ -63,10 +63,8 @@ def simulate(
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
-            :class:`~adjsim.Splitting` and :class:`~adjsim.solvers.coupled.Coupled` with
-            :class:`~adjsim.ReversibleAdjoint`. Where no
-            gradient is needed, it works for any splitting, :class:`~adjsim.EulerMaruyama`
-            and :class:`~adjsim.LeimkuhlerMatthews`, with any adjoint. It needs a C++
+            explicit steps of a fixed size, with any adjoint that the solver goes with. The
+            gradient then has no graph of its own. It needs a C++
             compiler. The first run of a kind compiles for a few seconds, or up to a minute
             where torch's Inductor has to compile it
             (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
@@ -89,7 +87,7 @@ def simulate(
         FloatingPointError: the run reached NaN or infinity; the message names the step.
         OverflowError: an exact run left its lattice; the message names the step.
     """
-    _check_dynamics(dynamics)
+    check_dynamics(dynamics)
     as_flag("compile", compile)
     as_flag("progress", progress)
     generator = as_generator(generator)
@@ -124,38 +122,50 @@ def run(
     times, state = check_times(ts), as_state(state)
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
-        dynamics.check(state)
-        dynamics.check_rates(float(times[0]), state)
-        _check_captured(dynamics, state, times, record)
-        if isinstance(solver, SteppingSolver):
-            solver = solver.resolved(dynamics, state, float(times[0]))
-        problem = Problem(
-            dynamics,
-            ModuleTensors(dynamics),
-            state,
-            times,
-            solver,
-            record,
-            noise,
-            progress,
-            compile,
-        )
-        if noise is not None:
-            problem.stats["seed"] = noise.seed
-        paths = pair_paths(dynamics.potential, state[0].detach())
-        if paths:
-            problem.stats["pairs"] = paths
+        problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
         if compile:
             _check_compiled(problem, adjoint)
         adjoint.check(problem)
         if not in_transform():
-            _check_start(problem)
+            check_start(problem)
         states, saved, final = adjoint.run(problem)
     return Trajectory(times, states, saved, final, problem.stats)
 
 
+def assemble(
+    dynamics: Dynamics[State],
+    state: State,
+    times: torch.Tensor,
+    solver: Solver,
+    record: Record[State],
+    noise: Noise | None,
+    progress: bool = False,
+    compile: bool = False,
+) -> Problem[State]:
+    """Check the parts of a run against each other, and return them as one problem."""
+    dynamics.check(state)
+    dynamics.check_rates(float(times[0]), state)
+    _check_captured(dynamics, state, times, record)
+    if isinstance(solver, SteppingSolver):
+        if compile and not solver.compiles:
+            raise TypeError(
+                f"compile=True is not for {solver!r}, whose steps are not all one sequence of "
+                "operations: leave compile=True out."
+            )
+        solver = solver.resolved(dynamics, state, times)
+    problem = Problem(
+        dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile
+    )
+    if noise is not None:
+        problem.stats["seed"] = noise.seed
+    paths = pair_paths(dynamics.potential, state[0].detach())
+    if paths:
+        problem.stats["pairs"] = paths
+    return problem
+
+
 @torch.no_grad()
-def _check_start(problem: Problem[State]) -> None:
+def check_start(problem: Problem[State]) -> None:
     """Refuse a start that does not fit its time, and a step that is too long for the start."""
     dynamics, start, t = problem.dynamics, detached(problem.state), float(problem.times[0])
     dynamics.check_start(t, start)
@@ -163,7 +173,8 @@ def _check_start(problem: Problem[State]) -> None:
         problem.solver.check(dynamics, start, t)
 
 
-def _check_dynamics(dynamics: Any) -> None:
+def check_dynamics(dynamics: Any) -> None:
+    """Refuse anything that is not a dynamics."""
     refuse_uncalled("dynamics", dynamics)
     if not isinstance(dynamics, Dynamics):
         raise TypeError(
@@ -196,39 +207,18 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "compile=True is for solvers of fixed steps, such as Splitting; not for "
             f"{problem.solver!r}."
         )
-    if not problem.solver.compiles:
-        raise TypeError(
-            f"compile=True is not for {type(problem.solver).__name__}, whose iterations depend on "
-            "the state: leave compile=True out."
-        )
     if in_transform():
         raise RuntimeError(
             "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
             "out there."
         )
-    needs_gradient = torch.is_grad_enabled() and (
-        bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
-    )
-    if needs_gradient and not isinstance(adjoint, ReversibleAdjoint):
-        moves = problem.solver.program(problem.dynamics, problem.state).moves
-        if not all(move.invertible for _, move in moves):
-            raise TypeError(
-                f"compile=True has no gradient for {problem.solver!r}, whose steps have no "
-                f"inverse: leave it out for the gradient of {type(adjoint).__name__}, or run "
-                "under torch.no_grad()."
-            )
-        raise TypeError(
-            f"compile=True goes with ReversibleAdjoint(), not with {type(adjoint).__name__}, if a "
-            "gradient is needed. Use ReversibleAdjoint(), run under torch.no_grad(), or leave "
-            "compile=True out."
-        )
-    if needs_gradient:
+    if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
         for stage, move in problem.solver.program(problem.dynamics, problem.state).moves:
             if isinstance(move, Map) and move.no_loop:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "
                     f"{type(problem.dynamics).__name__}: {move.no_loop}. Leave compile=True out, "
-                    "or run under torch.no_grad()."
+                    "use CheckpointAdjoint(), or run under torch.no_grad()."
                 )
 
 

@@ -103,7 +103,7 @@ def run(dynamics, time=TIME, frames=1, compile=True):
         dynamics.init(mesh.vertices),
         torch.linspace(0, time, frames + 1),
         solver=adjsim.Splitting(dynamics.scheme, DT),
-        adjoint=adjsim.ReversibleAdjoint(checkpoint_every=SETTINGS["checkpoint_every"]),
+        adjoint=adjsim.ReversibleAdjoint(),
         compile=compile,
     ).position
 

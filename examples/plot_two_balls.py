@@ -13,9 +13,6 @@ a contact. This page computes it in three ways. An event finds the time of the c
 and differentiates it. A penalty replaces the collision by a stiff spring. A time
 stepping that exchanges velocities at the end of the step of contact is the third, and
 its gradient is wrong at any step.
-
-The problem is an example of Zhong, Han, Dey and Brikis, "Improving gradient computation
-for differentiable physics simulation with contacts" (L4DC 2023).
 """
 
 # sphinx_gallery_thumbnail_number = 1

@@ -24,6 +24,7 @@ from adjsim._cpp.calls import CALLS, Call, Called
 from adjsim._cpp.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
+from adjsim._cpp.products import MatrixProduct
 from adjsim._cpp.values import (
     TYPES,
     Arange,
@@ -80,6 +81,8 @@ class Lowering:
                 self.values[node] = self._lower(node)
             elif node.op == "output":
                 self.outputs: list[Value] = [self.values[x] for x in node.args[0]]
+                if not all(value.numel for value in self.outputs):
+                    raise UnprintableError("an output without elements")
             else:
                 raise UnprintableError(node.op)
 
@@ -113,6 +116,8 @@ class Lowering:
             return self._called(node)
         name = str(node.target).removeprefix("aten.")
         base = name.split(".")[0]
+        if _overwrites_its_own(node):
+            base = base.removesuffix("_")
         meta = node.meta.get("val")
         unknown = node.kwargs.keys() - KNOWN
         if unknown:
@@ -124,8 +129,11 @@ class Lowering:
             return split(base, meta, *args)
         if not isinstance(meta, Tensor):
             raise UnprintableError(name)
-        if meta.device.type != "cpu" or meta.dtype not in TYPES or meta.numel() == 0:
+        if meta.device.type != "cpu" or meta.dtype not in TYPES:
             raise UnprintableError(f"{name} of {tuple(meta.shape)} {meta.dtype} on {meta.device}")
+        if meta.numel() == 0:
+            # No element is ever read, so the operation need not be known.
+            return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         value = self._value(base, name, node, meta, args)
         value.strides = value.strides or tuple(meta.stride())
         if isinstance(value, (Pointwise, Reduced)):
@@ -138,10 +146,25 @@ class Lowering:
                 return [values(y) for y in x]
             return self.values[x] if isinstance(x, Node) else x
 
-        call = CALLS[node.target](values(node.args), node.meta["val"], self.store)
+        return self._add_call(CALLS[node.target](values(node.args), node.meta["val"], self.store))
+
+    def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)
-        self.stored.extend(call.outputs)
+        for output in call.outputs:
+            assert output.buffer is not None
+            # Names that do not differ between processes keep compiled libraries usable.
+            output.buffer.name = f"r{len(self.stored)}"
+            self.stored.append(output)
         return call.outputs
+
+    def _product(self, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+        if node.kwargs:
+            raise UnprintableError(f"{name} with {', '.join(node.kwargs)}")
+        *bias, left, right = args
+        product = self._add_call(MatrixProduct(left, right, meta, self.store))[0]
+        if not bias:
+            return product
+        return self._pointwise("add", name, node, meta, [product, bias[0]])
 
     def _store_if_needed(self, value: Value, node: Node) -> None:
         for operand in value.operands:
@@ -209,6 +232,8 @@ class Lowering:
         if base in ("cat", "stack"):
             axis = args[1] % len(shape) if len(args) > 1 else 0
             parts = [self.values[part] for part in args[0]]
+            sources = [x for x, part in zip(args[0], parts, strict=True) if part.numel]
+            parts = [part for part in parts if part.numel]
             if base == "stack":
                 rows = (*shape[:axis], 1, *shape[axis + 1 :])
                 parts = [
@@ -217,7 +242,7 @@ class Lowering:
             # A concatenation that is read here alone needs no memory of its own.
             parts = [
                 inner
-                for part, source in zip(parts, args[0], strict=True)
+                for part, source in zip(parts, sources, strict=True)
                 for inner in (
                     part.operands
                     if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
@@ -233,6 +258,8 @@ class Lowering:
             zeros = Literal(shape, dtype, text=literal(0, dtype))
             scatter = base.replace("backward", "scatter")
             return scattered(self.store, scatter, meta, zeros, args[0], *args[2:])
+        if base in ("mm", "addmm"):
+            return self._product(name, node, meta, args)
         if base in ("sum", "mean"):
             return self._reduced(base, node, meta, args)
         return self._pointwise(base, name, node, meta, args)
@@ -260,6 +287,10 @@ class Lowering:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
         if base == "mean" and meta.dtype not in (torch.float32, torch.float64):
             raise UnprintableError("mean of integers")
+        if x.numel == 0:
+            if base == "mean":
+                raise UnprintableError("mean of no elements")
+            return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         count = x.numel // max(1, meta.numel())
         # A sum over all pairs sums rows first, so that it can share a loop with other row sums.
         if len([axis for axis in axes if x.shape[axis] > 1]) > 1 and x.numel > self.large:
@@ -322,6 +353,23 @@ class Lowering:
             return value
         self._store_if_needed(value, node)
         return View(shape, dtype, (value,), map=expanded(short, shape))
+
+
+def _overwrites_its_own(node: Node) -> bool:
+    """Whether an operation in place overwrites a new tensor that nothing else reads.
+
+    Formulas of autograd do, such as that of ``clamp``.
+    """
+    target: Any = node.target
+    if not target._schema.is_mutable or not isinstance(node.args[0], Node):
+        return False
+    made: Any = node.args[0]
+    return (
+        len(made.users) == 1
+        and made.op == "call_function"
+        and hasattr(made.target, "_schema")
+        and not any(result.alias_info for result in made.target._schema.returns)
+    )
 
 
 def work_size(value: Value) -> int:

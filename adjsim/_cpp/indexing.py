@@ -72,8 +72,6 @@ def split(base: str, meta: Sequence[Tensor], x: Value, *args: Any) -> list[Value
     pieces, at = [], 0
     for part in meta:
         shape = tuple(part.shape)
-        if part.numel() == 0:
-            raise UnprintableError(f"{base} into a part without elements")
         if base == "unbind":
             map, step = selecting(axis, at), 1
         else:
@@ -216,7 +214,8 @@ def scattered(store: Store, base: str, meta: Tensor, x: Value, patch: Value, *ar
         short = (*shape[:axis], end - begin, *shape[axis + 1 :])
         return [View(short, x.dtype, (x,), map=slicing(axis, begin, 1))] if end > begin else []
 
-    parts = (*part(0, start), patch, *part(stop, shape[axis]))
+    middle = (patch,) if patch.numel else ()
+    parts = (*part(0, start), *middle, *part(stop, shape[axis]))
     joined = Joined(shape, meta.dtype, parts, strides=tuple(meta.stride()), axis=axis)
     store(joined)
     return joined

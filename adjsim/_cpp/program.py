@@ -23,6 +23,8 @@ from adjsim._cpp.once import Once
 from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
+# A compiled loop of constants and carry, which returns the final carry and the rows.
+Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 # Constants with more elements are read in place, without copying them to padded rows.
 COPY_LIMIT = 65_536
 # The last parameters of each function of a program.
@@ -52,6 +54,22 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The entries of the carry that a loop stores before each of its iterations.
+
+    Attributes:
+        entries: how many, of the last entries.
+        capacity: the largest number of iterations.
+    """
+
+    entries: int = 0
+    capacity: int = 0
+
+
+NO_ROWS = Rows()
+
+
+@dataclass(frozen=True)
 class Parts:
     """The graphs of a loop.
 
@@ -69,29 +87,42 @@ class Parts:
 
 
 def program(
-    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], exact: bool, threads: int
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]:
-    """Compile a loop to a function of constants and carry that returns the final carry.
+    parts: Parts,
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    exact: bool,
+    threads: int,
+    rows: Rows = NO_ROWS,
+) -> Compiled:
+    """Compile a loop to a function of constants and carry.
+
+    It returns the final carry, and of each stored entry of the carry a tensor
+    ``(capacity, *shape)`` whose row k is the entry before iteration k.
 
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors; the first constant is the number of steps.
         exact: whether functions such as exp must have the same bits wherever they are computed.
         threads: the number of threads that share large loops.
+        rows: the stored entries of the carry.
 
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.
     """
-    text = _Program(parts, constants, carry, exact, threads)
+    text = _Program(parts, constants, carry, exact, threads, rows.entries)
     library = compiled(text.source, text.parallel)
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
     shapes = [(x.shape, x.dtype) for x in carry]
+    stored = shapes[len(shapes) - rows.entries :]
+    shapes += [(torch.Size((rows.capacity, *shape)), dtype) for shape, dtype in stored]
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
-    OutputPointers = ctypes.c_void_p * len(carry)
+    OutputPointers = ctypes.c_void_p * len(shapes)
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
 
-    def loop(constants: Sequence[Tensor], carry: Sequence[Tensor]) -> list[Tensor]:
+    def loop(
+        constants: Sequence[Tensor], carry: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
@@ -103,7 +134,7 @@ def program(
         if status:
             error, message = STATUS[status]
             raise error(message)
-        return results
+        return results[: len(carry)], results[len(carry) :]
 
     return loop
 
@@ -133,10 +164,11 @@ class _Program:
         carry: Sequence[Tensor],
         exact: bool,
         threads: int,
+        stored: int,
     ) -> None:
         if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
             raise UnprintableError("tensors of other types, or not on the CPU")
-        self.threads = threads
+        self.threads, self.stored = threads, stored
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.addresses: list[int] = []
@@ -205,7 +237,8 @@ class _Program:
         for call in lowering.calls:
             self.addresses += call.addresses
             self.declarations.add(call.declarations)
-        if len(self.declarations) > 1:
+        # Kernels of pairs declare the type of their numbers as a macro.
+        if len([text for text in self.declarations if text.startswith("#define")]) > 1:
             raise UnprintableError("calls with different declarations")
         at, lines = 0, []
         for buffer in function.scratch:
@@ -283,7 +316,14 @@ class _Program:
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { std::free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
+            "int64_t iteration = 0;",
             f"while ({call('more', 'k', consts[0])}) {{",
+            *(
+                line
+                for i, buffer in enumerate(current[len(current) - self.stored :])
+                for line in _stored_row(buffer, f"out[{len(current) + i}]")
+            ),
+            "++iteration;",
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry)};",
             *(f"std::swap({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
@@ -313,6 +353,18 @@ def _constant_buffer(name: str, x: Tensor) -> Buffer:
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
+
+
+def _stored_row(buffer: Buffer, target: str) -> list[str]:
+    """Print the copy of a buffer, without padding, to a row of a target."""
+    kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
+    row, width = f"({kind}*){target} + iteration * {count}", buffer.inner
+    if not buffer.row:
+        return [f"std::memcpy({row}, {buffer.name}, {count} * sizeof({kind}));"]
+    return [
+        f"for (int64_t r = 0; r < {count // width}; ++r) std::memcpy({row} + r * {width}, "
+        f"{buffer.name} + r * {buffer.row}, {width} * sizeof({kind}));"
+    ]
 
 
 def _bytes(buffer: Buffer) -> int:

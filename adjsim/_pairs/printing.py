@@ -93,9 +93,7 @@ class PairCall(Call):
     def _output(self, example: torch.Tensor) -> Called:
         shape, strides = tuple(example.shape), tuple(example.stride())
         buffer = make_buffer("", example.dtype, shape, strides, fill=False)
-        value = Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
-        buffer.name = f"r{id(value)}"
-        return value
+        return Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
 
     def _field(self, value: Value | None) -> Value | None:
         """Store a field ``(*batch, atoms, dim)`` so that its batch axes are one."""

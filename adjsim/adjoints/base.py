@@ -25,7 +25,7 @@ def refuse_graph() -> None:
         raise RuntimeError(
             "this gradient was swept backward in constant memory and has no graph of its own, so "
             "it cannot be differentiated again (create_graph=True, double backward, torch.func). "
-            "Use DirectAdjoint() for that."
+            "Use DirectAdjoint() without compile=True for that."
         )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from adjsim._inputs import as_whole
 from adjsim._state import AnyState, State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.history import History, Rewind, rounding_tolerance
+from adjsim.adjoints.compiled import ForwardLoops
+from adjsim.adjoints.history import History, Rewind, StoredStates, rounding_tolerance
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -23,7 +26,9 @@ class CheckpointAdjoint(Adjoint):
 
     The gradient equals that of :class:`DirectAdjoint` for any scheme, reversible or not, chaotic or
     dissipative. With n steps in s segments, s + n/s states are stored: about 2 sqrt(n) by default.
-    A step takes four passes over the energy, where :class:`DirectAdjoint` takes two. Use it where
+    A step takes four passes over the energy, where :class:`DirectAdjoint` takes two. (With
+    ``compile=True`` a segment stores the states before its steps, and each step is evaluated once
+    more: five passes, and four for :class:`DirectAdjoint`.) Use it where
     :class:`ReversibleAdjoint` refuses, or when its error is in doubt. A segment that is run again
     has to end in the stored state, so a force that is random, or that has changed since the run, is
     an error.
@@ -58,9 +63,14 @@ class Checkpoints(History):
         length: steps of a segment.
     """
 
+    inverts = False
+
     def __init__(self, stepper: Stepper, length: int) -> None:
         self.stepper, self.length = stepper, length
         self.stored: dict[int, AnyState] = {}
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return {*range(0, stepper.clock.last, self.length), stepper.clock.last}
 
     def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         if step % self.length == 0 or step == self.stepper.clock.last:
@@ -91,6 +101,8 @@ class Recompute(Rewind):
         self.tolerance = rounding_tolerance(inputs.state[0].dtype)
         # For the current segment: the states before each move of each of its steps.
         self.segment: list[Sequence[AnyState]] = []
+        # The same of compiled loops.
+        self.states: StoredStates = {}
 
     def final(self) -> AnyState:
         return self.history.stored[self.stepper.clock.last]
@@ -100,8 +112,24 @@ class Recompute(Rewind):
             self._run_again((step - 1) // self.history.length * self.history.length, step)
         return self.segment.pop()
 
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        if first not in self.states:
+            self.states.clear()
+            self._run_loops_again(first // self.history.length * self.history.length, runner)
+        return self.states[first]
+
     def restore(self, step: int, state: AnyState) -> AnyState:
         return state
+
+    @torch.no_grad()
+    def _run_loops_again(self, start: int, runner: LoopRunner) -> None:
+        end = min(start + self.history.length, self.stepper.clock.last)
+        loops = ForwardLoops(runner, None, stored=self.states)
+        state, k = self.history.stored[start], start
+        for stop in (step for step in runner.stops if start < step <= end):
+            state, k = loops.advance(state, k, stop)
+            state, _ = self.stepper.spill(k, state)
+        self._compare(state, self.history.stored[end], start, end)
 
     @torch.no_grad()
     def _run_again(self, start: int, stop: int) -> None:
@@ -109,7 +137,7 @@ class Recompute(Rewind):
         for k in range(start, stop):
             t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
             *before, state = stepper.program.intermediate_states(
-                t, state, self.inputs.coefficients, noise, self.forces
+                t, state, stepper.coefficients_of(k, self.inputs), noise, self.forces
             )
             self.segment.append(before)
             state, _ = stepper.spill(k + 1, state)

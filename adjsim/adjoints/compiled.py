@@ -20,20 +20,23 @@ Anything not passed as an input is baked in, and is part of the key by which a l
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, position_of
-from adjsim.adjoints.history import Rewind
+from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
+from adjsim.adjoints.history import Rewind, StoredStates
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, RecordSweep, sum_dtype
 from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import reads_force
@@ -46,11 +49,15 @@ class ForwardCarry(NamedTuple):
     Attributes:
         total: the sum of a time average; empty without one.
         force: the force that the next step begins with; empty if steps do not share forces.
+        growth: the growth of rounding errors; empty where it does not vary.
+        margin: the smallest distances to states that the dynamics refuses; empty without such.
         state: the fields of the state.
     """
 
     total: tuple[Tensor, ...]
     force: tuple[Tensor, ...]
+    growth: tuple[Tensor, ...]
+    margin: tuple[Tensor, ...]
     state: tuple[Tensor, ...]
 
 
@@ -78,16 +85,24 @@ class ForwardLoops:
     than in the loops that reverse the run.
     """
 
-    def __init__(self, driver: LoopRunner, recording: Recording) -> None:
-        self.driver, self.recording = driver, recording
+    def __init__(
+        self,
+        driver: LoopRunner,
+        recording: Recording | None,
+        growth: ErrorGrowth | None = None,
+        stored: StoredStates | None = None,
+    ) -> None:
+        self.driver, self.recording, self.growth, self.stored = driver, recording, growth, stored
+        # The growth in a step, as far as it is known.
+        self.pace = 0.0
         self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
         self.force: Tensor | None = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.driver.boundaries(wanted)
 
-    def advance(self, state: State, start: int, stop: int) -> State:
-        driver, recording = self.driver, self.recording
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        driver = self.driver
         if start == 0 and driver.program.shares_force:
             with torch.no_grad():
                 self.forces.force(position_of(state), driver.clock.time(0))
@@ -95,23 +110,85 @@ class ForwardLoops:
             self.force = self.forces.cached(position_of(state))
         while start < stop:
             count = min(driver.length, stop - start)
-            averaging = driver.averages(start + 1)
-            carry = ForwardCarry(
-                (clone(self._total(state)),) if averaging else (),
-                () if self.force is None else (driver.pack(self.force),),
-                tuple(map(driver.pack, state)),
-            )
-            carry = driver.run(FORWARD, averaging, type(state), start, count, carry)
-            if averaging:
-                recording.total, recording.last_step = carry.total[0], start + count
-            self.force = driver.unpack(carry.force[0]) if carry.force else None
-            state = type(state)._make(map(driver.unpack, carry.state))
-            start += count
-        return state
+            if self.growth is not None:
+                return self._advance_within(self.growth, state, start, count)
+            carry, rows = self._run(state, start, count)
+            if _is_refused(carry) and count > 1:
+                # Half of the loop is run again, down to the step that ends in a refused state.
+                stop = start + count // 2
+                continue
+            if self.stored is not None:
+                self.stored[start] = rows
+            state, start = self._accept(carry, state, start, count)
+        return state, start
 
-    def _total(self, state: AnyState) -> Tensor:
+    def _advance_within(
+        self, growth: ErrorGrowth, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Run as many steps, up to ``count``, as errors may grow in; one at least.
+
+        A loop in which they have grown by more is run again with fewer steps.
+        """
+        if self.pace > 0:
+            count = max(1, min(count, int(growth.left / self.pace)))
+        while True:
+            carry, _ = self._run(state, start, count)
+            found = growth.largest(carry.growth[0], count)
+            self.pace = found / count
+            if count == 1 or (found <= growth.left and not _is_refused(carry)):
+                break
+            shorter = count // 2
+            if found > growth.left:
+                shorter = min(shorter, int(growth.left / self.pace))
+            count = max(1, shorter)
+        # Half of the budget is left for the next loop.
+        growth.add(carry.growth[0], count, growth.budget / 2)
+        if start + count not in self.driver.stops:
+            insort(self.driver.stops, start + count)
+        return self._accept(carry, state, start, count)
+
+    def _run(
+        self, state: AnyState, start: int, count: int
+    ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
+        """Run a loop of ``count`` steps, and return the stored states too."""
+        driver = self.driver
+        averaged = self.recording if driver.averages(start + 1) else None
+        carry = ForwardCarry(
+            () if averaged is None else (clone(self._total(averaged, state)),),
+            () if self.force is None else (driver.pack(self.force),),
+            self._no_growth(state, start),
+            self._no_margin(state, start),
+            tuple(map(driver.pack, state)),
+        )
+        spec = FORWARD if self.stored is None else STORING
+        return driver.run(spec, averaged is not None, type(state), start, count, carry)
+
+    def _accept(
+        self, carry: ForwardCarry, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Continue from the end of a loop."""
+        driver, recording = self.driver, self.recording
+        if carry.total:
+            assert recording is not None
+            recording.total, recording.last_step = carry.total[0], start + count
+        self.force = driver.unpack(carry.force[0]) if carry.force else None
+        return type(state)._make(map(driver.unpack, carry.state)), start + count
+
+    @torch.no_grad()
+    def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        if self.growth is None:
+            return ()
+        clock = self.driver.clock
+        like = growth_in_step(self.driver.dynamics, clock.dt, clock.time(start), state)
+        return (torch.zeros_like(clone(like)),)
+
+    @torch.no_grad()
+    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        found = _margin(self.driver, self.driver.clock.time(start), state)
+        return () if found is None else (torch.full_like(clone(found), torch.inf),)
+
+    def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
-        recording = self.recording
         if recording.total is None:
             with torch.no_grad():
                 value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
@@ -157,12 +234,29 @@ class ForwardLoops:
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
             force = (driver.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
             loop.evaluations_per_step = stats["energy_evaluations"]
-            return k + 1, ForwardCarry(total, force, tuple(map(driver.pack, state)))
+            growth = tuple(
+                clone(x + growth_in_step(driver.dynamics, driver.clock.dt, t(1.0), state))
+                for x in carry.growth
+            )
+            margin = carry.margin
+            if margin and (found := _margin(driver, t(1.0), state)) is not None:
+                margin = (clone(torch.minimum(margin[0], found)),)
+            packed = tuple(map(driver.pack, state))
+            return k + 1, ForwardCarry(total, force, growth, margin, packed)
 
         def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
             return carry
 
         return LoopSpec(start, more, body, finish)
+
+
+def _is_refused(carry: ForwardCarry) -> bool:
+    return any(bool((x < 0).any()) for x in carry.margin)
+
+
+def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
+    dynamics: Dynamics[Any] = driver.dynamics
+    return dynamics.margin(t, driver.stepper.from_lattice(state))
 
 
 class BackwardLoops:
@@ -186,12 +280,18 @@ class BackwardLoops:
                 saved.accumulate(
                     stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
                 )
-            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent)
+            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent, rewind)
             state = rewind.restore(start, state)
         return state
 
     def _traverse(
-        self, state: State, stop: int, start: int, cotangents: Cotangents, average: Tensor | None
+        self,
+        state: State,
+        stop: int,
+        start: int,
+        cotangents: Cotangents,
+        average: Tensor | None,
+        rewind: Rewind,
     ) -> State:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
         driver, fields = self.driver, cotangents.fields
@@ -206,13 +306,22 @@ class BackwardLoops:
             tuple(map(driver.pack, state)),
         )
         while stop > start:
-            count = min(driver.length, stop - start)
+            # The parts of the forward run, which begin at ``start``.
+            count = (stop - start - 1) % driver.length + 1
             averaging = average is not None and driver.averages(stop)
             average_cotangents = [average] if averaging and average is not None else []
-            carry = driver.run(
-                BACKWARD, averaging, type(state), stop - count, count, carry, average_cotangents
+            first = stop - count
+            carry, _ = driver.run(
+                BACKWARD,
+                averaging,
+                type(state),
+                first,
+                count,
+                carry,
+                average_cotangents,
+                rewind.states_from(first, driver) if driver.stored else (),
             )
-            stop -= count
+            stop = first
         for name, cotangent in carry.cotangents.items():
             cotangents[name] = driver.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
@@ -227,12 +336,12 @@ class BackwardLoops:
 
         Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
         evaluated, and its state and its contributions are dropped. So a loop contains its force
-        once. Where no move after the last position move reads the force, an iteration is a whole
-        step.
+        once. Where no move after the last position move reads the force, and where states are
+        stored, an iteration is a whole step.
         """
         moves = driver.program.moves
         late = range(driver.last_position_move + 1, len(moves))
-        shared = any(reads_force(moves[i][1]) for i in late)
+        shared = not driver.stored and any(reads_force(moves[i][1]) for i in late)
         early = range(driver.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
@@ -254,6 +363,16 @@ class BackwardLoops:
                 t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
                 for i in reversed(part):
                     self.state = self._before(i, t, noise, self.sums)
+
+            def traverse_stored(self, k: Tensor) -> None:
+                """Run the backward pass over step number k, from the stored state before it."""
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                coefficients = self.constants.coefficients
+                start = driver.state_before(self.constants, k, kind)
+                before = self.program.states_before(t, start, coefficients, noise, self.forces)
+                self.state = self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, self.sums, before
+                )
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -321,7 +440,10 @@ class BackwardLoops:
                 sweep.traverse_unless(k == 0, late, k - 1)
             else:
                 sweep.add_average(None)
-                sweep.traverse(early, k)
+                if driver.stored:
+                    sweep.traverse_stored(k)
+                else:
+                    sweep.traverse(early, k)
             found = sweep.carry()
             loop.evaluations_per_step = sweep.stats["energy_evaluations"]
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
@@ -338,6 +460,7 @@ def _sum(known: Tensor | None, like: Tensor) -> Tensor:
 
 
 FORWARD, BACKWARD = MakeSpec(False, ForwardLoops.spec), MakeSpec(True, BackwardLoops.spec)
+STORING = MakeSpec(False, ForwardLoops.spec, stores=True)
 
 
 class CompiledDriver:
@@ -347,14 +470,28 @@ class CompiledDriver:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
+        stored: whether the backward pass reads stored states, instead of inverting the steps.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
-        self.runner = LoopRunner(stepper, inputs, problem)
+    def __init__(
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+    ) -> None:
+        self.runner = LoopRunner(stepper, inputs, problem, stored)
 
-    def forward(self, recording: Recording) -> ForwardLoops:
-        """Return forward steps, which add to the time average of a recording."""
-        return ForwardLoops(self.runner, recording)
+    def forward(
+        self,
+        recording: Recording,
+        growth: ErrorGrowth | None = None,
+        stored: StoredStates | None = None,
+    ) -> ForwardLoops:
+        """Return forward steps.
+
+        Args:
+            recording: they add to its time average.
+            growth: they add to the growth of errors; None: it is not needed.
+            stored: receives the states before their steps; None: no states are stored.
+        """
+        return ForwardLoops(self.runner, recording, growth, stored)
 
     def backward(self, forces: ForceEvaluator) -> BackwardLoops:
         """Return the backward pass, with the forces of its uncompiled parts."""

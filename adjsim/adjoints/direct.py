@@ -10,6 +10,8 @@ from adjsim.adjoints.compiled import CompiledDriver
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.recorder import Recorder, Recording
 from adjsim.adjoints.stepper import Driver, prepare
+from adjsim.adjoints.stored import AllStates
+from adjsim.adjoints.sweep import run_swept
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous import ContinuousSolver
 
@@ -21,6 +23,9 @@ class DirectAdjoint(Adjoint):
     intermediate tensors of every step stay in memory until backward, so memory grows in proportion
     to the number of steps. It is the reference for the other adjoints. For more than a few hundred
     steps use :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
+
+    With ``compile=True`` the state before each step stays in memory, and the compiled backward pass
+    evaluates each step again. Such a gradient has no graph, so it cannot be differentiated again.
     """
 
     def check(self, problem: Problem[State]) -> None:
@@ -30,6 +35,8 @@ class DirectAdjoint(Adjoint):
     def run(self, problem: Problem[State]) -> Result[State]:
         if isinstance(problem.solver, ContinuousSolver):
             return problem.solver.solve(problem, None)
+        if problem.compile and problem.needs_gradient:
+            return run_swept(problem, AllStates)
         stepper, inputs = prepare(problem)
         recording = Recording(Recorder(problem.record, stepper.clock), stepper)
         if problem.compile:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State
+from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.recorder import RecordSweep
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -20,18 +21,27 @@ class EagerDriver:
         stepper: the steps.
         inputs: the inputs of the run.
         forces: evaluates the forces.
+        growth: receives the growth of errors in each step.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, forces: ForceEvaluator) -> None:
-        self.stepper, self.inputs, self.forces = stepper, inputs, forces
+    def __init__(
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        forces: ForceEvaluator,
+        growth: ErrorGrowth | None = None,
+    ) -> None:
+        self.stepper, self.inputs, self.forces, self.growth = stepper, inputs, forces, growth
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return range(1, self.stepper.clock.last + 1)
 
-    def advance(self, state: State, start: int, stop: int) -> State:
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         for step in range(start, stop):
             state = self.stepper.step(step, state, self.inputs, self.forces)
-        return state
+            if self.growth is not None:
+                self.growth.add_step(self.stepper.clock.time(step + 1), state)
+        return state, stop
 
     def sweep(
         self,
@@ -46,13 +56,14 @@ class EagerDriver:
         last = stepper.clock.last
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
-            t, noise, before = (
+            t, coefficients, noise, before = (
                 stepper.clock.time_in_step(step - 1),
+                stepper.coefficients_of(step - 1, inputs),
                 stepper.noise_of(step - 1),
                 rewind.before(step),
             )
             state = stepper.program.backward(
-                t, state, inputs.coefficients, noise, self.forces, cotangents, before
+                t, state, coefficients, noise, self.forces, cotangents, before
             )
             state = rewind.restore(step - 1, state)
         return state

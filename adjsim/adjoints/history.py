@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from adjsim._state import AnyState
+from adjsim.adjoints.error_growth import ErrorGrowth
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
+
+# The states before the steps of compiled loops, packed, by the first step of each loop. A loop has
+# one tensor for each field, whose first axis numbers its steps.
+StoredStates = dict[int, tuple[Tensor, ...]]
 
 
 class Rewind(ABC):
@@ -36,6 +44,13 @@ class Rewind(ABC):
         """
         return None
 
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        """Return the states before the steps of the compiled loop that begins at ``first``.
+
+        Only the rewind of a history that does not invert steps has them.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
@@ -45,7 +60,17 @@ class History(ABC):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
+
+    Attributes:
+        growth: the growth of errors, to which drivers add that of their steps; None where the
+            stored steps do not depend on it.
+        inverts: whether a compiled sweep inverts steps, instead of reading the states before them.
+        states: receives the states before all steps of a compiled run; None: none are stored.
     """
+
+    growth: ErrorGrowth | None = None
+    inverts: ClassVar[bool] = True
+    states: StoredStates | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         """Return the steps after which it stores or restores a state.

@@ -6,14 +6,14 @@ The graphs of a loop are combined by torch's own ``while_loop``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from adjsim._cpp.program import Parts, last_inputs
+from adjsim._cpp.program import Compiled, Parts, Rows, last_inputs
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -30,14 +30,18 @@ OPTIONS = {
 
 
 def compile_with_inductor(
-    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], short: bool
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]:
+    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], short: bool, rows: Rows
+) -> Compiled:
     """Compile a loop by torch's Inductor.
+
+    A loop that stores rows returns to Python after each iteration, since torch's ``while_loop``
+    would copy all rows in each.
 
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors.
         short: whether contiguous rows are shorter than a vector.
+        rows: the stored entries of the carry.
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor
@@ -61,10 +65,37 @@ def compile_with_inductor(
         # that memory if the initial carry were not an output too.
         return [*finish.graph(*out, *fixed, *at_finish), *initial]
 
-    graph = make_fx(loop, tracing_mode="fake", _allow_non_fake_inputs=True)(*constants, *carry)
+    def iteration(*values: Tensor) -> list[Tensor]:
+        at_body = last_inputs((start, body, finish), values[1 + carry_size :])[1]
+        return body.graph(*values, *at_body)
+
+    examples = [*constants, *carry]
+    if rows.entries:
+        examples = [constants[0].clone(), *carry, *constants]
+    function = iteration if rows.entries else loop
+    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
     like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
     options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
     with tracing(TracingContext(like[0].fake_mode)):
         compiled: Any = inductor(graph, like, options=options)
-    return lambda constants, carry: list(compiled(*constants, *carry)[:carry_size])
+
+    def run_loop(
+        constants: Sequence[Tensor], carry: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        return list(compiled(*constants, *carry)[:carry_size]), []
+
+    def run_iterations(
+        constants: Sequence[Tensor], carry: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        at_start, _, at_finish = last_inputs((start, body, finish), constants)
+        k, *state = start.graph(*constants, *carry, *at_start)
+        stored = carry[carry_size - rows.entries :]
+        found = [x.new_empty((rows.capacity, *x.shape)) for x in stored]
+        for i in range(int(constants[0])):
+            for row, x in zip(found, state[carry_size - rows.entries :], strict=True):
+                row[i] = x
+            k, *state = compiled(k, *state, *constants)
+        return finish.graph(*state, *constants, *at_finish), found
+
+    return run_iterations if rows.entries else run_loop

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjsim._cache_key import UninspectableError, cache_key
+from adjsim._cpp.program import Rows
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
@@ -28,9 +29,12 @@ from adjsim.adjoints.loops import (
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
+from adjsim.solvers.clock import Clock
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
 NOISE_PER_LOOP = 2**19
+# Largest number of entries of states that a loop stores: four megabytes of float64.
+STATES_PER_LOOP = 2**19
 # Steps between finiteness checks.
 FINITE_EVERY = 1024
 
@@ -47,6 +51,8 @@ class LoopConstants(NamedTuple):
         spacings: the spacings of a lattice.
         noise: the noise of its steps; empty without noise.
         average: in a backward loop, the cotangent of a time average at each step; else empty.
+        states: in a backward loop that reads stored states, the fields of the states before its
+            steps; else empty.
     """
 
     steps: Tensor
@@ -57,6 +63,7 @@ class LoopConstants(NamedTuple):
     spacings: dict[str, Tensor]
     noise: tuple[Tensor, ...] = ()
     average: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -71,7 +78,7 @@ class Loop:
         constants: the tensors that it has captured.
     """
 
-    function: Callable[[LoopConstants, Any], Any] | None = None
+    function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
     path: str = ""
     fixed_evaluations: int = 0
     evaluations_per_step: int = 0
@@ -91,10 +98,12 @@ class MakeSpec:
         make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
             whether the loop averages, the class of the states, and the loop, which counts energy
             evaluations.
+        stores: whether the loop stores the state before each step.
     """
 
     backward: bool
     make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
+    stores: bool = False
 
 
 class LoopRunner:
@@ -104,9 +113,13 @@ class LoopRunner:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
+        stored: whether backward loops read stored states, instead of inverting the steps.
     """
 
-    def __init__(self, stepper: Stepper, inputs: Inputs, problem: Problem[State]) -> None:
+    def __init__(
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+    ) -> None:
+        assert isinstance(stepper.clock, Clock)
         self.stepper, self.problem, self.program, self.clock = (
             stepper,
             problem,
@@ -127,6 +140,10 @@ class LoopRunner:
         self.length = (
             max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
         )
+        self.stored = stored
+        self.capacity = max(1, min(FINITE_EVERY, STATES_PER_LOOP // state[0].numel()))
+        if stored:
+            self.length = min(self.length, self.capacity)
         # The last move of a step that writes the position, or the first field of any other state.
         self.last_position_move = max(
             i for i, (_, move) in enumerate(self.program.moves) if state._fields[0] in move.writes
@@ -166,7 +183,7 @@ class LoopRunner:
         if growth is not None:
             found |= set(range(growth.check_every, last, growth.check_every))
         self.stops = sorted(step for step in found if 0 < step <= last)
-        return self.stops
+        return list(self.stops)
 
     def averages(self, step: int) -> bool:
         """Return whether the end of a step counts for a time average."""
@@ -181,8 +198,9 @@ class LoopRunner:
         count: int,
         carry: Any,
         average: Sequence[Tensor] = (),
-    ) -> Any:
-        """Run a loop and return the final carry.
+        states: tuple[Tensor, ...] = (),
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Run a loop, and return the final carry and the stored states before its steps.
 
         Args:
             spec: makes the specification of the loop.
@@ -191,11 +209,16 @@ class LoopRunner:
             first, count: the number of its first step, and the number of steps.
             carry: the initial carry.
             average: in the backward pass, the cotangent of the averaged function at each step.
+            states: in the backward pass, the stored states before its steps.
         """
         numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
         noise = self._noise(first, count)
         constants = self.fixed._replace(
-            steps=numbers[0], first=numbers[1], noise=noise, average=tuple(map(clone, average))
+            steps=numbers[0],
+            first=numbers[1],
+            noise=noise,
+            average=tuple(map(clone, average)),
+            states=states,
         )
         loop = self._look_up(spec, averaging, kind, constants, carry)
         self.problem.stats["energy_evaluations"] += (
@@ -203,7 +226,8 @@ class LoopRunner:
         )
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
-        return loop.function(constants, carry)
+        carry, rows = loop.function(constants, carry)
+        return carry, tuple(rows)
 
     def pack(self, x: Tensor) -> Tensor:
         """Copy a field to its layout inside a loop."""
@@ -233,6 +257,11 @@ class LoopRunner:
             for i in range(self.program.noise_steps)
         ]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
+
+    def state_before(self, constants: LoopConstants, k: Tensor, kind: type[State]) -> State:
+        """Return the stored state before step number ``k`` of the loop."""
+        rows = (x.index_select(0, k.reshape(1)).squeeze(0) for x in constants.states)
+        return kind._make(map(self.unpack, rows))
 
     @contextmanager
     def _within(
@@ -316,9 +345,17 @@ class LoopRunner:
         short = self.row < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
+        rows = Rows(len(carry.state), self.capacity) if spec.stores else Rows()
         within = partial(self._within, spec.backward, loop)
         loop.function, loop.path = compile_loop(
-            specification, within, constants, carry, exact=self.exact, short=short, what=what
+            specification,
+            within,
+            constants,
+            carry,
+            exact=self.exact,
+            short=short,
+            what=what,
+            rows=rows,
         )
         return loop
 

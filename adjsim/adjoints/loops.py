@@ -23,13 +23,16 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from adjsim._cpp.decompositions import decompositions
 from adjsim._cpp.once import take_once
-from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.program import NO_ROWS, Part, Parts, Rows, program
 from adjsim._cpp.values import UnprintableError
 from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
 from adjsim.adjoints.versions import untested_torch
 
+# Operations of a step above which a warning precedes a compilation by Inductor.
+LARGE = 500
 # Tracing and Inductor's options are global to the process, so one thread compiles at a time.
 _compiling = RLock()
 
@@ -70,8 +73,11 @@ def compile_loop(
     exact: bool,
     short: bool,
     what: str,
-) -> tuple[Callable[[Constants, Carry], Carry], str]:
+    rows: Rows = NO_ROWS,
+) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry.
+
+    It returns the final carry and the stored rows.
 
     Args:
         spec: the definition of the loop.
@@ -81,6 +87,7 @@ def compile_loop(
         exact: whether functions such as exp must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
+        rows: the entries of the carry that are stored before each iteration.
 
     Returns:
         the loop, and how it was compiled: "C++", or "Inductor" with the reason.
@@ -127,12 +134,23 @@ def compile_loop(
             )
             try:
                 compiled, path = (
-                    program(parts, constants_list, carry_list, exact, torch.get_num_threads()),
+                    program(
+                        parts, constants_list, carry_list, exact, torch.get_num_threads(), rows
+                    ),
                     "C++",
                 )
             except UnprintableError as reason:
+                operations = len(parts.body.graph.graph.nodes)
+                if operations > LARGE and constants_list[0].device.type == "cpu":
+                    warnings.warn(
+                        f"compile=True: {what} has an operation that is not printed as C++ "
+                        f"({reason}), so torch's Inductor compiles all {operations} of them, which "
+                        "can take minutes. Write it by other operations, or leave compile=True "
+                        "out.",
+                        stacklevel=2,
+                    )
                 compiled, path = (
-                    compile_with_inductor(parts, constants_list, carry_list, short),
+                    compile_with_inductor(parts, constants_list, carry_list, short, rows),
                     f"Inductor ({reason})",
                 )
     except Exception as error:
@@ -145,8 +163,9 @@ def compile_loop(
     if untested is not None:
         warnings.warn(untested, stacklevel=2)
 
-    def loop(constants: Constants, carry: Carry) -> Carry:
-        return tree_unflatten(compiled(leaves(constants), leaves(carry)), carry_tree)
+    def loop(constants: Constants, carry: Carry) -> tuple[Carry, list[Tensor]]:
+        values, stored = compiled(leaves(constants), leaves(carry))
+        return tree_unflatten(values, carry_tree), stored
 
     return loop, path
 
@@ -234,7 +253,13 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    trace = make_fx(
+        function,
+        decomposition_table=decompositions(),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
+    graph = trace(*inputs)
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]

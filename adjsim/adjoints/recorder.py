@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState, stack
-from adjsim._trajectory import Record, TimeAverage, first_averaged_step
+from adjsim._trajectory import Record, TimeAverage
 from adjsim.adjoints.base import ReconstructionError
-from adjsim.adjoints.stepper import Clock, Stepper
+from adjsim.adjoints.stepper import Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.clock import Clock, VaryingClock
 
 
 class Recorder:
@@ -30,19 +31,22 @@ class Recorder:
         average: the time average, if the record is one; else None.
         frames: from the number of a step to the number of the frame that is saved after it.
         first: the first step whose end counts for the time average.
-        weight: the weight of one step in the time average.
+        weight: the weight of one step in the time average, 1 for steps of varying size.
+        weights: of steps of varying size, the weights of the states after each number of steps.
     """
 
-    def __init__(self, record: Record[Any], clock: Clock) -> None:
+    def __init__(self, record: Record[Any], clock: Clock | VaryingClock) -> None:
         self.record = record
         self.average = record if isinstance(record, TimeAverage) else None
         self.frames = {step: i for i, step in enumerate(clock.saves)}
-        self.first = (
-            0
-            if self.average is None
-            else first_averaged_step(self.average.burn_in, clock.dt, clock.last)
-        )
-        self.weight = 1.0 / (clock.last - self.first + 1)
+        self.first, self.weight, self.weights = 0, 1.0, None
+        if self.average is not None and isinstance(clock, VaryingClock):
+            self.weights = clock.average_weights(self.average.burn_in)
+            self.first = int(self.weights.nonzero()[0][0])
+        elif self.average is not None:
+            assert isinstance(clock, Clock)
+            self.first = clock.first_averaged(self.average.burn_in)
+            self.weight = 1.0 / (clock.last - self.first + 1)
 
     def value(self, state: AnyState) -> Tensor:
         """Evaluate the function that is saved or averaged, on a state of the dynamics."""
@@ -61,6 +65,11 @@ class Recorder:
             )
         return value
 
+    def summand(self, value: Tensor, step: int) -> Tensor:
+        """Return the term of the time average's sum from the value after a step."""
+        value = value.to(sum_dtype(value))
+        return value if self.weights is None else value * float(self.weights[step])
+
 
 class Recording:
     """An observer of the states of one run, which saves frames or values."""
@@ -73,7 +82,7 @@ class Recording:
         # last step in the sum.
         self.total: Tensor | None = None
         self.dtype: torch.dtype | None = None
-        self.last_step = 0
+        self.last_step = -1
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
         return () if self.recorder.average is not None else stepper.clock.saves
@@ -92,7 +101,10 @@ class Recording:
 
     def add(self, value: Tensor, step: int) -> None:
         """Add the value after a step to the time average."""
-        self.dtype, value = _average_dtype(value, self.stepper), value.to(sum_dtype(value))
+        self.dtype, value = (
+            _average_dtype(value, self.stepper),
+            self.recorder.summand(value, step),
+        )
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
@@ -136,7 +148,10 @@ class RecordSweep:
 
     @property
     def average_cotangent(self) -> Tensor | None:
-        """The cotangent of the averaged function's value at each step that counts."""
+        """The cotangent of the averaged function's value at each step that counts.
+
+        For steps of varying size it is that of a weight of one.
+        """
         cotangent = self.cotangents[0] if self.recorder.average is not None else None
         return None if cotangent is None else cotangent * self.recorder.weight
 
@@ -148,8 +163,10 @@ class RecordSweep:
         if recorder.average is not None:
             cotangent = self.average_cotangent
             if step >= recorder.first and cotangent is not None:
+                if recorder.weights is not None:
+                    cotangent = cotangent * float(recorder.weights[step])
                 value = self.add_function(state, cotangent, cotangents, forces)
-                value = value.to(sum_dtype(value))
+                value = recorder.summand(value, step)
                 self.total = value if self.total is None else self.total + value
                 self.state = state
         elif frame is not None and recorder.record is None:

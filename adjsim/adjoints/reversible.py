@@ -11,6 +11,7 @@ import torch
 from adjsim._inputs import as_number, as_whole
 from adjsim._state import AnyState, State, detached, magnitudes, select
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
+from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.exact_inversion import Fingerprints
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -40,10 +41,12 @@ class ReversibleAdjoint(Adjoint):
         checkpoint_every: number of steps between stored states, over which the error can grow.
             None: without friction no states are stored; with friction the number is chosen to keep
             the error due to friction well under ``tol``, and is given in
-            ``trajectory.stats["checkpoint_every"]``. In float32 rounding alone comes near the
-            default ``tol``, so give a larger ``tol``. An exact run needs no checkpoints; it takes a
-            fingerprint every ``checkpoint_every`` steps, so that a force that is not reproducible
-            is found sooner.
+            ``trajectory.stats["checkpoint_every"]``. Friction with a surface varies along the run,
+            so there the distances follow the load, and the smallest one is given.
+            ``trajectory.stats["checkpoints"]`` is the number of stored states. In float32 rounding
+            alone comes near the default ``tol``, so give a larger ``tol``. An exact run needs no
+            checkpoints; it takes a fingerprint every ``checkpoint_every`` steps, so that a force
+            that is not reproducible is found sooner.
         tol: the error above which backward raises instead of returning a wrong gradient.
     """
 
@@ -73,16 +76,17 @@ class ReversibleAdjoint(Adjoint):
                 )
 
     def run(self, problem: Problem[State]) -> Result[State]:
-        every, exact = self.checkpoint_every, problem.solver.exact
+        every, exact, growth = self.checkpoint_every, problem.solver.exact, None
         if every is None and not exact:
-            every = _spacing(problem, self.tol)
+            growth = _growth(problem, self.tol)
+            every = None if growth is not None else _spacing(problem, self.tol)
         problem.stats.update(reconstruction_error=None, checkpoint_every=every)
 
         def history(stepper: Stepper) -> History:
             return (
                 Fingerprints(stepper, every)
                 if exact
-                else Resets(stepper, every, self.tol, problem.stats)
+                else Resets(stepper, every, self.tol, problem.stats, growth)
             )
 
         return run_swept(problem, history)
@@ -95,13 +99,25 @@ def _spacing(problem: Problem[State], tol: float) -> int | None:
     these errors by exp(friction dt n). Amplification by friction may use a third of the digits
     between eps and tol; the others are reserved for chaos of the potential.
     """
-    rate = problem.solver.damping(problem.dynamics, problem.state)
-    if rate == 0:
-        return None
+    budget, by_rounding = _budget(problem, tol)
+    by_friction = problem.solver.steps_within(problem.dynamics, problem.state, budget)
+    return None if by_friction is None else max(1, int(min(by_friction, by_rounding)))
+
+
+def _growth(problem: Problem[State], tol: float) -> ErrorGrowth | None:
+    """Return the growth of errors where it varies along the run; else None."""
+    with torch.no_grad():
+        if problem.dynamics.error_growth(float(problem.times[0]), problem.state) is None:
+            return None
+    budget, by_rounding = _budget(problem, tol)
+    dt, rate = problem.solver.dt, problem.solver.damping(problem.dynamics, problem.state)
+    return ErrorGrowth(problem.dynamics, dt, rate * dt + budget / by_rounding, budget)
+
+
+def _budget(problem: Problem[State], tol: float) -> tuple[float, float]:
+    """Return the growth allowed between stored states, and the steps that rounding allows."""
     digits = tol / torch.finfo(problem.state[0].dtype).eps
-    by_friction = math.log(max(digits, 1.0)) / 3 / (rate * problem.solver.dt)
-    by_rounding = (digits / 4) ** 2
-    return max(1, int(min(by_friction, by_rounding)))
+    return math.log(max(digits, 1.0)) / 3, (digits / 4) ** 2
 
 
 class Resets(History):
@@ -112,12 +128,19 @@ class Resets(History):
         every: steps between checkpoints; None: no checkpoints.
         tol: relative error above which the sweep raises.
         stats: receives the error.
+        growth: the growth of errors that determines the checkpoints instead of ``every``.
     """
 
     def __init__(
-        self, stepper: Stepper, every: int | None, tol: float, stats: dict[str, Any]
+        self,
+        stepper: Stepper,
+        every: int | None,
+        tol: float,
+        stats: dict[str, Any],
+        growth: ErrorGrowth | None = None,
     ) -> None:
         self.stepper, self.every, self.tol, self.stats = stepper, every, tol, stats
+        self.growth = growth
         self.stored: dict[int, AnyState] = {}
         # The largest entry of each field at checkpoints and save times; errors are relative to it.
         self.scale: list[torch.Tensor] = []
@@ -128,12 +151,11 @@ class Resets(History):
 
     def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
         last = self.stepper.clock.last
-        checkpoint = step == 0 or (
-            self.every is not None and step % self.every == 0 and step < last
-        )
+        checkpoint = step == 0 or (step < last and self._is_due(step))
         # The last state of the dynamics lacks the second copy of the state.
         if checkpoint or (step == last and self.stepper.program.copies is not None):
             self.stored[step] = detached(state)
+            self.stats["checkpoints"] = len(self.stored)
         if checkpoint or step in self.stepper.clock.saves:
             sizes = magnitudes(state)
             self.scale = (
@@ -141,6 +163,16 @@ class Resets(History):
                 if self.scale
                 else sizes
             )
+
+    def _is_due(self, step: int) -> bool:
+        if self.growth is None:
+            return self.every is not None and step % self.every == 0
+        if not self.growth.due:
+            return False
+        self.growth.restart()
+        known, apart = self.stats["checkpoint_every"], step - max(self.stored)
+        self.stats["checkpoint_every"] = apart if known is None else min(known, apart)
+        return True
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState

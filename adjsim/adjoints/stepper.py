@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from adjsim._noise import Noise
 from adjsim._progress import with_progress
-from adjsim._state import AnyState, State, all_finite, detached, in_transform
-from adjsim._trajectory import step_numbers
+from adjsim._state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Problem, Program, SteppingSolver
+from adjsim.solvers.base import Problem, Program, SteppingSolver, VaryingSteps
+from adjsim.solvers.clock import Clock, VaryingClock
 
 # Steps between finiteness checks.
 FINITE_EVERY = 64
@@ -37,37 +37,6 @@ class Inputs(NamedTuple):
     state: AnyState
     coefficients: Mapping[str, Coefficients]
     parameters: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The times of a run on a grid of steps.
-
-    Attributes:
-        begin: the time of the start.
-        dt: the step size.
-        saves: the numbers of the steps after which the state is saved; the first is 0.
-    """
-
-    begin: float
-    dt: float
-    saves: tuple[int, ...]
-
-    @property
-    def last(self) -> int:
-        """The number of steps."""
-        return self.saves[-1]
-
-    def time(self, step: float) -> float:
-        """Return the time after a number of steps."""
-        return self.begin + step * self.dt
-
-    def time_in_step(self, step: int) -> Callable[[float], float]:
-        """Return a function that gives the time in step number ``step``.
-
-        Its argument is the share of the step that has passed, from 0 to 1.
-        """
-        return lambda share: self.time(step + share)
 
 
 @dataclass(frozen=True)
@@ -136,8 +105,11 @@ class Driver(Protocol):
         """Return, in order, the steps after which it stops; they include the wanted steps."""
         ...
 
-    def advance(self, state: State, start: int, stop: int) -> State:
-        """Run from the state after ``start`` steps to the state after ``stop`` steps."""
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        """Run from the state after ``start`` steps up to ``stop`` steps or fewer.
+
+        Returns the last state and its number of steps.
+        """
         ...
 
 
@@ -150,12 +122,14 @@ class Stepper:
         clock: the times of steps and saves.
         noise: the noise of the steps; None without noise.
         growth: how the buffers of an exact run fill; None for any other run.
+        varying: what depends on the size of a step; None if all steps have one size.
     """
 
     program: Program
-    clock: Clock
+    clock: Clock | VaryingClock
     noise: StepNoise | None = None
     growth: BufferGrowth | None = None
+    varying: VaryingSteps | None = None
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Convert a state to that of the steps: with its copy, and on the lattice with buffers.
@@ -177,10 +151,17 @@ class Stepper:
         return self.program.step(
             self.clock.time_in_step(number),
             state,
-            inputs.coefficients,
+            self.coefficients_of(number, inputs),
             self.noise_of(number),
             forces,
         )
+
+    def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
+        """Return the coefficients of step number ``number``."""
+        if self.varying is None:
+            return inputs.coefficients
+        assert isinstance(self.clock, VaryingClock)
+        return self.varying.coefficients(self.clock.size(number))
 
     def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
         """Return the noise that step number ``number`` uses."""
@@ -230,17 +211,18 @@ class Stepper:
         for observer in observers:
             observer.visit(0, start, ())
         for stop in with_progress(stops, "forward", len(stops), problem.progress):
-            state, k = driver.advance(state, k, stop), stop
-            state, entries = self.spill(k, state)
-            spilled += sum(entry.bits for entry in entries)
-            if problem.dynamics.checks_states and not in_transform():
-                self._check_states(good, good_step, state, k, inputs, problem.dynamics)
-            if k - good_step >= FINITE_EVERY or k == last:
-                if not self._is_valid(state):
-                    self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
-                good, good_step = detached(state), k
-            for observer in observers:
-                observer.visit(k, state, entries)
+            while k < stop:
+                state, k = driver.advance(state, k, stop)
+                state, entries = self.spill(k, state)
+                spilled += sum(entry.bits for entry in entries)
+                if problem.dynamics.checks_states and not in_transform():
+                    self._check_states(good, good_step, state, k, inputs, problem.dynamics)
+                if k - good_step >= FINITE_EVERY or k == last:
+                    if not self.program.is_valid(state):
+                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
+                    good, good_step = detached(state), k
+                for observer in observers:
+                    observer.visit(k, state, entries)
         if lattice is not None:
             problem.stats["buffer_bits"] = (
                 (spilled + lattice.buffered_bits(state)) / (last * state[0].numel())
@@ -248,13 +230,6 @@ class Stepper:
                 else 0.0
             )
         return state
-
-    def _is_valid(self, state: AnyState) -> bool:
-        if in_transform():
-            return True
-        lattice, copies = self.program.lattice, self.program.copies
-        valid = all_finite(state) if lattice is None else lattice.in_range(state)
-        return valid and (copies is None or copies.together(state))
 
     @torch.no_grad()
     def _check_states(
@@ -297,29 +272,18 @@ class Stepper:
         self, state: AnyState, start: int, stop: int, inputs: Inputs, dynamics: Dynamics[Any]
     ) -> None:
         first, k, forces = state, start, self.program.forces(dynamics.potential)
-        while self._is_valid(state) and k < stop:
+        while self.program.is_valid(state) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
-        remedy = f"Use a smaller dt (it is {self.clock.dt:g}), or {dynamics.remedy}."
-        lattice, copies = self.program.lattice, self.program.copies
-        if copies is not None and not copies.together(state):
-            reason = copies.describe(state, first, self.clock.time(start), where)
-            raise FloatingPointError(reason)
-        if lattice is not None and all_finite(state):
-            raise OverflowError(
-                f"{lattice.describe(state)} {where}. {remedy} Run a system that spreads with "
-                "exact=False."
-            )
-        if k == 1:
-            reason = dynamics.describe_first_step(
-                self.clock.time(0), detached(self.from_lattice(first))
-            )
-            if reason is not None:
-                raise FloatingPointError(
-                    f"the simulation reached NaN or infinity {where}: {reason}"
-                )
-        raise FloatingPointError(f"the simulation reached NaN or infinity {where}. {remedy}")
+        reason = (
+            dynamics.describe_first_step(self.clock.time(0), detached(self.from_lattice(first)))
+            if k == 1
+            else None
+        )
+        raise self.program.failure(
+            state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
+        )
 
 
 def prepare(
@@ -337,19 +301,25 @@ def prepare(
         return stepper, inputs._replace(parameters=parameters)
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
-    saves = step_numbers(problem.times, solver.dt)
+    clock, varying = solver.clock(problem.times), solver.varying(state)
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
     lattice, growth = program.lattice, None
-    stats: dict[str, Any] = {"steps": saves[-1], "order": program.order}
-    if lattice is not None:
+    stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}
+    if varying is not None:
+        assert isinstance(clock, VaryingClock)
+        growth = varying.growth(program, clock)
+        stats["step_times"] = clock.ends
+    elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
         growth = lattice.growth(
             coefficients, [(stage.letter, move) for stage, move in program.moves]
         )
+    if growth is not None:
         stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
     if program.copies is not None:
         stats.update(program.copies.stats)
     problem.stats.update(stats)
+    problem.stats["energy_evaluations"] += solver.evaluations
     noise = None
     if program.draws:
         assert problem.noise is not None
@@ -361,7 +331,6 @@ def prepare(
             dynamics.draw_shape(float(problem.times[0]), state),
             state[0].detach(),
         )
-    clock = Clock(float(problem.times[0]), solver.dt, tuple(saves))
-    return Stepper(program, clock, noise, growth), Inputs(
+    return Stepper(program, clock, noise, growth, varying), Inputs(
         state, coefficients, problem.tensors.tensors
     )

@@ -71,7 +71,11 @@ class _SweptRun:
         ]
         # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
-        self.compiled = CompiledDriver(stepper, inputs, problem) if problem.compile else None
+        self.compiled = (
+            CompiledDriver(stepper, inputs, problem, not history.inverts)
+            if problem.compile
+            else None
+        )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
         """List the tensors that autograd sees.
@@ -99,9 +103,9 @@ class _SweptRun:
         inputs, recording = self.inputs(flat, self.parameters), Recording(self.recorder, stepper)
         if self.compiled is None:
             forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
-            driver: Driver = EagerDriver(stepper, inputs, forces)
+            driver: Driver = EagerDriver(stepper, inputs, forces, self.history.growth)
         else:
-            driver = self.compiled.forward(recording)
+            driver = self.compiled.forward(recording, self.history.growth, self.history.states)
         start = stepper.to_lattice(inputs.state)
         with problem.tensors.substituted(self.parameters):
             final = stepper.from_lattice(

@@ -171,6 +171,14 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return 0.0
 
+    def error_growth(self, t: Any, state: State) -> Tensor | None:
+        """Compute rates, beyond :meth:`damping`, at which rounding errors grow in reversed steps.
+
+        The result has one rate for each vertex, or of any other shape. None: the rates are the same
+        in all states. In a compiled loop the time is a tensor.
+        """
+        return None
+
     def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
         """Return the sizes that fields reach over a time, for fields where they are known.
 
@@ -220,11 +228,20 @@ class Dynamics(nn.Module, Generic[State]):
     def check_start(self, t: float, state: State) -> None:
         """Refuse, before any work, a start that does not fit the time of the start."""
 
+    def margin(self, t: Any, state: State) -> Tensor | None:
+        """Compute distances to the states that ``check_state`` refuses, negative beyond.
+
+        Compiled loops of steps compute it after each step. None: there are no such states. The
+        time may be a tensor.
+        """
+        return None
+
     def check_state(self, t: float, state: State) -> None:
         """Refuse a state of a run that the model excludes, such as a body behind a wall.
 
-        It is called with the run's parameters: after every step, or in compiled runs after every
-        loop of steps, if ``checks_states`` is true.
+        It is called with the run's parameters after every step if ``checks_states`` is true; in
+        compiled runs after every loop of steps. A loop in which :meth:`margin` was negative is run
+        again up to the step where it was.
 
         Raises:
             ValueError: the reason; the run adds the step.

@@ -25,8 +25,8 @@ class Copies:
         state: the start.
         sizes: the size of each field, for each system. The distance between the copies is compared
             with this size, or with the largest entry of the field if it is larger.
-        remedy: takes a state and its time, and says why its copies move apart over the next steps,
-            and what to do.
+        remedy: takes a state, its time and what to use where steps are too long, and says why its
+            copies move apart over the next steps, and what to do.
         stats: what ``trajectory.stats`` has about the copies.
         limit: the distance between the copies, as a share of the size of a field, above which a run
             stops.
@@ -36,7 +36,7 @@ class Copies:
         self,
         state: AnyState,
         sizes: Mapping[str, Tensor],
-        remedy: Callable[[Any, float], str],
+        remedy: Callable[[Any, float, str], str],
         stats: Mapping[str, float],
         limit: float = LARGEST_DISTANCE,
     ) -> None:
@@ -73,7 +73,7 @@ class Copies:
         """Return whether the copies are close enough for both to be solutions."""
         return self.distance(state) <= self.limit
 
-    def describe(self, state: AnyState, good: AnyState, t: float, where: str) -> str:
+    def describe(self, state: AnyState, good: AnyState, t: float, where: str, smaller: str) -> str:
         """Describe, for an error message, copies that have moved apart, and the way out.
 
         Args:
@@ -81,10 +81,11 @@ class Copies:
             good: the last state that was checked, with its copy.
             t: its time.
             where: the step and the time.
+            smaller: what to use where steps are too long.
         """
         return (
             f"the two copies of the state moved apart by {self.distance(state):.1g} of its size "
-            f"{where}: {self.remedy(self.remove(good), t)}"
+            f"{where}: {self.remedy(self.remove(good), t, smaller)}"
         )
 
 

@@ -56,14 +56,15 @@ class Mechanics(MassiveDynamics[PhaseState]):
     terms that are present. A term is present if its number is not zero, or requires grad.
 
     The step is explicit, so it has a largest stable size, 2 over the largest angular frequency. A
-    run with a longer one is refused, with the bound. For stiff bodies use an implicit solver.
+    run with a longer one is refused, with the bound: that of the body at the start of the run, with
+    the load and the surface of that time. A body that an actuator stiffens later needs less.
+    For stiff bodies use an implicit solver.
     Friction has no static regime: a body under a load f < mu N creeps, at v_s atanh(f/(mu N)). For
     rigid bodies with impacts use :func:`~adjsim.solve_ivp` with events.
 
     Reversing a step multiplies rounding errors by exp(rate dt), with the rates of damping and, for
     vertices that stick, ``mu N/(m v_s)``. :class:`~adjsim.ReversibleAdjoint` therefore stores
-    checkpoints. Their distance follows from an estimate of N, the load at the start. Where impacts
-    are much harder, give ``checkpoint_every`` or use :class:`~adjsim.CheckpointAdjoint`.
+    checkpoints, at distances that follow the load N along the run.
 
     Args:
         potential: energy of the body and of the loads on it, or a force field.
@@ -248,6 +249,9 @@ class Mechanics(MassiveDynamics[PhaseState]):
     def checks_states(self) -> bool:
         return self.contact is not None
 
+    def margin(self, t: Any, state: PhaseState) -> Tensor | None:
+        return None if self.contact is None else self.contact.margin(state.position, t)
+
     def check_state(self, t: float, state: PhaseState) -> None:
         if self.contact is not None:
             self.contact.refuse_penetration(state.position, t)
@@ -259,18 +263,14 @@ class Mechanics(MassiveDynamics[PhaseState]):
 
     def damping(self, state: PhaseState) -> float:
         with torch.no_grad():
-            rate = float(self.damping_rate.max())
             term = self.terms.get("D")
             if isinstance(term, RayleighDamping):
-                rate = max(term.bounds(state))
-            if self.contact is None or "F" not in self.terms:
-                return rate
-            q = state.position
-            load = torch.maximum(
-                self.contact.normal_force(q), force(self.body, q).norm(dim=-1)
-            ).unsqueeze(-1)
-            sticking = self.friction.reshape(-1, 1).to(q) * load / (self.masses(q) * self.smoothing)
-            return rate + float(sticking.max())
+                return max(term.bounds(state))
+            return float(self.damping_rate.max())
+
+    def error_growth(self, t: Any, state: PhaseState) -> Tensor | None:
+        term = self.terms.get("F")
+        return term.rate(t, state) if isinstance(term, CoulombFriction) else None
 
     def energy(self, state: PhaseState) -> Energies:
         """Compute the energy ``sum p^2/2m + U(q)``, ``(*batch,)``, with that of the contact.

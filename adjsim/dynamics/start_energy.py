@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adjsim._module import refuse_written, version_of
 from adjsim._state import in_transform
 from adjsim._tree import closest_atoms
-from adjsim.potentials.base import ForceField, Potential, SumPotential, force
+from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
 
 
@@ -38,7 +38,13 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
         )
     if not in_transform() and not bool(torch.isfinite(value).all()):
         raise ValueError(describe_not_finite(potential, copy, value, what))
-    if what == "energy" and not in_transform() and _has_units(potential):
+    if in_transform():
+        return
+    if isinstance(potential, SumForce):
+        for part in potential.parts:
+            if isinstance(part, ForceFieldPotential):
+                refuse_high_energy(part, copy, part(copy).detach())
+    elif what == "energy" and _has_units(potential):
         refuse_high_energy(cast(Potential, potential), copy, value)
 
 

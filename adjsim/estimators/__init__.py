@@ -5,6 +5,7 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.finite_difference import FiniteDifference
 from adjsim.estimators.forward_sensitivity import ForwardSensitivity
 from adjsim.estimators.girsanov import Girsanov
+from adjsim.estimators.lyapunov import LyapunovSpectrum, lyapunov_spectrum
 from adjsim.estimators.pathwise import Pathwise
 from adjsim.estimators.reweighting import Reweighting
 from adjsim.estimators.score_function import REINFORCE, ScoreFunction
@@ -17,9 +18,11 @@ __all__ = [
     "ForwardSensitivity",
     "Girsanov",
     "GradientEstimate",
+    "LyapunovSpectrum",
     "Pathwise",
     "Reweighting",
     "ScoreFunction",
     "Shadowing",
     "Simulation",
+    "lyapunov_spectrum",
 ]

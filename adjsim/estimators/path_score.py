@@ -19,6 +19,7 @@ from adjsim.dynamics.overdamped import OverdampedLangevin
 from adjsim.dynamics.sde import SDE
 from adjsim.estimators.functional import with_values
 from adjsim.potentials.base import ForceField, force
+from adjsim.solvers.clock import Clock
 from adjsim.solvers.euler_maruyama import EulerMaruyama
 
 # Number of steps whose forces are differentiated in one call.
@@ -109,6 +110,7 @@ class _FieldEulerMaruyama(PathScore):
     def __call__(self, step: int, before: AnyState, after: AnyState) -> None:
         t = self.stepper.clock.time(step)
         parts = self.noise(step)[0].split([y.shape[-1] for y in before], -1)
+        assert isinstance(self.stepper.clock, Clock)
         scale = self.stepper.clock.dt**0.5
         weights = tuple(
             scale * _ratio(xi, g)

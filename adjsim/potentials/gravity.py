@@ -26,9 +26,9 @@ class Gravity(Potential):
         direction: ``(dim,)``, upward, of any length but zero; None for the last axis.
 
     Raises:
-        ValueError: a mass that is not positive or of another shape, a g that is not one number, a
-            direction of length zero. At evaluation: a mass or a direction that does not fit the
-            position.
+        ValueError: a mass that is not positive or of another shape, a g that is not one finite
+            number, a direction of length zero. At evaluation: a mass or a direction that does not
+            fit the position.
     """
 
     mass: Tensor
@@ -43,13 +43,13 @@ class Gravity(Potential):
                 f"mass must be a scalar, (atoms,) or (atoms, 1); got shape "
                 f"{tuple(self.mass.shape)}."
             )
-        register(self, "g", g)
+        register(self, "g", g, finite=True)
         if self.g.numel() != 1:
             raise ValueError(f"g must be one number; got shape {tuple(self.g.shape)}.")
         if direction is None:
             self.direction = None
             return
-        register(self, "direction", direction)
+        register(self, "direction", direction, finite=True)
         assert self.direction is not None
         if self.direction.ndim != 1 or not bool((self.direction.detach() != 0).any()):
             raise ValueError(

@@ -9,11 +9,13 @@ from adjsim.solvers.reversible_heun import ReversibleHeun
 from adjsim.solvers.runge_kutta import RungeKutta
 from adjsim.solvers.sde import InstabilityError, SDESolver
 from adjsim.solvers.splitting import BAOAB, Splitting, VelocityVerlet
+from adjsim.solvers.step_sizes import Adaptive, StepTimes
 from adjsim.solvers.stochastic_heun import StochasticHeun
 from adjsim.solvers.tableaus import Tableau
 
 __all__ = [
     "BAOAB",
+    "Adaptive",
     "BackwardEuler",
     "Coupled",
     "EulerMaruyama",
@@ -26,6 +28,7 @@ __all__ = [
     "RungeKutta",
     "SDESolver",
     "Splitting",
+    "StepTimes",
     "StochasticHeun",
     "Tableau",
     "VelocityVerlet",

@@ -5,23 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from adjsim._grid import Grid
 from adjsim._inputs import as_number
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
-from adjsim._state import State
-from adjsim._trajectory import Record
+from adjsim._state import AnyState, State, all_finite, in_transform
+from adjsim._trajectory import Record, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import Lattice
+from adjsim.dynamics.lattice import BufferGrowth, Lattice
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
+from adjsim.solvers.clock import Clock, VaryingClock
 
 # Maps a share of a step to the time. The end of one step and the beginning of the next are the same
 # number.
@@ -95,8 +97,22 @@ class Program:
 
         These are the states before each move, and the state after the last.
         """
+        states = self.states_before(time, state, coefficients, noise, forces)
+        stage, move = self.moves[-1]
+        last = move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
+        return [*states, last]
+
+    def states_before(
+        self,
+        time: TimeInStep,
+        state: State,
+        coefficients: Mapping[str, Coefficients],
+        noise: Sequence[Tensor] | None,
+        forces: ForceEvaluator,
+    ) -> list[State]:
+        """Return the states before each move of one step; the last move is not run."""
         states = [state]
-        for stage, move in self.moves:
+        for stage, move in self.moves[:-1]:
             states.append(
                 move.flow(states[-1], self.context(time, stage, coefficients, noise, forces))
             )
@@ -167,6 +183,46 @@ class Program:
             else replace(self, lattice=self.lattice.with_spacings(spacings))
         )
 
+    def is_valid(self, state: AnyState) -> bool:
+        """Return whether a state is finite, on the lattice, and with its copies together."""
+        if in_transform():
+            return True
+        lattice, copies = self.lattice, self.copies
+        valid = all_finite(state) if lattice is None else lattice.in_range(state)
+        return valid and (copies is None or copies.together(state))
+
+    def failure(
+        self,
+        state: AnyState,
+        good: AnyState,
+        good_time: float,
+        where: str,
+        smaller: str,
+        remedy: str,
+        reason: str | None = None,
+    ) -> Exception:
+        """Make the error of a run that reached a state that is not valid.
+
+        Args:
+            state: the state.
+            good: a valid state before it.
+            good_time: the time of that state.
+            where: the step and the time.
+            smaller: what to use where steps are too long.
+            remedy: what else may help.
+            reason: why numbers are not finite, with the way out, if it is known.
+        """
+        lattice, copies = self.lattice, self.copies
+        if copies is not None and not copies.together(state):
+            return FloatingPointError(copies.describe(state, good, good_time, where, smaller))
+        if lattice is not None and all_finite(state):
+            return OverflowError(
+                f"{lattice.describe(state)} {where}. Use {smaller}, or {remedy}. Run a system that "
+                "spreads with exact=False."
+            )
+        why = f". Use {smaller}, or {remedy}." if reason is None else f": {reason}"
+        return FloatingPointError(f"the simulation reached NaN or infinity {where}{why}")
+
     def context(
         self,
         time: TimeInStep,
@@ -200,16 +256,37 @@ class Problem(Generic[State]):
     compile: bool = False
     stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the start or a parameter requires grad, and gradients are enabled."""
+        trained = bool(self.tensors.wanted) or any(x.requires_grad for x in self.state)
+        return torch.is_grad_enabled() and trained
+
+
+@runtime_checkable
+class VaryingSteps(Protocol):
+    """What depends on the size of a step, where steps differ in size."""
+
+    def coefficients(self, h: float) -> dict[str, Coefficients]:
+        """Return each letter's coefficients of a step of size h."""
+        ...
+
+    def growth(self, program: Program, clock: VaryingClock) -> BufferGrowth | None:
+        """Compute how the buffers of an exact run fill; None for any other run."""
+        ...
+
 
 class SteppingSolver(ABC):
-    """The base class of solvers with fixed steps of size dt.
+    """The base class of solvers that take steps, of size dt if all have one size.
 
-    ``compiles`` is whether a step is one sequence of operations for all states, which can be
-    compiled. ``exact`` is whether steps run on a lattice.
+    ``compiles`` is whether all steps are one sequence of operations, which can be compiled.
+    ``exact`` is whether steps run on a lattice. ``stats`` and ``evaluations`` are what it knows
+    before a run: entries of ``trajectory.stats``, and evaluations of the drift.
     """
 
-    compiles: ClassVar[bool] = True
+    compiles: bool = True
     exact: bool = False
+    evaluations: int = 0
     dt: float
 
     @abstractmethod
@@ -220,13 +297,33 @@ class SteppingSolver(ABC):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
-    def resolved(self, dynamics: Dynamics[State], state: State, t: float) -> SteppingSolver:
-        """Return the solver with the numbers that it chooses by the start."""
+    def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
+        """Return the solver with the numbers that it chooses by the start and the save times."""
         return self
+
+    def clock(self, times: Tensor) -> Clock | VaryingClock:
+        """Return the times of the steps of a run with these save times."""
+        return Clock(float(times[0]), self.dt, tuple(step_numbers(times, self.dt)))
+
+    def varying(self, state: AnyState) -> VaryingSteps | None:
+        """Return what depends on the size of a step; None if all steps have one size."""
+        return None
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return {}
 
     def damping(self, dynamics: Dynamics[State], state: State) -> float:
         """Return the rate (1/time) at which rounding errors grow in reversed steps."""
         return dynamics.damping(state)
+
+    def steps_within(self, dynamics: Dynamics[State], state: State, growth: float) -> float | None:
+        """Return how many reversed steps let rounding errors grow by at most exp(growth).
+
+        None: they do not grow.
+        """
+        rate = self.damping(dynamics, state)
+        return None if rate == 0 else growth / (rate * self.dt)
 
     def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
         """Refuse, before any work, a step that is too long for the dynamics at a start."""

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from adjsim._inputs import as_flag, as_number
-from adjsim._state import State, in_transform
+from adjsim._state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.lattice import Lattice, typical_sizes
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.adaptive_steps import AdaptiveSteps, look_ahead
+from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+from adjsim.solvers.clock import SMALLER, Clock, VaryingClock
 from adjsim.solvers.increment import Increment, reversed_growth
-from adjsim.solvers.runge_kutta import LETTER, RungeKutta, refuse_no_drift
+from adjsim.solvers.runge_kutta import LETTER, find_tableau, refuse_no_drift
+from adjsim.solvers.step_sizes import Adaptive, RecordedTimes, StepTimes
 from adjsim.solvers.tableaus import Tableau
+from adjsim.solvers.varying_coupling import VaryingCoupling, steps_within
 
 # Steps along which the rate is estimated.
 AHEAD = 256
@@ -32,7 +39,7 @@ SIMPLE = 0.01
 
 
 class Coupled(SteppingSolver):
-    """Take Runge-Kutta steps of size dt in a form that can be undone::
+    """Take Runge-Kutta steps in a form that can be undone::
 
         y' = c y + (1 - c) z + step_h(z)        z' = z - step_{-h}(y')        c = exp(-rate h)
 
@@ -54,85 +61,146 @@ class Coupled(SteppingSolver):
 
     The coupling c is the simplest fraction n/d with 1 - c within one per cent of 1 - exp(-rate dt).
 
+    With ``dt=Adaptive(rtol, atol)`` the error of the increment at z chooses the sizes. A pass of
+    the same steps without a gradient records their times, 8 bytes a step, and costs about 1.5 times
+    a run. Run and backward sweep then use the recorded sizes h, with the coupling n/4096 next below
+    exp(-rate h). The gradient is the exact one of these steps at fixed sizes: it has no term for
+    the dependence of the sizes on start and parameters. ``trajectory.stats`` has ``step_times``,
+    ``steps`` (those accepted) and ``rejected``. :class:`StepTimes` repeats recorded steps. Steps of
+    varying size are not compiled. For long runs of a problem whose time scale does not change,
+    prefer a number.
+
     Steps are stable for dt times the fastest decay up to about rate dt, which is below the limit of
     the method itself: for stiff equations use implicit steps.
 
     Args:
         method: a name or a :class:`~adjsim.solvers.tableaus.Tableau`, as for ``RungeKutta``.
-        dt: the step, time.
+        dt: the step, time; or :class:`Adaptive`, or :class:`StepTimes`.
         rate: the rate of the coupling, 1/time. None: 1.5 times the strongest contraction along the
             first 256 steps, rounded up to two digits. It is in ``trajectory.stats["rate"]``.
         exact: run the steps on a lattice, where they are undone bit for bit.
 
     Raises:
-        ValueError: an unknown method, a rate that is not positive or too small or large for dt;
+        ValueError: an unknown method, a rate that is not positive or too small or large for dt, an
+            adaptive method without an error estimate, a save time that is not among ``StepTimes``;
             with ``exact``, a state that is not float64.
         TypeError: dynamics with noise, or with a term that is not an equation (when a run begins).
-        FloatingPointError: the copies moved apart; the message names the step and a rate.
+        FloatingPointError: the copies moved apart (the message names the step and a rate), or the
+            error of an adaptive step is too large at every size (it names the step and the time).
     """
 
     def __init__(
         self,
         method: str | Tableau,
-        dt: float,
+        dt: float | int | Adaptive | StepTimes,
         *,
         rate: float | int | None = None,
         exact: bool = False,
     ) -> None:
-        steps = RungeKutta(method, dt)
-        self.method, self.tableau, self.dt = steps.method, steps.tableau, steps.dt
+        self.method, self.tableau = method, find_tableau(method)
+        self.steps = dt if isinstance(dt, Adaptive | StepTimes) else check_dt(dt)
         self.rate = None if rate is None else as_number("rate", rate)
-        self.exact = as_flag("exact", exact)
+        self.exact, self.compiles = as_flag("exact", exact), isinstance(self.steps, float)
+        if isinstance(dt, Adaptive) and self.tableau.error is None:
+            raise ValueError(
+                f"{method!r} has no error estimate from which Adaptive could choose steps: use a "
+                "method with an error estimate, 'bogacki-shampine', 'dormand-prince' or a "
+                "Tableau with error=."
+            )
         if self.rate is not None:
             if not 0 < self.rate < math.inf:
                 raise ValueError(f"rate must be positive; got {rate}.")
-            self.coupling = coupling(self.rate, self.dt)
+            if isinstance(self.steps, float):
+                self.coupling = coupling(self.rate, self.steps)
+
+    @property
+    def dt(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The size of all steps.
+
+        Raises:
+            TypeError: steps of varying size.
+        """
+        if not isinstance(self.steps, float):
+            raise TypeError(
+                f"steps of one size are needed here, and those of {self!r} differ: give Coupled a "
+                "number as dt."
+            )
+        return self.steps
 
     @property
     def order(self) -> int:
         return self.tableau.order
 
-    def resolved(self, dynamics: Dynamics[State], state: State, t: float) -> Coupled:
-        """Return these steps with a rate."""
-        if self.rate is not None:
+    @property
+    def evaluations(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Evaluations of the drift that chose the steps."""
+        return self.steps.evaluations if isinstance(self.steps, RecordedTimes) else 0
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
+
+    def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:
+        """Return these steps with a rate and the times of adaptive steps."""
+        if self.rate is not None and not isinstance(self.steps, Adaptive):
             return self
         refuse_no_drift(self, dynamics)
         if in_transform():
             raise RuntimeError(
-                "rate=None reads the numbers of the start, which torch.func transforms (grad, "
-                "vmap, jvp) hide: give Coupled a rate."
+                "rate=None and Adaptive read the numbers of the start, which torch.func "
+                "transforms (grad, vmap, jvp) hide: give Coupled a rate, and a number or StepTimes "
+                "as dt."
             )
-        rate = self._suggest(dynamics, state, t, AHEAD)
-        return Coupled(self.method, self.dt, rate=rate, exact=self.exact)
+        sizes = self._ahead(dynamics, state, float(times[0]), float(times[-1]))
+        rate = self.rate
+        if rate is None:
+            rate = self._suggest(dynamics, state, float(times[0]), sizes)
+        solver = Coupled(self.method, self.steps, rate=rate, exact=self.exact)
+        if isinstance(self.steps, Adaptive):
+            steps = solver._record(dynamics, state, times.tolist(), math.fsum(sizes) / len(sizes))
+            return Coupled(self.method, steps, rate=rate, exact=self.exact)
+        return solver
 
     def program(self, dynamics: Dynamics[State], state: State) -> Program:
+        if isinstance(self.steps, Adaptive):
+            raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, 0.0).program(dynamics, state)
+            return self.resolved(dynamics, state, torch.zeros(1)).program(dynamics, state)
+        return self._program(dynamics, state, self._typical())
+
+    def _program(
+        self, dynamics: Dynamics[State], state: State, typical: float, end: float = math.inf
+    ) -> Program:
+        """List the moves of a step, for a run with a typical step size and an end."""
         refuse_no_drift(self, dynamics)
+        assert self.rate is not None
+        h = self.steps if isinstance(self.steps, float) else None
         names = state._fields
         copied = tuple(map(copy_name, names))
-        increment = partial(Increment, dynamics, self.tableau)
+        increment = partial(Increment, dynamics, self.tableau, h, type(state))
         forward: list[Move] = []
         for i, name in enumerate(names):
-            step = increment(self.dt, type(state), copied, i, weight="1-c")
+            step = increment(copied, i, weight="1-c")
             forward += [Scale(name, Coefficient("c")), Shear(name, step)]
         backward = tuple(
-            Shear(name, increment(-self.dt, type(state), names, i, sign=-1))
-            for i, name in enumerate(copied)
+            Shear(name, increment(names, i, direction=-1, sign=-1)) for i, name in enumerate(copied)
         )
-        sizes = {} if in_transform() else typical_sizes(dynamics, state, self.dt)
-        remedy = partial(self._remedy, dynamics)
+        sizes = {} if in_transform() else typical_sizes(dynamics, state, typical)
+        remedy = partial(self._remedy, dynamics, end)
         copies = Copies(state, sizes, remedy, {"rate": self.rate})
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
         lattice = None
         if self.exact:
             moves = {LETTER: (*forward, *backward)}
-            lattice = Lattice(dynamics, state, moves, self.dt, copies)
-        return Program(stages, self.dt, self.order, lattice=lattice, copies=copies)
+            lattice = Lattice(dynamics, state, moves, typical, copies)
+        return Program(stages, typical, self.order, lattice=lattice, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        if not isinstance(self.steps, float):
+            # They depend on the step.
+            return {LETTER: {}}
         if self.rate is None:
-            return self.resolved(dynamics, state, 0.0).coefficients(dynamics, state)
+            return self.resolved(dynamics, state, torch.zeros(1)).coefficients(dynamics, state)
         values = {"c": self.coupling, "1-c": 1 - self.coupling}
         return {
             LETTER: {
@@ -141,18 +209,95 @@ class Coupled(SteppingSolver):
             }
         }
 
+    def clock(self, times: Tensor) -> Clock | VaryingClock:
+        return (
+            self.steps.clock(times) if isinstance(self.steps, StepTimes) else super().clock(times)
+        )
+
+    def varying(self, state: AnyState) -> VaryingCoupling | None:
+        if isinstance(self.steps, float):
+            return None
+        assert self.rate is not None
+        return VaryingCoupling(self.rate, state[0].detach(), self.exact)
+
     def damping(self, dynamics: Dynamics[State], state: State) -> float:
         return (self.rate or 0.0) + dynamics.damping(state)
 
-    def _suggest(self, dynamics: Dynamics[State], state: State, t: float, steps: int) -> float:
-        """Choose a rate by the contraction along the next steps."""
-        growth = reversed_growth(dynamics, self.tableau, self.dt, state, t, steps)
-        return _rounded_up(max(MARGIN * growth, SMALLEST / self.dt))
+    def steps_within(self, dynamics: Dynamics[State], state: State, growth: float) -> float | None:
+        if not isinstance(self.steps, StepTimes):
+            return super().steps_within(dynamics, state, growth)
+        assert self.rate is not None
+        sizes = self.steps.sizes.numpy()
+        return float(steps_within(self.rate, sizes, dynamics.damping(state) * sizes, growth))
 
-    def _remedy(self, dynamics: Dynamics[State], state: State, t: float) -> str:
+    def _ahead(
+        self, dynamics: Dynamics[State], state: State, t: float, end: float
+    ) -> Sequence[float]:
+        """Return the sizes of the next steps."""
+        if isinstance(self.steps, Adaptive):
+            return look_ahead(dynamics, self.tableau, self.steps, state, t, end, AHEAD)
+        if isinstance(self.steps, StepTimes):
+            return self.steps.following(t, AHEAD)
+        return [self.steps] * AHEAD
+
+    def _typical(self) -> float:
+        """Return the step size by which the sizes of fields are estimated."""
+        if isinstance(self.steps, RecordedTimes):
+            return self.steps.typical
+        if isinstance(self.steps, StepTimes):
+            return float(self.steps.sizes[:AHEAD].mean())
+        return self.dt
+
+    def _suggest(
+        self, dynamics: Dynamics[State], state: State, t: float, sizes: Sequence[float]
+    ) -> float:
+        """Choose a rate by the contraction along the next steps."""
+        growth = reversed_growth(dynamics, self.tableau, sizes, state, t)
+        return _rounded_up(max(MARGIN * growth, SMALLEST * len(sizes) / math.fsum(sizes)))
+
+    @torch.no_grad()
+    def _record(
+        self, dynamics: Dynamics[State], state: State, ends: Sequence[float], typical: float
+    ) -> RecordedTimes:
+        """Run adaptive steps once, on the lattice if there is one, and return their times."""
+        assert isinstance(self.steps, Adaptive)
+        start = detached(state)
+        program, varying = self._program(dynamics, start, typical, ends[-1]), self.varying(start)
+        assert varying is not None
+        lattice, copies, limit = program.lattice, program.copies, varying.limit(program)
+        assert copies is not None
+        forces = program.forces(dynamics.potential)
+
+        def take(number: int, t: float, after: float, before: Any, y: AnyState) -> AnyState:
+            """Take the step of the run itself, so that the run repeats it bit for bit."""
+            times, coefficients = (t, after), varying.coefficients(after - t)
+            step = program.step(lambda share: times[int(share)], before, coefficients, None, forces)
+            if lattice is not None:
+                step, _ = lattice.spill(step, limit)
+            if not program.is_valid(step):
+                where = f"in step {number + 1} (t = {after:g})"
+                raise program.failure(step, before, t, where, SMALLER, dynamics.remedy)
+            return step
+
+        def plain(both: Any) -> Any:
+            # The step of y is that of its copy z.
+            return type(start)._make(getattr(both, name) for name in copies.names)
+
+        first: Any = copies.add(start)
+        steps = AdaptiveSteps(dynamics, self.tableau, self.steps)
+        times = steps.run(
+            first if lattice is None else lattice.to_lattice(first), ends, take, plain
+        )
+        evaluations = steps.evaluations + forces.stats["energy_evaluations"]
+        found = torch.tensor(times, dtype=torch.float64)
+        return RecordedTimes(found, typical, steps.rejected, evaluations)
+
+    def _remedy(
+        self, dynamics: Dynamics[State], end: float, state: State, t: float, smaller: str
+    ) -> str:
         """Say why the copies of a state move apart, and the way out."""
         assert self.rate is not None
-        rate = self._suggest(dynamics, state, t, AHEAD)
+        rate = self._suggest(dynamics, state, t, self._ahead(dynamics, state, t, end))
         found = f"the rate {self.rate:.4g} of the coupling is "
         if rate > self.rate:
             return (
@@ -161,13 +306,14 @@ class Coupled(SteppingSolver):
             )
         return (
             f"{found}large enough for the contraction of the flow, so the steps are too coarse. "
-            f"Use a smaller dt (it is {self.dt:g})."
+            f"Use {smaller}."
         )
 
     def __repr__(self) -> str:
+        size = f"{self.steps:g}" if isinstance(self.steps, float) else repr(self.steps)
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         exact = ", exact=True" if self.exact else ""
-        return f"Coupled({self.method!r}, dt={self.dt:g}{rate}{exact})"
+        return f"Coupled({self.method!r}, dt={size}{rate}{exact})"
 
 
 def coupling(rate: float, dt: float) -> Fraction:

@@ -215,7 +215,7 @@ class ImplicitSolver(SteppingSolver):
     in reversed order for half a step after it.
     """
 
-    compiles: ClassVar[bool] = False
+    compiles = False
     theta: ClassVar[float]
     order: ClassVar[int]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,20 +34,22 @@ class Increment:
     Attributes:
         dynamics: the dynamics, whose drift is evaluated.
         tableau: the method.
-        h: the size of the step, which may be negative.
+        h: the size of the step; None: the coefficient "h" of the step.
         kind: the type of the states of the dynamics.
         reads: the fields that stand for the fields of such a state, in order.
         index: the number of the field whose increment it is.
+        direction: 1 for a step forward in time, -1 for one backward.
         sign: 1 or -1.
         weight: the name of the coefficient w.
     """
 
     dynamics: Dynamics[Any]
     tableau: Tableau
-    h: float
+    h: float | None
     kind: type[Any]
     reads: tuple[str, ...]
     index: int
+    direction: int = 1
     sign: int = 1
     weight: str | None = None
 
@@ -83,7 +86,9 @@ class Increment:
     def _evaluate(self, fields: list[Tensor], state: AnyState, context: MoveContext) -> Tensor:
         context.forces.count(len(self.tableau.b))
         t, inner = Time().value(state, context), self.kind._make(fields)
-        step = increment(self.dynamics, self.tableau, t, self.h, inner)[self.index]
+        # A size is a constant of a run, so a coefficient of it is read as a number.
+        h = self.direction * (float(context.coefficients["h"]) if self.h is None else self.h)
+        step = increment(self.dynamics, self.tableau, t, h, inner)[self.index]
         if self.weight is None:
             return step if self.sign > 0 else -step
         return torch.add(
@@ -92,19 +97,20 @@ class Increment:
 
 
 def reversed_growth(
-    dynamics: Dynamics[State], tableau: Tableau, h: float, state: State, t: float, steps: int
+    dynamics: Dynamics[State], tableau: Tableau, sizes: Sequence[float], state: State, t: float
 ) -> float:
     """Estimate the growth exponent (1/time) of the reversed linear flow along the next steps.
 
-    A perturbation d of reversed steps obeys ``d <- DPhi_{-h}(y_n) d``. Its growth is that of the
-    transposed products from the last state to the first, over parts of the run and systems of the
-    batch, of which the largest counts.
+    The steps have the given sizes. A perturbation d of reversed steps obeys ``d <- DPhi_{-h}(y_n)
+    d``. Its growth is that of the transposed products from the last state to the first, over parts
+    of the run and systems of the batch, of which the largest counts.
     """
     states: list[Any] = []
     y: Any = detached(state)
+    times = [t + x for x in accumulate(sizes, initial=0.0)]
     with torch.no_grad():
-        for n in range(steps):
-            after = _added(y, increment(dynamics, tableau, t + n * h, h, y))
+        for n, h in enumerate(sizes):
+            after = added(y, increment(dynamics, tableau, times[n], h, y))
             if not all(bool(torch.isfinite(x).all()) for x in after):
                 break
             states.append(after)
@@ -118,17 +124,25 @@ def reversed_growth(
         for n in reversed(part):
             leaves = type(y)._make(x.detach().requires_grad_() for x in states[n])
             with torch.enable_grad():
-                before = _added(leaves, increment(dynamics, tableau, t + (n + 1) * h, -h, leaves))
+                step = increment(dynamics, tableau, times[n + 1], -sizes[n], leaves)
+                before = added(leaves, step)
             w = list(torch.autograd.grad(before, tuple(leaves), w, materialize_grads=True))
             w, size = _normalised(dynamics, y, w)
             total = total + size.log()
-        exponents.append(float(torch.as_tensor(total).amax()) / (len(part) * abs(h)))
+        time = times[part.stop] - times[part.start]
+        exponents.append(float(torch.as_tensor(total).amax()) / time)
     finite = [x for x in exponents if math.isfinite(x)]
     return max(finite, default=0.0)
 
 
-def _added(state: Any, step: tuple[Tensor, ...]) -> Any:
+def added(state: Any, step: tuple[Tensor, ...]) -> Any:
     return type(state)._make(y + x for y, x in zip(state, step, strict=True))
+
+
+def system_squares(dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares over all fields, for each system of the batch."""
+    batch = dynamics.batch_shape(state)
+    return torch.stack([x.reshape(*batch, -1).square().sum(-1) for x in w]).sum(0)
 
 
 def _normalised(
@@ -136,6 +150,5 @@ def _normalised(
 ) -> tuple[list[Tensor], Tensor]:
     """Divide by the norm over all fields, for each system of the batch, and return the norm."""
     batch = dynamics.batch_shape(state)
-    squares = [x.reshape(*batch, -1).square().sum(-1) for x in w]
-    size = torch.stack(squares).sum(0).sqrt()
+    size = system_squares(dynamics, state, w).sqrt()
     return [x / size.reshape(*batch, *[1] * (x.ndim - size.ndim)) for x in w], size

@@ -36,6 +36,7 @@ class HalfIncrement(Increment):
     """Half the increment of a step at one state: ``(h f(t, x) + g(t, x) dW)/2``."""
 
     def _evaluate(self, fields: list[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        assert self.h is not None
         context.forces.count(1)
         t, inner = Time().value(state, context), self.kind._make(fields)
         step = increment(self.dynamics, self.tableau, t, self.h, inner)[self.index]
@@ -115,9 +116,9 @@ class ReversibleHeun(SteppingSolver):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}
 
-    def _remedy(self, dynamics: Dynamics[Any], state: Any, t: float) -> str:
+    def _remedy(self, dynamics: Dynamics[Any], state: Any, t: float, smaller: str) -> str:
         """Say why the copies of a state move apart, and the way out."""
-        growth = max(reversed_growth(dynamics, EULER, self.dt, state, t, AHEAD), 0.0)
+        growth = max(reversed_growth(dynamics, EULER, [self.dt] * AHEAD, state, t), 0.0)
         other = (
             "StochasticHeun(dt) with CheckpointAdjoint()"
             if dynamics.stochastic
@@ -125,8 +126,7 @@ class ReversibleHeun(SteppingSolver):
         )
         return (
             "reversible Heun steps amplify the distance where the drift contracts (here at up to "
-            f"{growth:.3g} per unit of time). Use {other}, or a smaller dt (it is {self.dt:g}) for "
-            "a short run."
+            f"{growth:.3g} per unit of time). Use {other}, or {smaller} for a short run."
         )
 
     def __repr__(self) -> str:

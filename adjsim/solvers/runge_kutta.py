@@ -26,18 +26,26 @@ def increment(
 
     The size may be negative.
     """
-    rates: list[tuple[Tensor, ...]] = []
-    for row, node in zip(tableau.a, tableau.nodes, strict=True):
-        inner = type(state)._make(
-            _add_rates(y, h, row, [rate[i] for rate in rates]) for i, y in enumerate(state)
-        )
-        rates.append(tuple(dynamics.drift(t + node * h, inner)))
+    rates = stage_rates(dynamics, tableau, t, h, state)
     return tuple(
-        _add_rates(None, h, tableau.b, [rate[i] for rate in rates]) for i in range(len(state))
+        add_rates(None, h, tableau.b, [rate[i] for rate in rates]) for i in range(len(state))
     )
 
 
-def _add_rates(y: Tensor | None, h: float, weights: Sequence[float], rates: list[Tensor]) -> Any:
+def stage_rates(
+    dynamics: Dynamics[State], tableau: Tableau, t: Any, h: float, state: State
+) -> list[tuple[Tensor, ...]]:
+    """Compute the rates k of all stages, by field."""
+    rates: list[tuple[Tensor, ...]] = []
+    for row, node in zip(tableau.a, tableau.nodes, strict=True):
+        inner = type(state)._make(
+            add_rates(y, h, row, [rate[i] for rate in rates]) for i, y in enumerate(state)
+        )
+        rates.append(tuple(dynamics.drift(t + node * h, inner)))
+    return rates
+
+
+def add_rates(y: Tensor | None, h: float, weights: Sequence[float], rates: list[Tensor]) -> Any:
     """Compute ``y + h sum_j weights_j rates_j``; without a y, the sum alone."""
     for weight, rate in zip(weights, rates, strict=True):
         if weight != 0:
@@ -82,17 +90,7 @@ class RungeKutta(SteppingSolver):
     """
 
     def __init__(self, method: str | Tableau, dt: float) -> None:
-        if isinstance(method, str) and method not in TABLEAUS:
-            raise ValueError(
-                f"unknown Runge-Kutta method {method!r}; choose from {', '.join(TABLEAUS)}, or "
-                "give a Tableau(a, b, c)."
-            )
-        if not isinstance(method, str | Tableau):
-            raise TypeError(
-                f"method must be a name such as 'rk4' or a Tableau; got {describe_type(method)}."
-            )
-        self.method, self.dt = method, check_dt(dt)
-        self.tableau = TABLEAUS[method] if isinstance(method, str) else method
+        self.method, self.tableau, self.dt = method, find_tableau(method), check_dt(dt)
 
     @property
     def order(self) -> int:
@@ -122,6 +120,25 @@ class RungeKutta(SteppingSolver):
 
     def __repr__(self) -> str:
         return f"RungeKutta({self.method!r}, dt={self.dt:g})"
+
+
+def find_tableau(method: str | Tableau) -> Tableau:
+    """Return the tableau of a method.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a name nor a tableau.
+    """
+    if isinstance(method, str) and method not in TABLEAUS:
+        raise ValueError(
+            f"unknown Runge-Kutta method {method!r}; choose from {', '.join(TABLEAUS)}, or "
+            "give a Tableau(a, b, c)."
+        )
+    if not isinstance(method, str | Tableau):
+        raise TypeError(
+            f"method must be a name such as 'rk4' or a Tableau; got {describe_type(method)}."
+        )
+    return TABLEAUS[method] if isinstance(method, str) else method
 
 
 def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:

@@ -30,15 +30,19 @@ class Tableau:
             diagonal must be zero.
         b: the weights, one for each stage, whose sum is one.
         c: the nodes, the sums of the rows of a; None: these sums.
+        error: the weights of an error estimate ``h sum_i error_i k_i``, which are b less the
+            weights of an embedded method of another order. They are one for each stage, or one
+            more for ``f(t + h, y')``, and their sum is zero. None: no estimate.
 
     Raises:
         ValueError: rows of a wrong length, an implicit method, weights whose sum is not one, nodes
-            that are not the sums of the rows.
+            that are not the sums of the rows, error weights whose sum is not zero.
     """
 
     a: Sequence[Sequence[float | int]]
     b: Sequence[float | int]
     c: Sequence[float | int] | None = field(default=None)
+    error: Sequence[float | int] | None = field(default=None)
 
     def __post_init__(self) -> None:
         b = _numbers("b", self.b)
@@ -64,7 +68,8 @@ class Tableau:
             raise ValueError(f"c must be the sums of the rows of a, {sums}; got {c}.")
         if abs(math.fsum(b) - 1) > 1e-9:
             raise ValueError(f"the sum of b must be 1; got {math.fsum(b):g}.")
-        for name, value in (("a", a), ("b", b), ("c", c)):
+        error = None if self.error is None else _error_weights(self.error, stages)
+        for name, value in (("a", a), ("b", b), ("c", c), ("error", error)):
             object.__setattr__(self, name, value)
 
     @cached_property
@@ -86,6 +91,15 @@ class Tableau:
             trees.append(_grown(trees))
         return HIGHEST_ORDER
 
+    @cached_property
+    def error_order(self) -> int:
+        """The power of the step below that of the error estimate."""
+        assert self.error is not None
+        extra = len(self.error) - len(self.b)
+        b = [*self.b, *[0.0] * extra]
+        embedded = [x - e for x, e in zip(b, self.error, strict=True)]
+        return min(self.order, Tableau([*self.a, *[self.b] * extra], embedded).order)
+
     def _weights(self, tree: Tree) -> list[float]:
         """Return the elementary weight of a tree at each stage."""
         found = [1.0] * len(self.b)
@@ -94,6 +108,21 @@ class Tableau:
             for i, row in enumerate(self.a):
                 found[i] *= math.fsum(x * y for x, y in zip(row, below, strict=False))
         return found
+
+
+def _error_weights(values: Any, stages: int) -> tuple[float, ...]:
+    error = _numbers("error", values)
+    if len(error) not in (stages, stages + 1):
+        raise ValueError(
+            f"error has {len(error)} weights; it must have one for each of the {stages} stages, "
+            "and may have one more for the rate at the end of the step."
+        )
+    if abs(math.fsum(error)) > 1e-9 or not any(error):
+        raise ValueError(
+            "error must be the differences of two sets of weights, not all zero, and their sum "
+            f"zero; got the sum {math.fsum(error):g}."
+        )
+    return error
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
@@ -131,10 +160,14 @@ TABLEAUS = {
     "ralston": Tableau([[], [2 / 3]], [1 / 4, 3 / 4]),
     # Strong stability preserving, of Shu and Osher (1988).
     "ssp3": Tableau([[], [1], [1 / 4, 1 / 4]], [1 / 6, 1 / 6, 2 / 3]),
-    # The third-order method of the pair of Bogacki and Shampine (1989).
-    "bogacki-shampine": Tableau([[], [1 / 2], [0, 3 / 4]], [2 / 9, 1 / 3, 4 / 9]),
+    # The third-order method of the pair of Bogacki and Shampine (1989), and its error.
+    "bogacki-shampine": Tableau(
+        [[], [1 / 2], [0, 3 / 4]],
+        [2 / 9, 1 / 3, 4 / 9],
+        error=[-5 / 72, 1 / 12, 1 / 9, -1 / 8],
+    ),
     "rk4": Tableau([[], [1 / 2], [0, 1 / 2], [0, 0, 1]], [1 / 6, 1 / 3, 1 / 3, 1 / 6]),
-    # The fifth-order method of the pair of Dormand and Prince (1980).
+    # The fifth-order method of the pair of Dormand and Prince (1980), and its error.
     "dormand-prince": Tableau(
         [
             [],
@@ -145,5 +178,14 @@ TABLEAUS = {
             [9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656],
         ],
         [35 / 384, 0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84],
+        error=[
+            71 / 57600,
+            0,
+            -71 / 16695,
+            71 / 1920,
+            -17253 / 339200,
+            22 / 525,
+            -1 / 40,
+        ],
     ),
 }

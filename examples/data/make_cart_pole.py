@@ -84,11 +84,6 @@ class CartPole(Mechanics):
             control=NeuralController(network, scale=scale),
         )
 
-    def check_step(self, dt, state, t=0.0):
-        """Check the step for the first system, since all are equally stiff."""
-        first = type(state)(*(field[:1] for field in state))
-        super().check_step(dt, first, t)
-
 
 def make_start(dynamics, angle, rate, place, velocity):
     """Make starts from the pole's angles (zero is upright) and rates, and the cart."""

@@ -38,9 +38,6 @@ SETTINGS = {
     "time": 3.0,
     "updates": 60,
     "rate": 0.1,
-    # Undoing a step multiplies the rounding of a vertex that sticks by about
-    # exp(mu N dt / (m v_s)), with a load N that is largest where the body lands.
-    "checkpoint_every": 3,
 }
 
 
@@ -105,7 +102,7 @@ def run(dynamics, mesh, settings):
         state,
         [0.0, settings["time"]],
         solver=adjsim.Splitting(dynamics.scheme, settings["dt"]),
-        adjoint=adjsim.ReversibleAdjoint(checkpoint_every=settings["checkpoint_every"]),
+        adjoint=adjsim.ReversibleAdjoint(),
         compile=True,
     ).final
     mass = mesh.lumped_mass(settings["density"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjsim._cpp import library
 from adjsim._cpp.operations import FUNCTIONS
-from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.program import Part, Parts, Rows, program
 from adjsim._cpp.values import UnprintableError
 from adjsim.adjoints import loops
 from adjsim.adjoints.loops import LoopSpec, compile_loop
@@ -49,7 +49,7 @@ def printed(function: Callable[..., Tensor], *inputs: Tensor, exact: bool = Fals
         spec(function), nullcontext, constants, carry, exact=exact, short=False, what="a test"
     )
     assert path == "C++"
-    return loop(constants, carry)[0]
+    return loop(constants, carry)[0][0]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -174,6 +174,12 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
         + x[:, torch.tensor([6, 1])][:, :1]
         + x.index_select(0, torch.tensor([1]))
     ),
+    "without elements": lambda x: (
+        torch.cat([x[:0], x, (x[:0] + 1).exp()])
+        + x.slice_scatter(x[:, :0], 1, 2, 2)
+        + torch.cat(x.split([0, 7], 1), 1)
+        + x[:0].sum(0)
+    ),
     "chosen in pairs": lambda x: x[:, torch.tensor([[0], [5]]), torch.tensor([[1, -2, 3]])],
 }  # fmt: skip
 
@@ -232,11 +238,39 @@ SPECIAL = [
 TRANSCENDENTAL: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in (*FUNCTIONS, "sigmoid")},
     "atan2": lambda x: torch.atan2(x, 1.5 - x),
+    "hypot": lambda x: torch.hypot(x, 1.5 - x),
+    "pow of tensors": lambda x: x.abs() ** (1.5 - x),
     "pow": lambda x: x.abs() ** 1.7,
     "small powers": lambda x: x**4 + x**-5 + x**6 + x**-7 + x**13,
     "large powers": lambda x: x**41,
     "infinite powers": lambda x: x.abs() ** math.inf + (1 + x.abs()) ** -math.inf,
 }
+
+
+F = torch.nn.functional
+COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda x: x.norm(dim=-1) + torch.linalg.vector_norm(x, dim=-1),
+    "activations": lambda x: F.softplus(x) + F.silu(x) + F.gelu(x) + F.relu(x) + F.elu(x),
+    "more activations": lambda x: F.leaky_relu(x) + F.logsigmoid(x) + x.tanh() + x.clamp(-1, 1),
+    "products": lambda x: torch.linalg.cross(x[:1], x[1:2]) + torch.dot(x[0], x[1]),
+    "losses": lambda x: F.mse_loss(x, x * x) + F.huber_loss(x, x * x),
+    "repeated": lambda x: x.repeat(2, 1) * x.norm() + F.normalize(x, dim=-1).repeat(2, 1),
+    "others": lambda x: torch.sinc(x) + x.frac() + torch.logaddexp(x, 1 - x),
+}
+
+
+def test_composite_operations_and_their_gradients_are_printed():
+    """Several roundings each."""
+    x = numbers(5, 3)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            values = torch.cat([f(y).flatten() for f in COMPOSITE.values()])
+            (grad,) = torch.autograd.grad((values * values).sum(), y)
+        return torch.cat([values.detach(), grad.flatten()])
+
+    torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -303,12 +337,19 @@ def test_threads_do_not_change_a_bit():
     assert torch.equal(*results)
 
 
+def write_through_view(x: Tensor) -> Tensor:
+    copy = x.clone()
+    copy[0].add_(1)
+    return copy
+
+
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "in place": lambda x: x.clone().add_(1),
+    "in place, through a view": lambda x: write_through_view(x),
     "an operation that is not printed": lambda x: x.cumsum(0),
     "memory seen with other axes": lambda x: x.T.as_strided((4, 4), (4, 1)),
     "bits seen as another type": lambda x: x.view(torch.int64).to(x.dtype),
-    "no elements": lambda x: x + x[:0].sum(),
+    "the mean of no elements": lambda x: x + x[:0].mean(),
+    "an output without elements": lambda x: x[:0],
 }
 
 
@@ -334,6 +375,71 @@ def test_what_is_not_printed_is_refused(name):
     assert isinstance(parts.start, Part)
     with pytest.raises(UnprintableError):
         program(parts, [steps, x], carry, exact=False, threads=1)
+
+
+# Rows, inner length and columns of products: below, at and above the lengths of vectors and tiles.
+SIZES = [(1, 1, 1), (4, 3, 5), (7, 5, 33), (13, 9, 16), (2, 40, 64), (25, 6, 130)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_matrix_products_of_any_shape_and_layout(dtype):
+    """Plain, transposed and sliced factors, and products of products."""
+    pairs = [(numbers(m, k, dtype=dtype), numbers(k, n, dtype=dtype, seed=1)) for m, k, n in SIZES]
+
+    def function(*x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        for a, b in zip(x[::2], x[1::2], strict=True):
+            found += [a @ b, b.T @ a.T, (2 * a)[:, :1] @ b[:1], a @ b @ b.T]
+            found.append(torch.tanh(torch.nn.functional.linear(a, b.T, b[0])))
+        return torch.cat([value.flatten() for value in found])
+
+    inputs = [x for pair in pairs for x in pair]
+    # Sums of up to 130 terms of up to about 100, in another order, and with fused multiply-adds.
+    allowed = 13_000 * torch.finfo(dtype).eps
+    torch.testing.assert_close(printed(function, *inputs), function(*inputs), rtol=0, atol=allowed)
+
+
+def test_activations_are_printed_with_their_derivatives():
+    x = numbers(40)
+    functions = [
+        torch.tanh, torch.relu, torch.sigmoid, torch.nn.functional.silu,
+        torch.nn.functional.softplus, torch.nn.functional.gelu, torch.nn.functional.elu,
+    ]  # fmt: skip
+
+    def slopes(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            value = torch.cat([function(leaf) for function in functions])
+            return torch.cat([value, torch.autograd.grad(value.sum(), leaf)[0]])
+
+    # Vectorised functions are off by up to four units in the last place, a few of them per value.
+    torch.testing.assert_close(printed(slopes, x), slopes(x).detach(), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("width", [1, 6, 70])
+def test_rows_hold_the_carry_before_each_iteration(width):
+    """One number in a row, rows that are filled up, and long ones; the capacity is not used up."""
+    x = numbers(3, width)
+    loop, path = compile_loop(
+        LoopSpec(
+            start=lambda given, carry: (torch.zeros_like(given.steps), carry),
+            more=lambda k, count: k < count,
+            body=lambda given, k, carry: (k + 1, (carry[0] + 1, 2 * carry[1])),
+            finish=lambda given, carry: carry,
+        ),
+        nullcontext,
+        Constants(torch.tensor(4), ()),
+        (torch.zeros(2), x),
+        exact=False,
+        short=False,
+        what="a test",
+        rows=Rows(1, 5),
+    )
+    assert path == "C++"
+    (_, last), (rows,) = loop(Constants(torch.tensor(4), ()), (torch.zeros(2), x))
+    assert rows.shape == (5, 3, width)
+    assert torch.equal(rows[:4], torch.stack([x, 2 * x, 4 * x, 8 * x]))
+    assert torch.equal(last, 16 * x)
 
 
 JOINED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -366,7 +472,7 @@ def run_of(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Callable[[]
     loop, path = compile_loop(
         spec(function), nullcontext, constants, carry, exact=False, short=False, what="a test"
     )
-    return lambda: loop(constants, carry)[0], path
+    return lambda: loop(constants, carry)[0][0], path
 
 
 def test_filled_ends_of_rows_are_no_addresses():
@@ -467,6 +573,21 @@ def test_constant_indices_out_of_range_are_refused(wrong):
     assert path == "C++"
     with pytest.raises(IndexError, match="out of range"):
         loop(constants._replace(inputs=(numbers(50), places)), (numbers(13),))
+
+
+def test_a_long_compilation_by_inductor_is_announced(monkeypatch):
+    monkeypatch.setattr(loops, "compile_with_inductor", lambda *_: None)
+    monkeypatch.setattr(loops, "LARGE", 5)
+    x = numbers(4)
+    constants, carry = Constants(torch.tensor(1), (x,)), (torch.zeros_like(x),)
+
+    def long(x: Tensor) -> Tensor:
+        return x.sin().cos().sin().cos().cumsum(0)
+
+    with pytest.warns(UserWarning, match=r"a test has an operation .* \(cumsum.*\), so"):
+        compile_loop(
+            spec(long), nullcontext, constants, carry, exact=False, short=True, what="a test"
+        )
 
 
 @pytest.mark.marathon

@@ -224,10 +224,12 @@ class Elementwise(nn.Module):
         return torch.sin(t) - self.k * torch.sin(y)
 
 
-def test_compiled_gradients_are_refused():
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(2)], ids=str)
+def test_a_compiled_gradient_has_no_graph(adjoint):
     ode = ODE(Elementwise())
-    with pytest.raises(TypeError, match="compile=True has no gradient for RungeKutta"):
-        final(ode, start(), RK4, adjoint=CheckpointAdjoint(), compile=True)
+    last = final(ode, start(), RK4, adjoint=adjoint, compile=True)
+    with pytest.raises(RuntimeError, match="DirectAdjoint\\(\\) without compile=True"):
+        torch.autograd.grad(last.y.sum(), ode.fun.k, create_graph=True)
 
 
 def test_evaluations_are_counted():

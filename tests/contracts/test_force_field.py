@@ -8,8 +8,10 @@ from torch import nn
 
 import adjsim
 from adjsim.potentials import tail_corrections
+from adjsim.potentials.controls import OpenLoop
 from adjsim.potentials.dispersion import DispersionCorrection
 from adjsim.potentials.force_field import ForceFieldPotential
+from adjsim.potentials.signals import Harmonics
 from adjsim.potentials.truncation import SwitchedDistance, Unshifted
 from tests.problems import parameter
 
@@ -104,3 +106,12 @@ def test_named_parts():
     assert torch.equal((potential + one)(position), potential(position) + one(position))
     with pytest.raises(ValueError, match="at least one part"):
         ForceFieldPotential()
+
+
+def test_wrong_units_are_found_beside_a_force_field():
+    """A force, such as a control, has no energy, and the force field in eV beside it has one."""
+    springs = ForceFieldPotential(springs=adjsim.HarmonicBond([[0, 1]], 1e9, 1.0))
+    dynamics = adjsim.Hamiltonian(springs + OpenLoop(Harmonics(0.1, 1.0)))
+    start = dynamics.init(torch.tensor([[0.0, 0, 0], [5.0, 0, 0]]), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"the energy at the start is .* eV"):
+        adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.1))

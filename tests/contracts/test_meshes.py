@@ -118,7 +118,7 @@ WRONG = [
         "triangle 0 is degenerate",
     ),
     (lambda: BOX.lumped_mass([1.0, 2.0]), r"density must be a number or \(72,\)"),
-    (lambda: BOX.lumped_mass(-1.0), "density must be positive; got -1"),
+    (lambda: BOX.lumped_mass(-1.0), "density must be positive and finite; got -1"),
     (lambda: BOX.areas(), "no areas"),
     (lambda: BOX.hinges(), "no hinges"),
     (lambda: meshes.sheet([1, 1], [1, 1]).volumes(), "no volumes"),

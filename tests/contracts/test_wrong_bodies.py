@@ -58,7 +58,10 @@ WRONG = {
     "modulus": (lambda: NeoHookean(CUBE, NAN, 0.3), "youngs_modulus is NaN"),
     "ratio": (lambda: NeoHookean(CUBE, 1.0, NAN), "poissons_ratio is NaN"),
     "half": (lambda: NeoHookean(CUBE, 1.0, 0.5), "both excluded; got 0.5.*has 0.49"),
-    "density": (lambda: CUBE.lumped_mass(NAN), "density must be positive; got nan"),
+    "density": (lambda: CUBE.lumped_mass(NAN), "density must be positive and finite; got nan"),
+    "infinite density": (lambda: CUBE.lumped_mass(INF), "density must be .* finite; got inf"),
+    "infinite modulus": (lambda: NeoHookean(CUBE, INF, 0.3), "youngs_modulus must be finite"),
+    "infinite gravity": (lambda: Gravity(1.0, INF), "g must be finite; got inf"),
     "friction": (lambda: Mechanics(body(), friction=0.3), "friction needs a surface: give a c"),
     "infinite friction": (
         lambda: Mechanics(body(), contact=floor(), friction=INF),

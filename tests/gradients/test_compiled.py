@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
+from adjsim import ReversibleAdjoint, Splitting, TimeAverage
 from adjsim.adjoints import CompileError
 from tests.gradients.test_table import agree, moment
 from tests.problems import Case, parameter, slow_but, square, vector
@@ -377,16 +377,6 @@ def test_forward_alone_with_any_adjoint():
 def test_what_does_not_go_is_refused():
     dynamics = adjsim.Hamiltonian(adjsim.DoubleWell(parameter(0.7)))
     start = dynamics.init(*square())
-    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
-        with pytest.raises(TypeError, match="compile=True goes with ReversibleAdjoint"):
-            adjsim.simulate(
-                dynamics,
-                start,
-                [0.0, 0.1],
-                solver=adjsim.VelocityVerlet(0.01),
-                adjoint=adjoint,
-                compile=True,
-            )
     with pytest.raises(TypeError, match="solvers of fixed steps"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.ODESolver(), compile=True)
 

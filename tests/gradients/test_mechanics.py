@@ -119,6 +119,42 @@ def test_a_lost_trajectory_names_the_ways_out():
         lose(Mechanics(adjsim.Harmonic(1.0), damping=parameter(200.0)), 1.0)
 
 
+def impact(adjoint, *, compile=False):
+    """A dumbbell thrown at a floor: in the impact its load is 50 times its weight."""
+    numbers = [parameter(x) for x in (2e4, 0.5, 300.0, 9.81)]
+    stiffness, friction, spring, g = numbers
+    floor = PlaneContact([0.0, 1.0], 0.0, stiffness, 1e-3)
+    body = adjsim.HarmonicBond([[0, 1]], spring, 0.5) + Gravity(1.0, g)
+    dynamics = Mechanics(body, contact=floor, friction=friction, smoothing=0.05)
+    begin = dynamics.init([[0.0, 0.03], [0.5, 0.04]], velocity=[[2.0, -3.0], [1.5, -3.0]])
+    made = simulate(
+        dynamics,
+        begin,
+        [0.0, 0.05],
+        solver=Splitting(dynamics.scheme, 1e-3),
+        adjoint=adjoint,
+        compile=compile,
+    )
+    loss = (made.final.position**2).sum()
+    return dict(enumerate(torch.autograd.grad(loss, numbers))), made
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_checkpoints_follow_the_load(compile):
+    """With the distance that the weight alone allows, the impact would lose the trajectory."""
+    checkpoint, _ = impact(CheckpointAdjoint())
+    reversible, made = impact(ReversibleAdjoint(), compile=compile)
+    agree(reversible, checkpoint, 1e-10)
+    assert made.stats["reconstruction_error"] < 1e-11
+    # One vertex resting: ln(tol/eps)/3 over mu g / v_s times the step.
+    resting = int(7.4 / (0.5 * 9.81 / 0.05 * 1e-3))
+    assert made.stats["checkpoint_every"] < 4 < 50 < resting
+    with pytest.raises(ReconstructionError):
+        impact(ReversibleAdjoint(checkpoint_every=resting))
+    # In flight errors do not grow, so few states are stored.
+    assert made.stats["checkpoints"] < made.stats["steps"] / 2
+
+
 COMPILED = slow_but(
     lambda name: False,
     ["friction", "friction-moving", "viscous", "rayleigh", "prescribed"],

@@ -117,7 +117,7 @@ def test_rate_is_estimated_from_the_start():
     for a, rate in ((-1.0, 1.5), (-20.0, 30.0), (0.0, 0.1), (1.0, 0.1)):
         dynamics = ODE(Linear(a))
         # An RK4 step of 0.2 differs from the flow by 0.2^5 / 120, or 1.3e-5 of its exponent.
-        growth = reversed_growth(dynamics, rk4, 0.01, dynamics.init(start), 0.0, 20)
+        growth = reversed_growth(dynamics, rk4, [0.01] * 20, dynamics.init(start), 0.0)
         assert growth == pytest.approx(-a, rel=2e-5, abs=1e-12)
         run = adjsim.simulate(
             dynamics, dynamics.init(start), [0.0, 0.1], solver=Coupled("rk4", 0.01)

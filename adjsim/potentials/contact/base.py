@@ -10,6 +10,7 @@ With the gap g, the unit normal n and the curvature H of the surface (see
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from adjsim.potentials.contact.penalties import Penalty, Softplus
 from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
 
 
-class SurfaceContact(nn.Module):
+class SurfaceContact(nn.Module, ABC):
     """The base class of contacts with a surface, at rest or moving.
 
     All results are for all vertices. Those not in ``index`` have a gap and a normal, and no force.
@@ -53,8 +54,9 @@ class SurfaceContact(nn.Module):
             self.register_buffer("_chosen", chosen, persistent=False)
 
     @property
+    @abstractmethod
     def _resting(self) -> Surface:
-        raise NotImplementedError
+        """The surface where it was at first."""
 
     def _shift(self, like: Tensor, t: Any) -> Tensor | None:
         """Compute by how much the surface has moved, ``(dim,)``; None at rest."""
@@ -83,6 +85,16 @@ class SurfaceContact(nn.Module):
         """
         return self._masked(self.penalty.largest_curvature(energy).expand(atoms))
 
+    def margin(self, position: Positions, t: Any = 0.0) -> Tensor | None:
+        """Compute how much lower the gap of each vertex may be, ``(*batch, atoms)``.
+
+        None: the penalty allows any gap.
+        """
+        lowest = self.penalty.lowest
+        if lowest is None:
+            return None
+        return self._masked(self.gap(position, t), torch.inf) - lowest
+
     def refuse_penetration(self, position: Positions, t: Any = 0.0) -> None:
         """Raise if a vertex is behind the surface by more than the penalty allows.
 
@@ -90,12 +102,12 @@ class SurfaceContact(nn.Module):
             ValueError: it names the vertex, its gap and the ways out.
         """
         lowest = self.penalty.lowest
-        if lowest is None:
-            return
         with torch.no_grad():
-            gap = self._masked(self.gap(position, t), torch.inf)
-            worst = int(gap.argmin())
-            found = float(gap.flatten()[worst])
+            margin = self.margin(position, t)
+            if lowest is None or margin is None:
+                return
+            worst = int(margin.argmin())
+            found = float(self.gap(position, t).flatten()[worst])
         if found < lowest:
             raise ValueError(
                 f"vertex {worst % position.shape[-2]} is at the gap {found:g} from the surface, "

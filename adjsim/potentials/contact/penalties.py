@@ -50,15 +50,13 @@ class Penalty(nn.Module):
         raise TypeError(f"{type(self).__name__} has no largest_curvature(energy).")
 
     def _register(self, name: str, value: Number) -> None:
-        register(self, name, value, positive=True)
+        register(self, name, value, positive=True, finite=True)
         found: Tensor = getattr(self, name)
         if found.numel() > 1 and found.ndim != 1:
             raise ValueError(
                 f"{name} must be a number, or (atoms,), one for each vertex; got shape "
                 f"{tuple(found.shape)}."
             )
-        if not bool(torch.isfinite(found.detach()).all()):
-            raise ValueError(f"{name} must be finite; got {found.tolist()}.")
 
     def _value(self, name: str, gap: Tensor) -> Tensor:
         """Return a parameter, to broadcast against gaps ``(*batch, atoms)``."""

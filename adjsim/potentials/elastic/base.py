@@ -121,7 +121,7 @@ class ElasticPotential(Potential):
     def _register(
         self, name: str, value: Number, columns: tuple[int, ...], positive: bool = False
     ) -> None:
-        register(self, name, value, positive=positive)
+        register(self, name, value, positive=positive, finite=True)
         found: Tensor = getattr(self, name)
         if tuple(found.shape) not in (columns, (1, *columns), (self.count, *columns)):
             one = "a number" if not columns else str(columns)

@@ -1,0 +1,65 @@
+"""The history of a compiled direct run, which stores the state before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from adjsim._state import AnyState, detached
+from adjsim.adjoints.history import History, Rewind, StoredStates, rounding_tolerance
+from adjsim.adjoints.loop_runner import LoopRunner
+from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
+
+
+class AllStates(History):
+    """The states before all steps, which the compiled loops of the run store.
+
+    Args:
+        stepper: the steps of the run.
+    """
+
+    inverts = False
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self.states = {}
+        self.last: AnyState | None = None
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return (stepper.clock.last,)
+
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
+    ) -> Rewind:
+        assert self.last is not None
+        assert self.states is not None
+        return StoredRewind(self.states, self.last)
+
+
+class StoredRewind(Rewind):
+    """Earlier states, as they were stored.
+
+    Args:
+        states: the states before the steps of each loop.
+        last: the last state.
+    """
+
+    def __init__(self, states: StoredStates, last: AnyState) -> None:
+        self.states, self.last = states, last
+        self.tolerance = rounding_tolerance(last[0].dtype)
+
+    def final(self) -> AnyState:
+        return self.last
+
+    def restore(self, step: int, state: AnyState) -> AnyState:
+        return state
+
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        return self.states[first]
