@@ -306,7 +306,9 @@ class BackwardEuler(ImplicitSolver):
     and after. Atoms of infinite mass stay.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
-    all. Newton's method then has the dense Jacobian of each system, by n products of f.
+    all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
+    not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
+    relative to the largest entry of y, so scale entries that are much smaller.
 
     Args:
         dt: the step h, time.

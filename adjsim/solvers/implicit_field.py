@@ -30,8 +30,8 @@ class ImplicitField:
         (1 - a J)^T w = lambda/theta      lambda_y = w - (1/theta - 1) lambda
         lambda_p = a (df/dp)^T w
 
-    The Jacobians of the systems of a batch are dense, so a step costs n products of each f, and
-    memory for n^2 numbers a system.
+    The Jacobian of each system is dense: an iteration costs n products of f, and memory for n^2
+    numbers a system. The systems of a batch must not depend on each other.
 
     Attributes:
         dynamics: the dynamics, whose drift is f.
@@ -72,7 +72,9 @@ class ImplicitField:
         x, evaluations = self._newton(t, start, a)
         if not torch.is_grad_enabled():
             return x, evaluations
-        inverse = torch.linalg.inv(self._matrix(t, x, a))
+        matrix = self._matrix(t, x, a)
+        self._refuse_coupled(t, x, a, matrix)
+        inverse = torch.linalg.inv(matrix)
         # Equal to x, with the derivative of the theorem: x and J are constants here.
         correction = y + a * self._rate(t, x) - x
         moved = _OnceDifferentiable.apply(correction)
@@ -106,8 +108,12 @@ class ImplicitField:
             x, residual = tried, new
             if bool((change.abs().amax(-1) <= self._allowed(scale, x)).all()):
                 return x, evaluations
+        left = (residual.abs().amax(-1) / self._allowed(scale, x)).flatten()
+        worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
+        system = f" of system {worst}" if len(left) > 1 else ""
         raise RuntimeError(
-            f"the implicit step at t = {float(t):g} did not converge. Use a smaller dt (it is "
+            f"the implicit step{system} at t = {float(t):g} did not converge: its equation has no "
+            f"solution near the state, or Newton's method misses it. Use a smaller dt (it is "
             f"{self.h:g})."
         )
 
@@ -120,17 +126,37 @@ class ImplicitField:
         return torch.cat(tuple(self.dynamics.drift(t, self.kind._make(self._split(y)))), -1)
 
     def _matrix(self, t: Tensor, x: Tensor, a: float) -> Tensor:
-        """Compute ``1 - a J`` for each system."""
-        n = x.shape[-1]
-        unit = torch.eye(n, dtype=x.dtype, device=x.device)
+        """Compute ``1 - a J`` for each system, row by row."""
         with torch.enable_grad():
-            # A copy of each system for each row of its Jacobian.
-            copies = x.detach().unsqueeze(-2).expand(*x.shape, n).clone().requires_grad_()
-            diagonal = (self._rate(t, copies) * unit).sum()
-        if not diagonal.requires_grad:
-            return unit.expand(*x.shape, n)
-        (rows,) = torch.autograd.grad(diagonal, copies, allow_unused=True, materialize_grads=True)
-        return unit - a * rows
+            y = x.detach().requires_grad_()
+            rate = self._rate(t, y)
+            columns = rate.unbind(-1)
+        if not rate.requires_grad:
+            return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(*x.shape, -1)
+        rows = [_product(column, y, torch.ones_like(column)) for column in columns]
+        return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - a * torch.stack(rows, -2)
+
+    def _refuse_coupled(self, t: Tensor, x: Tensor, a: float, matrix: Tensor) -> None:
+        """Refuse a field whose systems depend on each other, for which J has no blocks.
+
+        The product with a vector of random signs, one for each system, would differ.
+        """
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            rate = self._rate(t, y)
+        if not rate.requires_grad:
+            return
+        generator = torch.Generator().manual_seed(0)
+        signs = 2.0 * torch.randint(2, x.shape[:-1], generator=generator) - 1
+        vector = signs.to(x).unsqueeze(-1) * torch.ones_like(x)
+        whole = vector - a * _product(rate, y, vector)
+        blocks = (vector.unsqueeze(-2) @ matrix).squeeze(-2)
+        allowed = torch.finfo(x.dtype).eps ** 0.5 * (1 + matrix.abs().amax())
+        if float((whole - blocks).abs().amax()) > float(allowed):
+            raise ValueError(
+                "implicit steps solve each system of the batch alone, and in this field systems "
+                "depend on each other: put what is coupled on the last axis of y."
+            )
 
     def _split(self, y: Tensor) -> tuple[Tensor, ...]:
         return y.split(self.widths, -1)
@@ -152,6 +178,13 @@ class _OnceDifferentiable(torch.autograd.Function):
                 "backward). Use explicit steps for that."
             )
         return cotangents[0]
+
+
+def _product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(
+        value, y, vector, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return found
 
 
 @dataclass(frozen=True)
