@@ -101,7 +101,7 @@ class Job:
 
     @property
     def exact(self) -> bool:
-        return isinstance(self.solver, Splitting) and self.solver.exact
+        return self.solver.exact
 
     @property
     def title(self) -> str:

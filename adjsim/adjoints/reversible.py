@@ -32,7 +32,7 @@ class ReversibleAdjoint(Adjoint):
     measured wherever the true state is known: at the start, at frames that save
     complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field
-    divided by the field's largest entry. With ``Splitting(..., exact=True)`` the recovered states
+    divided by the field's largest entry. With ``exact=True`` in the solver the recovered states
     equal those of the run bit for bit, in chaos and under friction, at any length. Information
     buffers keep the bits that friction removes. A fingerprint of the state and the buffers
     proves the equality at the start and at save times.

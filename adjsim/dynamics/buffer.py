@@ -59,8 +59,8 @@ def spill(state: State, field: str, systems: int, limit: float) -> tuple[State, 
         return state, None
     if top >= limit:
         raise OverflowError(
-            f"the information buffer of {field} overflowed: the thermostat more than halves "
-            f"{field} in a step. Use a smaller dt."
+            f"the information buffer of {field} overflowed: a step scales {field} by less "
+            "than a half. Use a smaller dt."
         )
     rows = buffer.reshape(systems, -1).clone()
     full = rows.amax(1) >= 2**FULL

@@ -54,9 +54,11 @@ class ODE(FieldDynamics):
     neural ODE is ``ODE(net)`` with ``net(t, y)``. The parameters of a module are those of the
     dynamics, under the names ``fun.*``. Its term is called "Y". Solvers:
     :class:`~adjsim.solvers.runge_kutta.RungeKutta`, which goes with direct and checkpoint adjoints,
-    and :class:`~adjsim.ODESolver`, which goes with direct and continuous ones. For Newton's
-    equations of a potential use :class:`~adjsim.Hamiltonian`, whose splittings are reversible and
-    conserve its invariants.
+    :class:`~adjsim.Coupled`, which can also be undone, :class:`~adjsim.BackwardEuler` and
+    :class:`~adjsim.ImplicitMidpoint` for stiff equations, and :class:`~adjsim.ODESolver`, which
+    goes with direct and continuous adjoints. The systems of a batch must not depend on each other.
+    For Newton's equations of a potential use :class:`~adjsim.Hamiltonian`, whose splittings are
+    reversible and conserve its invariants.
 
     In ``trajectory.stats`` an evaluation of ``fun`` counts as one of ``energy_evaluations``.
 

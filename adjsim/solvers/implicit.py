@@ -17,7 +17,9 @@ from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.prescribed import PrescribedStream
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+from adjsim.solvers.implicit_field import field_program
 from adjsim.solvers.newton import StepMatrix, solve_position
 
 # The letter of the stage that streams and kicks together.
@@ -229,6 +231,13 @@ class ImplicitSolver(SteppingSolver):
                 "jvp): use a splitting there. For many replicas, give the state a leading batch "
                 "axis instead of vmap."
             )
+        if isinstance(dynamics, FieldDynamics):
+            if dynamics.stochastic:
+                raise TypeError(
+                    f"{type(self).__name__} has no noise, and {type(dynamics).__name__} has: use "
+                    "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
+                )
+            return field_program(dynamics, state, self.dt, self.theta, self.tol, self.order)
         stages, draws = list[Stage](), 0
         letters, middle = self._others(dynamics), len(self._others(dynamics))
         for number, letter in enumerate([*letters, LETTER, *reversed(letters)]):
@@ -246,6 +255,8 @@ class ImplicitSolver(SteppingSolver):
         return Program(tuple(stages), self.dt, self.order, draws)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        if isinstance(dynamics, FieldDynamics):
+            return {"Y": {}}
         assert isinstance(dynamics, MassiveDynamics)
         found: dict[str, Coefficients] = {
             letter: dynamics.terms[letter].coefficients(0.5 * self.dt, state)
@@ -294,6 +305,11 @@ class BackwardEuler(ImplicitSolver):
     The other terms of the dynamics (friction, damping, a thermostat) act for half a step before
     and after. Atoms of infinite mass stay.
 
+    An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
+    all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
+    not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
+    relative to the largest entry of y, so scale entries that are much smaller.
+
     Args:
         dt: the step h, time.
         tol: largest error of the position of a step, relative to the largest coordinate. It is
@@ -326,6 +342,9 @@ class ImplicitMidpoint(ImplicitSolver):
 
     The other terms of the dynamics act for half a step before and after. Atoms of infinite mass
     stay. A force field that depends on time is evaluated in the middle of the step.
+
+    An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``, with
+    the dense Jacobian of each system.
 
     Args:
         dt: the step h, time.
