@@ -362,7 +362,7 @@ def main(parts):
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small network
-    if len(sys.argv) == 3:
+    if len(sys.argv) == 3 and sys.argv[1] in LONG:
         print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
     else:
         main(sys.argv[1:] or ["training", "long"])

@@ -29,7 +29,16 @@ def test_sessions_print_what_the_page_shows():
 
 
 @pytest.mark.parametrize(
-    "page", ["index", "initial_value_problems", "extending", "molecules", "mechanics"]
+    "page",
+    [
+        "index",
+        "initial_value_problems",
+        "extending",
+        "molecules",
+        "mechanics",
+        "vector_fields",
+        "coming_from",
+    ],
 )
 def test_blocks_of_code_run(page, capsys, monkeypatch):
     # Files are named as from the root of the repository.
