@@ -58,7 +58,7 @@ DYNAMICS = {
 
 
 def gradient(scheme, time, adjoint, exact):
-    """Return the gradient and the stats of the run. All but direct ones are compiled."""
+    """Return gradient and stats of the run. All but direct ones are compiled."""
     dynamics = DYNAMICS[scheme]
     run = adjsim.simulate(
         dynamics,

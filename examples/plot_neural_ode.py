@@ -324,8 +324,8 @@ for name, rows in LONG.items():
     print(
         f"{name:22}: {row['MB']:7.1f} MB, {row['seconds']:5.2f} s, {counts[-1]} steps"
     )
-# With four times the steps backpropagation takes at least three times the memory, and the
-# reversible gradient no more than the measurement resolves.
+# With four times the steps backpropagation takes at least three times the memory, and
+# the reversible gradient no more than the measurement resolves.
 for name in ("adjsim, direct", "torchdiffeq, direct"):
     assert memory[name][-1] > 3 * memory[name][-2]
 assert memory["adjsim, reversible"][-1] < 5
