@@ -240,7 +240,7 @@ class Load(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "cells", [(8, 2, 2), pytest.param((20, 4, 4), marks=pytest.mark.slow)], ids=str
+    "cells", [(8, 2, 2), pytest.param((20, 4, 4), marks=pytest.mark.marathon)], ids=str
 )
 def test_an_elastic_beam_under_gravity(cells, monkeypatch):
     """The sag of the tip by E against differences; and the clamp: where it is moved, the beam moves

@@ -74,7 +74,7 @@ def test_lorenz():
     assert not found.warnings
 
 
-@pytest.mark.slow
+@pytest.mark.marathon
 def test_several_observables_and_segments():
     """Each observable has the derivative that it has alone, and segments make no difference."""
 
