@@ -306,7 +306,6 @@ def test_adjoints_agree():
 @pytest.mark.parametrize(
     ("exact", "steps"),
     [
-        pytest.param(True, 2_000, marks=pytest.mark.slow),
         pytest.param(True, 100_000, marks=pytest.mark.marathon),
         pytest.param(False, 10, marks=pytest.mark.marathon),
     ],

@@ -171,7 +171,7 @@ def direct_of_a_longer_run():
 
 @pytest.mark.parametrize(
     "adjoint",
-    [pytest.param(CheckpointAdjoint(), marks=pytest.mark.slow), ReversibleAdjoint()],
+    [pytest.param(CheckpointAdjoint(), marks=pytest.mark.marathon), ReversibleAdjoint()],
     ids=repr,
 )
 def test_longer_runs_agree_to_their_reach(adjoint):

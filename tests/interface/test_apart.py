@@ -143,7 +143,7 @@ def estimators(names, preset, look):
             ),
             0.05,
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.marathon,
         ),
         (lambda: job().adjoints({"lost": ReversibleAdjoint(tol=1e-30)}, "energy", False), 0.1, 1),
         (

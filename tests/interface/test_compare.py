@@ -497,6 +497,7 @@ def test_command_line_on_stochastic_dynamics(command, tmp_path, options, paramet
             ),
             (["velocity-rescale"], {"kT"}, {"direct", "checkpoint"}),
         ],
+        marathon=lambda options, parameters, adjoints: "velocity-rescale" not in options,
     ),
 )
 def test_command_line_on_thermostats(command, tmp_path, options, parameters, adjoints):
