@@ -44,7 +44,7 @@ def turning(noise):
 @pytest.mark.parametrize("noise", [None, "scalar"])
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_steps_come_back_bit_for_bit(noise, compile):
-    steps = 20_000 if compile else 1500
+    steps = 20_000 if compile else 500
     dynamics, solver = turning(noise), ReversibleHeun(0.01, exact=True)
     y = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
 
