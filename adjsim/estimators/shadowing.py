@@ -13,7 +13,6 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
-from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.ode import ODE
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation
 from adjsim.estimators.score_function import common_burn_in
@@ -156,12 +155,15 @@ class Shadowing(ChunkedEstimator):
         assert isinstance(simulation.solver, RungeKutta)
         counts, dynamics = self._count(simulation, observable), simulation.dynamics
         y = torch.cat(tuple(x.detach() for x in starts), -1)
-        self._refuse(dynamics, starts, simulation, y.shape[-1])
+        self._refuse(starts, simulation, y.shape[-1])
         steps, shapes = _steps(simulation, observable, starts)
         if counts.skip:
             y = _last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
         _last_finite(states, counts.skip, steps.h)
+        for i in torch.linspace(0, counts.steps, 4).long().tolist():
+            widths = [x.shape[-1] for x in starts]
+            _refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
         try:
             found = sweep(steps, states, mean, counts.length, self.unstable)
@@ -197,25 +199,14 @@ class Shadowing(ChunkedEstimator):
         whole = slice(0, start[0].shape[0])
         return self.run_chunks(simulation, observable, start, [whole], None)[0]
 
-    def _refuse(
-        self, dynamics: Dynamics[State], start: State, simulation: Simulation[State], n: int
-    ) -> None:
+    def _refuse(self, start: State, simulation: Simulation[State], n: int) -> None:
         """Refuse a field that depends on the time, and too many directions."""
         if self.unstable > n - 1:
             raise ValueError(
                 f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
                 f"directions one is that of the flow: at most {n - 1}."
             )
-        begin, end = float(simulation.ts[0]), float(simulation.ts[-1])
-        with torch.no_grad():
-            first = dynamics.drift(begin, start)
-            for t in (0.37 * end + 0.63 * begin, end):
-                later = dynamics.drift(t, start)
-                if not all(torch.equal(a, b) for a, b in zip(first, later, strict=True)):
-                    raise ValueError(
-                        "Shadowing is for fields that do not depend on the time, and the field of "
-                        f"this ODE differs between t = {begin:g} and {t:g}."
-                    )
+        _refuse_time(simulation, start)
 
     def _refuse_growth(self, growth: float) -> None:
         if growth > LARGEST_GROWTH:
@@ -302,12 +293,22 @@ def _steps(
     def unpack(y: Tensor) -> Any:
         return kind._make(y.split(widths, -1))
 
+    # The field gets one batch axis, as the states of the simulation have.
     def step(y: Tensor) -> Tensor:
-        return y + torch.cat(increment(dynamics, solver.tableau, t, solver.dt, unpack(y)), -1)
+        flat = unpack(y.reshape(-1, y.shape[-1]))
+        added = torch.cat(increment(dynamics, solver.tableau, t, solver.dt, flat), -1)
+        return y + added.reshape(y.shape)
 
     def rate(y: Tensor) -> Tensor:
         with torch.no_grad():
-            return torch.cat(tuple(dynamics.drift(t, unpack(y))), -1)
+            flat = unpack(y.reshape(-1, y.shape[-1]))
+            found = torch.cat(tuple(dynamics.drift(t, flat)), -1).reshape(y.shape)
+        if not bool(found.any(-1).all()):
+            raise ValueError(
+                "a replica is at rest, where the flow has no direction of its own: Shadowing needs "
+                "runs that keep moving. For a fixed point use Pathwise."
+            )
+        return found
 
     def observe(y: Tensor) -> Tensor:
         flat = y.reshape(-1, y.shape[-1])
@@ -321,6 +322,24 @@ def _steps(
         return value.reshape(*y.shape[:-1], -1)
 
     return StepMap(step, rate, observe, solver.dt), shapes
+
+
+@torch.no_grad()
+def _refuse_time(simulation: Simulation[State], state: State) -> None:
+    """Refuse a field that depends on the time at a state.
+
+    The times are at random, so that no period is missed.
+    """
+    begin, end = float(simulation.ts[0]), float(simulation.ts[-1])
+    shares = torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first = simulation.dynamics.drift(begin, state)
+    for t in (begin + shares * (end - begin)).tolist():
+        later = simulation.dynamics.drift(t, state)
+        if not all(torch.equal(a, b) for a, b in zip(first, later, strict=True)):
+            raise ValueError(
+                "Shadowing is for fields that do not depend on the time, and the field of this "
+                f"ODE differs between t = {begin:g} and {t:g}."
+            )
 
 
 def _last_finite(states: Tensor, before: int, dt: float) -> Tensor:

@@ -139,7 +139,7 @@ class ImplicitField:
     def _refuse_coupled(self, t: Tensor, x: Tensor, a: float, matrix: Tensor) -> None:
         """Refuse a field whose systems depend on each other, for which J has no blocks.
 
-        The product with a vector of random signs, one for each system, would differ.
+        The product with a random vector would differ.
         """
         with torch.enable_grad():
             y = x.detach().requires_grad_()
@@ -147,8 +147,7 @@ class ImplicitField:
         if not rate.requires_grad:
             return
         generator = torch.Generator().manual_seed(0)
-        signs = 2.0 * torch.randint(2, x.shape[:-1], generator=generator) - 1
-        vector = signs.to(x).unsqueeze(-1) * torch.ones_like(x)
+        vector = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         whole = vector - a * _product(rate, y, vector)
         blocks = (vector.unsqueeze(-2) @ matrix).squeeze(-2)
         allowed = torch.finfo(x.dtype).eps ** 0.5 * (1 + matrix.abs().amax())

@@ -114,10 +114,23 @@ def test_systems_that_depend_on_each_other_are_refused():
         def forward(self, t, y):
             return -self.rate * y**3 + y.mean(0, keepdim=True)
 
-    dynamics = ODE(Mean())
-    for solver in SOLVERS:
-        with pytest.raises(ValueError, match="depend on each other"):
-            adjsim.simulate(dynamics, dynamics.init(start((3,))), [0.0, 0.4], solver=solver)
+    class Exchange(nn.Module):
+        """What leaves one entry arrives at the other, at a rate that the batch sets."""
+
+        def __init__(self):
+            super().__init__()
+            self.rate = parameter(1.0)
+
+        def forward(self, t, y):
+            moved = self.rate * y[..., 0] * (1 + y[..., 1].mean(0) ** 2)
+            return torch.stack([-moved, moved], -1)
+
+    for field, n in ((Mean(), 3), (Exchange(), 2)):
+        dynamics = ODE(field)
+        for solver in SOLVERS:
+            begin = dynamics.init(start((4,), n))
+            with pytest.raises(ValueError, match="depend on each other"):
+                adjsim.simulate(dynamics, begin, [0.0, 0.4], solver=solver)
 
 
 @torch.no_grad()

@@ -302,6 +302,53 @@ def test_what_is_refused(make, kind, says):
         make()
 
 
+def test_fields_may_be_written_for_one_batch_axis():
+    """An axis counted from the front means the same in the sweeps as in the run."""
+
+    class FromTheFront(Lorenz96):
+        def forward(self, t, y):
+            return (y.roll(-1, 1) - y.roll(2, 1)) * y.roll(1, 1) - y + self.forcing
+
+    found = []
+    for make in (Lorenz96, FromTheFront):
+        dynamics = ODE(make())
+
+        def initial(count, generator, dynamics=dynamics):
+            return dynamics.init(8 + torch.randn(count, 6, generator=generator).double())
+
+        run = adjsim.Simulation(dynamics, initial, [0.0, 3.0], adjsim.RungeKutta("rk4", 0.05))
+        mean = TimeAverage(lambda state: state.y.mean(-1))
+        found.append(Shadowing(4, 0.5, penalty=1.0)(run, mean, replicas=3, chunks=3, generator=0))
+    one, other = (x.grad["fun.forcing"] for x in found)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+def test_pulses_and_rest_are_refused():
+    class Pulse(Oscillator):
+        def forward(self, t, y):
+            push = 5.0 * ((t % 1.0) < 0.5) * torch.tensor([0.0, 1.0], dtype=y.dtype)
+            return super().forward(t, y) + push
+
+    class Relax(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rest = parameter(1.0)
+
+        def forward(self, t, y):
+            return self.rest - y
+
+    mean = TimeAverage(lambda state: state.y.square().mean(-1))
+    for make, says in ((Pulse, "differs between t = 0"), (Relax, "at rest")):
+        dynamics = ODE(make())
+
+        def initial(count, generator, dynamics=dynamics):
+            return dynamics.init(torch.ones(count, 2, dtype=torch.float64))
+
+        run = adjsim.Simulation(dynamics, initial, [0.0, 100.0], adjsim.RungeKutta("rk4", 0.1))
+        with pytest.raises(ValueError, match=says):
+            Shadowing(0, 1.0)(run, mean, replicas=2, chunks=2)
+
+
 def test_runs_that_do_not_fit_are_refused():
     average = TimeAverage(lambda state: state[0].sum(-1))
 
