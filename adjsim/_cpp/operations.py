@@ -192,8 +192,8 @@ extern "C" {{
 namespace {{ namespace math {{
 {" ".join(f"using std::{name};" for name in (*FUNCTIONS, *PAIRED) if name != "tanh")}
 #ifdef HAS_VECTORISED
-// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to a few units in the last place. The vectorised
-// tanh of doubles takes 1.7 times as long.
+// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to a few units in the last place. The
+// vectorised tanh of doubles takes 1.7 times as long.
 inline double tanh(double x) {{
   const double e = std::expm1(-2 * std::fabs(x));
   return std::copysign(e / (2 + e), x);

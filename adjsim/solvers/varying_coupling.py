@@ -26,8 +26,8 @@ class VaryingCoupling:
 
         c = 1 - m/4096        m = ceil(4096 (1 - exp(-rate h)))
 
-    So c is at most exp(-rate h), between 1/4096 and 4095/4096. Where rate h exceeds ln 4096 = 8.3, c
-    stays 1/4096, and only smaller steps help.
+    So c is at most exp(-rate h), between 1/4096 and 4095/4096. Where rate h exceeds ln 4096 = 8.3,
+    c stays 1/4096, and only smaller steps help.
 
     Args:
         rate: the rate, 1/time.
