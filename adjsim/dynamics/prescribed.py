@@ -58,7 +58,7 @@ class Prescribed(nn.Module):
     def mask(self, atoms: int) -> Tensor:
         """Return which of a number of vertices are prescribed, ``(atoms, 1)``."""
         at, index = torch.arange(atoms, device=self.vertices.index.device), self.vertices.index
-        return (at[:, None] == index).any(-1, keepdim=True)
+        return (at[:, None] == index).sum(-1, keepdim=True) > 0
 
     def placed(self, value: Tensor, like: Tensor) -> Tensor:
         """Place ``(vertices, dim)`` at the vertices, with zero at all others, ``(atoms, dim)``."""
