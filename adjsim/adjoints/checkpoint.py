@@ -11,8 +11,14 @@ from torch import Tensor
 from adjsim._inputs import as_whole
 from adjsim._state import AnyState, State, detached
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.compiled import ForwardLoops
-from adjsim.adjoints.history import History, Rewind, StoredStates, rounding_tolerance
+from adjsim.adjoints.forward_loops import ForwardLoops
+from adjsim.adjoints.history import (
+    History,
+    Rewind,
+    StatesRewind,
+    StoredStates,
+    rounding_tolerance,
+)
 from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
@@ -82,7 +88,7 @@ class Checkpoints(History):
         return Recompute(self, inputs, forces)
 
 
-class Recompute(Rewind):
+class Recompute(StatesRewind):
     """Earlier states, recovered by running a segment again.
 
     Args:

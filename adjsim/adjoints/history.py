@@ -44,16 +44,17 @@ class Rewind(ABC):
         """
         return None
 
-    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
-        """Return the states before the steps of the compiled loop that begins at ``first``.
-
-        Only the rewind of a history that does not invert steps has them.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
+
+
+class StatesRewind(Rewind):
+    """A rewind that has the states before the steps of compiled loops."""
+
+    @abstractmethod
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        """Return the states before the steps of the loop that begins at step ``first``."""
 
 
 class History(ABC):

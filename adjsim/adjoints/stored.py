@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from adjsim._state import AnyState, detached
-from adjsim.adjoints.history import History, Rewind, StoredStates, rounding_tolerance
+from adjsim.adjoints.history import (
+    History,
+    Rewind,
+    StatesRewind,
+    StoredStates,
+    rounding_tolerance,
+)
 from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
@@ -43,7 +49,7 @@ class AllStates(History):
         return StoredRewind(self.states, self.last)
 
 
-class StoredRewind(Rewind):
+class StoredRewind(StatesRewind):
     """Earlier states, as they were stored.
 
     Args:
