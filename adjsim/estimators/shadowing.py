@@ -156,7 +156,7 @@ class Shadowing(ChunkedEstimator):
         counts, dynamics = self._count(simulation, observable), simulation.dynamics
         y = torch.cat(tuple(x.detach() for x in starts), -1)
         self._refuse(starts, simulation, y.shape[-1])
-        steps, shapes = _steps(simulation, observable, starts)
+        steps, shape = _steps(simulation, observable, starts)
         if counts.skip:
             y = _last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
@@ -171,7 +171,7 @@ class Shadowing(ChunkedEstimator):
             self._refuse_growth(math.inf)
             raise
         self._refuse_growth(_growth(found))
-        parameters, shape = dynamics.trainable(), shapes[-1]
+        parameters = dynamics.trainable()
         passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
         evaluations = passes * len(simulation.solver.tableau.b)
         sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
@@ -280,15 +280,15 @@ class _Counts:
 
 def _steps(
     simulation: Simulation[Any], observable: TimeAverage, start: Any
-) -> tuple[StepMap, list[torch.Size]]:
+) -> tuple[StepMap, torch.Size]:
     """Write the steps as a map of the fields joined into one tensor.
 
-    The list receives the shape of the observable of one system.
+    The second result is the shape of the observable of one system.
     """
     assert isinstance(simulation.solver, RungeKutta)
     dynamics, solver = simulation.dynamics, simulation.solver
     t, kind = float(simulation.ts[0]), type(start)
-    widths, shapes = [x.shape[-1] for x in start], list[torch.Size]()
+    widths = [x.shape[-1] for x in start]
 
     def unpack(y: Tensor) -> Any:
         return kind._make(y.split(widths, -1))
@@ -318,10 +318,11 @@ def _steps(
                 f"the observable has shape {tuple(value.shape)}; its leading axis must be the "
                 f"{len(flat)} states."
             )
-        shapes.append(value.shape[1:])
         return value.reshape(*y.shape[:-1], -1)
 
-    return StepMap(step, rate, observe, solver.dt), shapes
+    with torch.no_grad():
+        shape = observable.function(start).shape[1:]
+    return StepMap(step, rate, observe, solver.dt), shape
 
 
 @torch.no_grad()
