@@ -7,7 +7,6 @@ temporary files.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from argon_liquid import (
     structure,
     thermostatted,
 )
+from studies import commit
 
 import adjsim
 from adjsim._files import replacing
@@ -41,18 +41,6 @@ PATHWISE = adjsim.Pathwise(adjsim.ReversibleAdjoint())
 # One cutoff serves all sizes of which D is computed.
 SHORT = 8.5
 WINDOWS = [0.4, 0.8, 1.2, 1.6, 2.0, 2.8]
-
-
-def commit():
-    """Return the commit of the working tree, which must not have changes."""
-    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
-    changes, head = (
-        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
-        for c in commands
-    )
-    if any(not line.endswith(FILE.name) for line in changes.splitlines()):
-        raise SystemExit(f"commit the changes first:\n{changes}")
-    return head.strip()
 
 
 def stored(**numbers):
@@ -382,7 +370,7 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     parts = {f.__name__: f for f in (fit, variants, path, gradient, sizes)}
-    head = commit()  # before the runs, since the code is that of now
+    head = commit(__file__)  # before the runs, since the code is that of now
     study = json.loads(FILE.read_text()) if FILE.exists() else {}
     for name in sys.argv[1:] or parts:
         study[name] = {"commit": head, **parts[name]()}

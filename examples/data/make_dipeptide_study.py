@@ -6,7 +6,6 @@ entry of the file.
 """
 
 import json
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -17,6 +16,7 @@ import openmm.app as app
 import torch
 from ase import units
 from openmm import unit
+from studies import commit
 
 import adjsim
 from adjsim._files import replacing
@@ -148,18 +148,6 @@ class Dipeptide:
 def mean_and_covariance(replicas):
     """Return the mean of independent replicas, and the covariance of the mean."""
     return replicas.mean(0), torch.cov(replicas.T) / len(replicas)
-
-
-def commit():
-    """Return the commit of the working tree, whose code must not have changes."""
-    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
-    changes, head = (
-        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
-        for c in commands
-    )
-    if any(not line.endswith(".json") for line in changes.splitlines()):
-        raise SystemExit(f"commit the changes first:\n{changes}")
-    return head.strip()
 
 
 def short(x, digits=6):
@@ -324,7 +312,7 @@ def recovered(solvent, seed):
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    head = commit()  # before the runs, since the code is that of now
+    head = commit(__file__)  # before the runs, since the code is that of now
     parts = {
         "vacuum": lambda: recovered("vacuum", 1000),
         "paths": lambda: paths(*target("vacuum", 1000)[1:], 5000, 0.12),

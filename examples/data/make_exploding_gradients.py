@@ -10,12 +10,12 @@ examples/data/make_exploding_gradients.py
 
 import json
 import math
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from studies import commit, rounded
 
 import adjsim
 from adjsim._files import replacing
@@ -292,33 +292,10 @@ def equilibrium_estimators(start, seed):
     return found
 
 
-def rounded(x):
-    """Round all numbers to seven digits, for a file of moderate size."""
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    if isinstance(x, list | tuple | np.ndarray):
-        return [rounded(value) for value in x]
-    return float(f"{x:.7g}") if isinstance(x, float) else x
-
-
-def commit():
-    """Return the commit of the working tree, which must have no other changes."""
-
-    def git(*words):
-        folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", __file__):
-        raise RuntimeError("adjsim or this script has changes; commit them first.")
-    return git("rev-parse", "HEAD")
-
-
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    made, begun = commit(), time.perf_counter()
+    made, begun = commit(__file__), time.perf_counter()
     starts = equilibrium()
     first = starts[0][0], starts[1][0]
     study = {
@@ -341,7 +318,7 @@ def main():
         }
         print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     study["estimators"] = equilibrium_estimators(first, SETTINGS["seed"] + 9000)
-    text = json.dumps(rounded(study), separators=(",", ":"))
+    text = json.dumps(rounded(study, 7), separators=(",", ":"))
     with replacing(FILE) as file:
         file.write_text(text + "\n")
     print(f"{FILE.name}: {len(text) / 1e3:.0f} kB, {time.perf_counter() - begun:.0f} s")

@@ -8,12 +8,12 @@ python examples/data/make_lorenz.py
 """
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from studies import commit, rounded
 from torch import nn
 
 import adjsim
@@ -209,38 +209,15 @@ def spectrum(start):
     )
 
 
-def rounded(x):
-    """Round all numbers to six digits, for a file of moderate size."""
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    if isinstance(x, list | tuple | np.ndarray):
-        return [rounded(value) for value in x]
-    return float(f"{x:.6g}") if isinstance(x, float) else x
-
-
-def commit(script=__file__):
-    """Return the commit of the working tree, which must have no other changes."""
-
-    def git(*words):
-        folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", script):
-        raise RuntimeError("adjsim or this script has changes; commit them first.")
-    return git("rev-parse", "HEAD")
-
-
 def store(name, study):
     with replacing(name) as file:
-        file.write_text(json.dumps(rounded(study), separators=(",", ":")) + "\n")
+        file.write_text(json.dumps(rounded(study, 6), separators=(",", ":")) + "\n")
 
 
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    made, begun = commit(), time.perf_counter()
+    made, begun = commit(__file__), time.perf_counter()
     dynamics = ODE(Lorenz(**POINT))
     start = attractor(dynamics, SETTINGS["paths"], SETTINGS["seed"])
     study = {

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import torch
-from make_lorenz import POINT, SOLVER, Lorenz, attractor, commit, height, store
+from make_lorenz import POINT, SOLVER, Lorenz, attractor, height, store
+from studies import commit
 from torch import nn
 
 import adjsim

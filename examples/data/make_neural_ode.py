@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 import torchdiffeq
+from studies import commit, rounded
 from torch import nn
 
 import adjsim
@@ -282,29 +283,6 @@ def measure_apart(name, steps):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rounded(x, digits=9):
-    """Round all numbers, for a file of moderate size."""
-    if isinstance(x, dict):
-        return {key: rounded(value, digits) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [rounded(value, digits) for value in x]
-    return float(f"{x:.{digits}g}") if isinstance(x, float) else x
-
-
-def commit():
-    """Return the commit of the working tree, which must have no other changes."""
-
-    def git(*words):
-        folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", __file__):
-        raise RuntimeError("adjsim or this script has changes; commit them first.")
-    return git("rev-parse", "HEAD")
-
-
 def training():
     """Train with the three libraries, and go on with this one."""
     compared, iterations = SETTINGS["compared"], SETTINGS["iterations"]
@@ -329,7 +307,9 @@ def training():
             for library, found in trained.items()
         },
         "fit": rounded(losses[::10], 4),
-        "network": {name: rounded(x.tolist()) for name, x in net.state_dict().items()},
+        "network": {
+            name: rounded(x.tolist(), 9) for name, x in net.state_dict().items()
+        },
     }
 
 
@@ -349,7 +329,7 @@ def main(parts):
         "settings": SETTINGS,
     }
     for name in parts:
-        made, begun = commit(), time.perf_counter()
+        made, begun = commit(__file__), time.perf_counter()
         study[name] = {
             "commit": made,
             "found": {"training": training, "long": long}[name](),

@@ -8,12 +8,12 @@ examples/data/make_neural_sde.py
 
 import json
 import math
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from studies import commit, rounded
 from torch import nn
 
 import adjsim
@@ -126,30 +126,10 @@ def train():
     return losses, control
 
 
-def commit():
-    """Return the commit of the working tree, which must have no other changes."""
-
-    def git(*words):
-        folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", __file__):
-        raise RuntimeError("adjsim or this script has changes; commit them first.")
-    return git("rev-parse", "HEAD")
-
-
-def rounded(x, digits):
-    if isinstance(x, list):
-        return [rounded(value, digits) for value in x]
-    return float(f"{x:.{digits}g}")
-
-
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small network
-    made, begun = commit(), time.perf_counter()
+    made, begun = commit(__file__), time.perf_counter()
     losses, control = train()
     study = {
         "made_by": "examples/data/make_neural_sde.py",

@@ -19,6 +19,7 @@ import torch
 from ase import units
 from build_dipeptide import build, write_pdb
 from openmm import unit
+from studies import commit
 
 import adjsim
 from adjsim._files import replacing
@@ -312,18 +313,6 @@ def memory():
     return {"seed": 7, "rows": rows}
 
 
-def commit():
-    """Return the commit of the working tree, whose code must not have changes."""
-    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
-    changes, head = (
-        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
-        for c in commands
-    )
-    if any(not line.endswith(".json") for line in changes.splitlines()):
-        raise SystemExit(f"commit the changes first:\n{changes}")
-    return head.strip()
-
-
 def short(x):
     """Return tensors and arrays as lists, and floats with six digits."""
     if isinstance(x, torch.Tensor | np.ndarray):
@@ -345,7 +334,7 @@ def main():
     if sys.argv[1:2] == ["measure"]:
         print(*memory_of(sys.argv[2], int(sys.argv[3])))
         return
-    head = commit()  # before the runs, since the code is that of now
+    head = commit(__file__)  # before the runs, since the code is that of now
     study = json.loads(FILE.read_text()) if FILE.exists() else {}
     study["settings"] = {
         "dt (fs)": DT / units.fs,

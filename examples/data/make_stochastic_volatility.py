@@ -8,12 +8,12 @@ Run: python examples/data/make_stochastic_volatility.py
 
 import json
 import math
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from studies import commit, rounded
 from torch import nn
 
 import adjsim
@@ -160,30 +160,10 @@ def standard_errors(jacobian, weights, covariance):
     return spread.diagonal(dim1=1, dim2=2).sqrt()
 
 
-def commit():
-    """Return the commit of the working tree, which must have no other changes."""
-
-    def git(*words):
-        folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=folder, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    if git("status", "--porcelain", "--untracked-files=no", ":/adjsim", __file__):
-        raise RuntimeError("adjsim or this script has changes; commit them first.")
-    return git("rev-parse", "HEAD")
-
-
-def rounded(x, digits=9):
-    if isinstance(x, list):
-        return [rounded(value, digits) for value in x]
-    return float(f"{x:.{digits}g}")
-
-
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # small tensors
-    made, begun = commit(), time.perf_counter()
+    made, begun = commit(__file__), time.perf_counter()
     truth = free(SETTINGS["truth"])
     with torch.no_grad():
         model = Volatility(truth.expand(SERIES, 1, 4).clone())
@@ -213,14 +193,14 @@ def main():
         "commit": made,
         "versions": {name: version(name) for name in ("torch", "torchsde")},
         "settings": SETTINGS,
-        "weights": rounded(weights.tolist()),
-        "data": rounded(data.tolist()),
-        "exact": rounded(exact.tolist()),
-        "estimates": rounded(phi.tolist()),
-        "errors": rounded(errors.tolist()),
+        "weights": rounded(weights.tolist(), 9),
+        "data": rounded(data.tolist(), 9),
+        "exact": rounded(exact.tolist(), 9),
+        "estimates": rounded(phi.tolist(), 9),
+        "errors": rounded(errors.tolist(), 9),
         "last_steps": rounded(step.tolist(), 3),
         "jacobian_at_truth": [
-            rounded(at_truth.mean(0).tolist()),
+            rounded(at_truth.mean(0).tolist(), 9),
             rounded((at_truth.std(0) / SERIES**0.5).tolist()),
         ],
     }

@@ -9,12 +9,12 @@ states: that of the training, a hotter one and a denser one.
 """
 
 import json
-import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from studies import commit
 
 import adjsim
 from adjsim._files import replacing
@@ -290,18 +290,6 @@ def gradients(begin, wanted, position, seed, groups=4, each=2):
     return {"seed": seed, "equilibrium": equilibrium.norm(), "rows": rows}
 
 
-def commit():
-    """Return the commit of the working tree, whose code must not have changes."""
-    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
-    changes, head = (
-        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
-        for c in commands
-    )
-    if any(not line.endswith(".json") for line in changes.splitlines()):
-        raise SystemExit(f"commit the changes first:\n{changes}")
-    return head.strip()
-
-
 def short(x, digits=8):
     """Return tensors as lists, and floats with few digits."""
     if isinstance(x, torch.Tensor):
@@ -316,7 +304,7 @@ def short(x, digits=8):
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    begun, head = time.process_time(), commit()
+    begun, head = time.process_time(), commit(__file__)
     study = {
         "made_by": "examples/data/make_structure_study.py",
         "commit": head,

@@ -7,7 +7,6 @@ the folder of temporary files.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ import openmm.app as app
 import torch
 from ase import units
 from openmm import unit
+from studies import commit
 
 import adjsim
 from adjsim._files import replacing
@@ -306,18 +306,6 @@ def differences(seed=3000, durations=(0.1, 0.2, 0.3, 0.5), steps=(1e-3, 1e-4)):
     return {"seed": seed, "rows": rows}
 
 
-def commit():
-    """Return the commit of the working tree, whose code must not have changes."""
-    commands = (["git", "status", "--porcelain", "-uno"], ["git", "rev-parse", "HEAD"])
-    changes, head = (
-        subprocess.run(c, cwd=HERE, check=True, capture_output=True, text=True).stdout
-        for c in commands
-    )
-    if any(not line.endswith(".json") for line in changes.splitlines()):
-        raise SystemExit(f"commit the changes first:\n{changes}")
-    return head.strip()
-
-
 def short(x, digits=5):
     """Return tensors and arrays as lists, and floats with few digits."""
     if isinstance(x, torch.Tensor | np.ndarray):
@@ -332,7 +320,7 @@ def short(x, digits=5):
 def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # a small system
-    head = commit()  # before the runs, since the code is that of now
+    head = commit(__file__)  # before the runs, since the code is that of now
     study = json.loads(FILE.read_text()) if FILE.exists() else {}
     study["settings"] = {
         "kT (eV)": KT,
