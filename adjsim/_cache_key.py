@@ -104,6 +104,11 @@ class Identity:
     def __init__(self, x: Any) -> None:
         self._ref, self._id = ref(x), id(x)
 
+    @property
+    def referent(self) -> Any:
+        """The object, or None after its end."""
+        return self._ref()
+
     def __hash__(self) -> int:
         return self._id
 
@@ -266,8 +271,8 @@ class _KeyBuilder:
         if not hasattr(x, "__dict__") and not slots:
             raise UninspectableError(
                 f"{where} is {type(x).__name__}, which cannot be inspected, so a change of it "
-                "would not be noticed by compiled code. Use numbers, tensors, arrays, functions, "
-                "data classes or modules there, or leave compile=True out."
+                "would not be noticed. Use numbers, tensors, arrays, functions, data classes or "
+                "modules there, or leave compile=True and store= out."
             )
         inner = {
             **getattr(x, "__dict__", {}),
@@ -294,6 +299,15 @@ def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> 
         tuple(builder.module(part) for part in modules),
         None if function is None else builder.key(function, "the record"),
     )
+
+
+def object_key(x: Any, where: str) -> Any:
+    """Build a key from everything that an object outside of the dynamics reads.
+
+    Raises:
+        UninspectableError: a value that cannot be inspected.
+    """
+    return _KeyBuilder(set()).key(x, where)
 
 
 def _tensor(x: Tensor) -> Any:

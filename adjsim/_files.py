@@ -25,3 +25,33 @@ def replacing(path: Path) -> Generator[Path, None, None]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path, what: str = "output") -> None:
+    """Refuse, before any work, a folder that cannot be written.
+
+    It writes a file and removes it again, since permission bits do not show a full disk, a quota or
+    a read-only mount.
+
+    Args:
+        folder: the folder.
+        what: its name in the error.
+
+    Raises:
+        ValueError: the folder is a file or cannot be written; the message has the system's reason.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{what} '{folder}' is a file; name a folder.")
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".adjsim-") as file:
+            file.write(b"adjsim")
+    except OSError as error:
+        raise ValueError(
+            f"{what} '{folder}' cannot be written ({error.strerror or error}); name another folder."
+        ) from error
+    finally:
+        for path in absent:
+            if path.is_dir():
+                path.rmdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -241,32 +240,6 @@ def compare(
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as error:
             result.failures[name] = str(error)
     return result
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse, before any work, an output folder that cannot be written.
-
-    It writes a file and removes it again, since permission bits do not show a full disk, a quota or
-    a read-only mount.
-
-    Raises:
-        ValueError: the folder is a file or cannot be written; the message has the system's reason.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output '{folder}' is a file; name a folder.")
-    absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".adjsim-") as file:
-            file.write(b"adjsim")
-    except OSError as error:
-        raise ValueError(
-            f"output '{folder}' cannot be written ({error.strerror or error}); name another folder."
-        ) from error
-    finally:
-        for path in absent:
-            if path.is_dir():
-                path.rmdir()
 
 
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:

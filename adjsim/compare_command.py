@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from adjsim.compare import check_writable
+from adjsim._files import check_writable
 from adjsim.job import ADJOINTS, Job, adjoints_of, estimators_of, question_of
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.options import (

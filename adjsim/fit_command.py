@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjsim._box import perpendicular_widths
+from adjsim._files import check_writable
 from adjsim._trajectory import TimeAverage, Trajectory
 from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
-from adjsim.compare import check_writable
 from adjsim.curve import Curve, read_curve
 from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
 from adjsim.estimators.base import Initial, Observable
