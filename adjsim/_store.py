@@ -53,10 +53,13 @@ class _Writer:
         if isinstance(tree, Tensor):
             name = f"tensor {len(self.tensors)}"
             x = tree.detach().cpu()
+            # The order of axes in memory is kept, since sums depend on it in their last bits.
+            axes = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+            x = x.permute(axes)
             self.tensors[name] = (torch.view_as_real(x) if x.is_complex() else x).clone(
                 memory_format=torch.contiguous_format
             )
-            return {"tensor": name, "complex": x.is_complex()}
+            return {"tensor": name, "axes": axes, "complex": x.is_complex()}
         if isinstance(tree, bytes):
             self.bytes += tree
             return {"bytes": [len(self.bytes) - len(tree), len(self.bytes)]}
@@ -77,7 +80,9 @@ def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
     if "bytes" in found:
         return data[slice(*found["bytes"])]
     x = tensors[found["tensor"]]
-    return torch.view_as_complex(x) if found["complex"] else x
+    x = torch.view_as_complex(x) if found["complex"] else x
+    axes: list[int] = found["axes"]
+    return x.permute([axes.index(axis) for axis in range(len(axes))])
 
 
 def to_bytes(tree: Tree) -> bytes:
@@ -118,6 +123,11 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may write, whatever the umask."""
+    return os.open(path, flags, 0o644)
 
 
 class Store:
@@ -189,7 +199,7 @@ class Store:
         Raises:
             StoreError: another process uses the store, or it is of another computation.
         """
-        with open(self.folder / LOCK, "a+", encoding="utf-8") as file:
+        with open(self.folder / LOCK, "a+", encoding="utf-8", opener=_private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

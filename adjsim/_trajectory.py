@@ -87,6 +87,33 @@ def check_record(record: Any) -> None:
 Record = Callable[[State], Tensor] | TimeAverage | None
 
 
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run, from which another run can go on.
+
+    Attributes:
+        begin: the time of the first step, of a run that was continued the one of the first part.
+        step: the number of steps since.
+        seed, first: the seed of the noise, and the number of the first replica; None without noise.
+        solver: describes the solver, for comparison.
+        spacings: the spacings of the lattice of an exact run.
+        check_every: steps between two checks of the buffers of an exact run.
+        fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
+            copies of :class:`~adjsim.Coupled`.
+        force: the force with which the next compiled step begins.
+    """
+
+    begin: float
+    step: int
+    seed: int | None
+    first: int
+    solver: str
+    spacings: dict[str, Tensor]
+    check_every: int | None
+    fields: dict[str, Tensor]
+    force: Tensor | None
+
+
 class Trajectory(Generic[State]):
     """The result of :func:`adjsim.simulate`.
 
@@ -124,9 +151,10 @@ class Trajectory(Generic[State]):
         record: Tensor | None,
         final: State,
         stats: dict[str, Any],
+        end: RunEnd | None = None,
     ) -> None:
         self.times, self.record, self.final, self.stats = times, record, final, stats
-        self._states = states
+        self._states, self._end = states, end
 
     def __getattr__(self, name: str) -> Tensor:
         # During unpickling there is no final state yet.
@@ -147,10 +175,16 @@ class Trajectory(Generic[State]):
             "final": detached(self.final),
             "stats": self.stats,
             "_states": None if self._states is None else detached(self._states),
+            "_end": self._end,
         }
 
     def __copy__(self) -> Trajectory[State]:
-        return Trajectory(self.times, self._states, self.record, self.final, self.stats)
+        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self._end)
+
+    @property
+    def end(self) -> RunEnd | None:
+        """The end of the run, for ``simulate(continues=)``; None if it had no fixed steps."""
+        return self._end
 
     def __repr__(self) -> str:
         kept = "states" if self._states is not None else "record"
@@ -163,7 +197,7 @@ class Trajectory(Generic[State]):
         )
 
 
-torch.serialization.add_safe_globals([Trajectory])
+torch.serialization.add_safe_globals([Trajectory, RunEnd])
 
 
 def check_times(ts: Any) -> Tensor:

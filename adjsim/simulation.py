@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from adjsim._inputs import as_flag, describe_type, outside_inference_mode, refuse_uncalled
+from adjsim._inputs import (
+    as_flag,
+    as_number,
+    describe_type,
+    outside_inference_mode,
+    refuse_uncalled,
+)
+from adjsim._manifest import Saving
 from adjsim._module import ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_captured
 from adjsim._state import State, as_state, detached, in_transform
-from adjsim._trajectory import Record, TimeAverage, Trajectory, check_record, check_times
+from adjsim._store import Store
+from adjsim._trajectory import (
+    Record,
+    RunEnd,
+    TimeAverage,
+    Trajectory,
+    check_record,
+    check_times,
+)
 from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.adjoints.run_end import check_continues
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
 from adjsim.potentials.pair import pair_paths
+from adjsim.run_manifest import run_manifest
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
 
@@ -27,7 +45,7 @@ Solver = SteppingSolver | ContinuousSolver
 
 def simulate(
     dynamics: Dynamics[State],
-    state: State,
+    state: State | None,
     ts: Times,
     *,
     solver: Solver,
@@ -36,6 +54,9 @@ def simulate(
     generator: Seed = None,
     compile: bool = False,
     progress: bool = False,
+    store: str | Path | None = None,
+    every: float | int = 60.0,
+    continues: Trajectory[State] | None = None,
 ) -> Trajectory[State]:
     """Run the dynamics from a state and return its trajectory, connected to autograd.
 
@@ -75,6 +96,18 @@ def simulate(
             Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
             unless the force has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.
+        store: a folder in which the run saves itself, forward and backward. Called again with the
+            same arguments, also by another process, it goes on from its last save, and ends with
+            the same bits as without an interruption, if the number of threads is the same. Ctrl-C
+            and SIGTERM then end the process after the current step, with a save. The run needs
+            steps of a solver and a gradient without a graph: :class:`ReversibleAdjoint`,
+            :class:`CheckpointAdjoint`, or none. Give ``generator`` a seed. Remove the folder when
+            the gradient has been taken.
+        every: seconds between two saves.
+        continues: a trajectory from whose end the run goes on, by the same steps, on the same noise
+            and lattice; ``state`` is then None, and ``ts[0]`` the trajectory's last time. Two
+            halves have the frames of one whole run to the last bit. Gradients flow through both
+            halves, and differ from those of a whole run in the order of sums alone.
 
     Raises:
         ValueError: times off the grid, wrong shapes, NaN or infinite input, a start without a
@@ -86,13 +119,36 @@ def simulate(
             of an object; a record that cannot be called.
         FloatingPointError: the run reached NaN or infinity; the message names the step.
         OverflowError: an exact run left its lattice; the message names the step.
+        StoreError: the store is of another computation, in use, damaged or not writable.
     """
     check_dynamics(dynamics)
     as_flag("compile", compile)
     as_flag("progress", progress)
     generator = as_generator(generator)
-    noise = Noise(seed_from(generator)) if dynamics.stochastic else None
-    return run(dynamics, state, ts, solver, adjoint, record, noise, progress, compile)
+    end, noise = None, None
+    if continues is not None:
+        end = check_continues(continues.end, state, ts, solver, generator)
+        state = continues.final
+        if dynamics.stochastic and end.seed is not None:
+            noise = Noise(end.seed, end.first, end.step)
+    elif dynamics.stochastic:
+        noise = Noise(seed_from(generator))
+    if state is None:
+        raise TypeError("state must be a start, such as dynamics.init(position); got None.")
+    kept = None if store is None else (Store(store), _seconds(every))
+    return run(
+        dynamics,
+        state,
+        ts,
+        solver,
+        adjoint,
+        record,
+        noise,
+        progress,
+        compile,
+        kept,
+        end,
+    )
 
 
 @outside_inference_mode()
@@ -106,6 +162,8 @@ def run(
     noise: Noise | None,
     progress: bool = False,
     compile: bool = False,
+    store: tuple[Store, float] | None = None,
+    continues: RunEnd | None = None,
 ) -> Trajectory[State]:
     """Run :func:`simulate` on given noise.
 
@@ -123,13 +181,16 @@ def run(
     # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
     with exclusive(dynamics):
         problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
+        problem.continues = continues
         if compile:
             _check_compiled(problem, adjoint)
         adjoint.check(problem)
         if not in_transform():
             check_start(problem)
-        states, saved, final = adjoint.run(problem)
-    return Trajectory(times, states, saved, final, problem.stats)
+        if store is not None:
+            problem.saving = Saving(*store, run_manifest(problem, adjoint))
+        states, saved, final, end = adjoint.run(problem)
+    return Trajectory(times, states, saved, final, problem.stats, end)
 
 
 def assemble(
@@ -171,6 +232,12 @@ def check_start(problem: Problem[State]) -> None:
     dynamics.check_start(t, start)
     if isinstance(problem.solver, SteppingSolver):
         problem.solver.check(dynamics, start, t)
+
+
+def _seconds(every: Any) -> float:
+    if not as_number("every", every) > 0:
+        raise ValueError(f"every must be a positive number of seconds; got {every}.")
+    return float(every)
 
 
 def check_dynamics(dynamics: Any) -> None:

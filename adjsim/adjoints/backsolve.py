@@ -57,6 +57,7 @@ class BacksolveAdjoint(Adjoint):
             guarded,
             None if record is None else _OnceDifferentiable.apply(record),
             kind._make(_OnceDifferentiable.apply(x) for x in final),
+            None,
         )
 
     def _options(self) -> dict[str, Any]:

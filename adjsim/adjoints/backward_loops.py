@@ -11,10 +11,12 @@ from torch import Tensor
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State
+from adjsim.adjoints.eager import resumed
 from adjsim.adjoints.history import Rewind, StatesRewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import RecordSweep
+from adjsim.adjoints.saves import BackwardSaves
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import reads_force
@@ -50,9 +52,14 @@ class BackwardLoops:
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
+        saves: BackwardSaves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
         pairs = list(pairwise([0, *self.driver.stops]))[::-1]
+        if saves is not None:
+            stepper = self.driver.stepper
+            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+            pairs = [pair for pair in pairs if pair[1] <= last]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
             if self.driver.recorder.average is None:
                 saved.accumulate(
@@ -60,6 +67,8 @@ class BackwardLoops:
                 )
             state = self._traverse(state, stop, start, cotangents, saved.average_cotangent, rewind)
             state = rewind.restore(start, state)
+            if saves is not None:
+                saves.after(start, state, cotangents, [saved.total, rewind.error])
         return state
 
     def _traverse(

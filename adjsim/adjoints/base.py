@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from adjsim._state import State
+from adjsim._trajectory import RunEnd
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
 
-Result = tuple[State | None, Tensor | None, State]
+Result = tuple[State | None, Tensor | None, State, RunEnd | None]
 
 
 class ReconstructionError(RuntimeError):
@@ -41,7 +42,8 @@ class Adjoint(ABC):
     def run(self, problem: Problem[State]) -> Result[State]:
         """Run the problem and return its differentiable results.
 
-        They are the frames (None with a record), the record (or None) and the final state.
+        They are the frames (None with a record), the record (or None), the final state, and the end
+        of the run (None without fixed steps).
         """
 
     def check(self, problem: Problem[State]) -> None:

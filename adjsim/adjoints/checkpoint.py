@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adjsim._inputs import as_whole
 from adjsim._state import AnyState, State, detached
+from adjsim._store import Tree
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.forward_loops import ForwardLoops
 from adjsim.adjoints.history import (
@@ -18,6 +19,8 @@ from adjsim.adjoints.history import (
     StatesRewind,
     StoredStates,
     rounding_tolerance,
+    states_from_tree,
+    states_tree,
 )
 from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -82,6 +85,19 @@ class Checkpoints(History):
         if step % self.length == 0 or step == self.stepper.clock.last:
             self.stored[step] = detached(state)
 
+    @property
+    def count(self) -> int:
+        return len(self.stored)
+
+    def entries(self, first: int) -> Tree:
+        return states_tree(self.stored, first)
+
+    def rest(self) -> Tree:
+        return None
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        self.stored = states_from_tree(parts, state)
+
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
@@ -115,7 +131,11 @@ class Recompute(StatesRewind):
 
     def before(self, step: int) -> Sequence[AnyState]:
         if not self.segment:
-            self._run_again((step - 1) // self.history.length * self.history.length, step)
+            start = (step - 1) // self.history.length * self.history.length
+            end = min(start + self.history.length, self.stepper.clock.last)
+            self._run_again(start, end)
+            # A sweep that was interrupted goes on in the middle of a segment.
+            del self.segment[step - start :]
         return self.segment.pop()
 
     def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:

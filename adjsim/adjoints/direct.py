@@ -8,8 +8,11 @@ from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result
 from adjsim.adjoints.compiled import CompiledDriver
 from adjsim.adjoints.eager import EagerDriver
+from adjsim.adjoints.forward_loops import ForwardLoops
 from adjsim.adjoints.recorder import Recorder, Recording
-from adjsim.adjoints.stepper import Driver, prepare
+from adjsim.adjoints.run_end import run_end
+from adjsim.adjoints.saves import forward_saves
+from adjsim.adjoints.stepper import prepare
 from adjsim.adjoints.stored import AllStates
 from adjsim.adjoints.sweep import run_swept
 from adjsim.solvers.base import Problem
@@ -34,13 +37,14 @@ class DirectAdjoint(Adjoint):
 
     def run(self, problem: Problem[State]) -> Result[State]:
         if isinstance(problem.solver, ContinuousSolver):
-            return problem.solver.solve(problem, None)
+            return (*problem.solver.solve(problem, None), None)
         if problem.compile and problem.needs_gradient:
             return run_swept(problem, AllStates)
         stepper, inputs = prepare(problem)
         recording = Recording(Recorder(problem.record, stepper.clock), stepper)
         if problem.compile:
-            driver: Driver = CompiledDriver(stepper, inputs, problem).forward(recording)
+            compiled = CompiledDriver(stepper, inputs, problem)
+            driver: EagerDriver | ForwardLoops = compiled.forward(recording)
         else:
             driver = EagerDriver(
                 stepper,
@@ -48,6 +52,8 @@ class DirectAdjoint(Adjoint):
                 stepper.program.forces(problem.dynamics.potential, stats=problem.stats),
             )
         start = stepper.to_lattice(inputs.state)
-        final = stepper.run(start, inputs, driver, [recording], problem)
-        result = (*recording.result(), stepper.from_lattice(final))
+        with forward_saves(problem, stepper.clock.last, {"record": recording}, driver) as saves:
+            final = stepper.run(start, inputs, driver, [recording], problem, saves)
+        end = run_end(problem, stepper, final, driver.force)
+        result = (*recording.result(), stepper.from_lattice(final), end)
         return cast("Result[State]", result)

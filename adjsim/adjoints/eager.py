@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State
+from adjsim._store import Tree
 from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.recorder import RecordSweep
+from adjsim.adjoints.saves import BackwardSaves, Resumable
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 
+# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. With
+# and without a store, so that its sums are the same numbers.
+SETTLE_EVERY = 256
 
-class EagerDriver:
+
+class EagerDriver(Resumable):
     """Runs steps one by one, in Python.
 
     Args:
@@ -36,6 +44,16 @@ class EagerDriver:
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return range(1, self.stepper.clock.last + 1)
 
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def carried(self) -> Tree:
+        return None
+
+    def resume(self, carried: Tree, like: Tensor) -> None:
+        return
+
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         for step in range(start, stop):
             state = self.stepper.step(step, state, self.inputs, self.forces)
@@ -50,10 +68,13 @@ class EagerDriver:
         saved: RecordSweep,
         rewind: Rewind,
         progress: bool,
+        saves: BackwardSaves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
         stepper, inputs = self.stepper, self.inputs
         last = stepper.clock.last
+        if saves is not None:
+            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
         for step in with_progress(range(last, 0, -1), "backward", last, progress):
             saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
             t, coefficients, noise, before = (
@@ -66,4 +87,25 @@ class EagerDriver:
                 t, state, coefficients, noise, self.forces, cotangents, before
             )
             state = rewind.restore(step - 1, state)
+            if (step - 1) % SETTLE_EVERY == 0:
+                cotangents.complete()
+                self.forces.forget()
+                if saves is not None:
+                    saves.after(step - 1, state, cotangents, [saved.total, rewind.error])
         return state
+
+
+def resumed(
+    saves: BackwardSaves,
+    state: State,
+    cotangents: Cotangents,
+    saved: RecordSweep,
+    rewind: Rewind,
+    stepper: Stepper,
+) -> tuple[State, int]:
+    """Return the state and the step from which a sweep goes on, and take over its sums."""
+    state, step, rest = saves.begin(state, cotangents)
+    if rest is not None:
+        saved.resume(rest[0], stepper.from_lattice(state))
+        rewind.resume(rest[1])
+    return state, step

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState, detached
+from adjsim._store import Tree
 from adjsim.dynamics.base import Dynamics
 
 
@@ -60,6 +61,15 @@ class ErrorGrowth:
     def largest(self, varying: Tensor, steps: int) -> float:
         """Return the growth of steps at the vertex where it is largest."""
         return float(varying.max()) + steps * self.constant
+
+    def carried(self) -> Tree:
+        """Return what later steps need, for a save."""
+        return {"since": self._since, "ahead": self.ahead}
+
+    def resume(self, carried: Tree, like: Tensor) -> None:
+        """Go on from a save."""
+        since = carried["since"]
+        self._since, self.ahead = None if since is None else since.to(like.device), carried["ahead"]
 
     def restart(self) -> None:
         """Begin again at a stored state."""

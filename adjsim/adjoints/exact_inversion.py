@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from adjsim._state import AnyState, detached
+from adjsim._store import Tree
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
@@ -39,6 +40,32 @@ class Fingerprints(History):
             self.spills[step] = spills
         if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
             self.fingerprints[step] = fingerprint(state)
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    @property
+    def count(self) -> int:
+        return len({*self.spills, *self.fingerprints})
+
+    def entries(self, first: int) -> Tree:
+        return [
+            [
+                step,
+                [[s.field, s.systems, s.numbered, s.words] for s in self.spills.get(step, ())],
+                self.fingerprints.get(step),
+            ]
+            for step in sorted({*self.spills, *self.fingerprints})[first:]
+        ]
+
+    def rest(self) -> Tree:
+        return None
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        for number, spills, mark in (entry for part in parts for entry in part):
+            if spills:
+                self.spills[number] = [Spill(*found) for found in spills]
+            if mark is not None:
+                self.fingerprints[number] = mark
         if step == self.stepper.clock.last:
             self.last = detached(state)
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState, State, position_of
+from adjsim._store import Tree
 from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.history import StoredStates
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, sum_dtype
+from adjsim.adjoints.saves import Resumable
 from adjsim.dynamics.base import Dynamics
 
 
@@ -36,7 +38,7 @@ class ForwardCarry(NamedTuple):
     state: tuple[Tensor, ...]
 
 
-class ForwardLoops:
+class ForwardLoops(Resumable):
     """Run forward steps in compiled loops.
 
     A loop that shares forces between steps begins with a force that is given. An exact run
@@ -55,14 +57,26 @@ class ForwardLoops:
         # The growth in a step, as far as it is known.
         self.pace = 0.0
         self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
-        self.force: Tensor | None = None
+        self.force = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
         return self.driver.boundaries(wanted)
 
+    @property
+    def divisible(self) -> bool:
+        return self.growth is None and self.stored is None
+
+    def carried(self) -> Tree:
+        return {"force": self.force, "pace": self.pace, "stops": self.driver.stops}
+
+    def resume(self, carried: Tree, like: Tensor) -> None:
+        force = carried["force"]
+        self.force = None if force is None else force.to(like.device)
+        self.pace, self.driver.stops = carried["pace"], carried["stops"]
+
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
         driver = self.driver
-        if start == 0 and driver.program.shares_force:
+        if start == 0 and self.force is None and driver.program.shares_force:
             with torch.no_grad():
                 self.forces.force(position_of(state), driver.clock.time(0))
             # None where the force depends on a time that passes while the position stays.

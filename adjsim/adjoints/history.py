@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adjsim._state import AnyState
+from adjsim._store import Tree
 from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.loop_runner import LoopRunner
+from adjsim.adjoints.saves import Saved
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -48,6 +50,10 @@ class Rewind(ABC):
     def restore(self, step: int, state: AnyState) -> AnyState:
         """Return the state from which the sweep continues at ``step``."""
 
+    def resume(self, error: float | None) -> None:
+        """Go on with a sweep that was interrupted, in which this was the largest error."""
+        self.error = error
+
 
 class StatesRewind(Rewind):
     """A rewind that has the states before the steps of compiled loops."""
@@ -57,7 +63,7 @@ class StatesRewind(Rewind):
         """Return the states before the steps of the loop that begins at step ``first``."""
 
 
-class History(ABC):
+class History(Saved):
     """The stored data of one run, collected by observing its states.
 
     It makes a :class:`Rewind` for each backward sweep.
@@ -104,3 +110,17 @@ class History(ABC):
 def rounding_tolerance(dtype: torch.dtype) -> float:
     """Return the allowed relative difference between two computations of one number."""
     return 100 * torch.finfo(dtype).eps ** 0.5
+
+
+def states_tree(states: Mapping[int, AnyState], first: int) -> Tree:
+    """Return stored states from number ``first`` on, with their steps, for a save."""
+    return [[step, list(state)] for step, state in list(states.items())[first:]]
+
+
+def states_from_tree(parts: Sequence[Tree], like: AnyState) -> dict[int, AnyState]:
+    """Return the states of :func:`states_tree`, from the parts of all saves."""
+    return {
+        step: type(like)._make(x.to(like[0].device) for x in fields)
+        for part in parts
+        for step, fields in part
+    }

@@ -181,7 +181,8 @@ class LoopRunner:
         if self.recorder.average is not None:
             found.add(self.recorder.first - 1)
         if growth is not None:
-            found |= set(range(growth.check_every, last, growth.check_every))
+            every = growth.check_every
+            found |= set(range(every - self.clock.before % every, last, every))
         self.stops = sorted(step for step in found if 0 < step <= last)
         return list(self.stops)
 
@@ -211,7 +212,7 @@ class LoopRunner:
             average: in the backward pass, the cotangent of the averaged function at each step.
             states: in the backward pass, the stored states before its steps.
         """
-        numbers = [torch.tensor(x, device=self.device) for x in (count, first)]
+        numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
         noise = self._noise(first, count)
         constants = self.fixed._replace(
             steps=numbers[0],

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState, stack
+from adjsim._state import AnyState, select, stack
+from adjsim._store import Tree
 from adjsim._trajectory import Record, TimeAverage
 from adjsim.adjoints.base import ReconstructionError
+from adjsim.adjoints.saves import Saved
 from adjsim.adjoints.stepper import Stepper
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.cotangents import Cotangents
@@ -71,7 +73,7 @@ class Recorder:
         return value if self.weights is None else value * float(self.weights[step])
 
 
-class Recording:
+class Recording(Saved):
     """An observer of the states of one run, which saves frames or values."""
 
     def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
@@ -106,6 +108,37 @@ class Recording:
             self.recorder.summand(value, step),
         )
         self.total, self.last_step = value if self.total is None else self.total + value, step
+
+    @property
+    def count(self) -> int:
+        return len(self.states) + len(self.values)
+
+    def entries(self, first: int) -> Tree:
+        states, values = self.states[first:], self.values[first:]
+        return {
+            "states": list(stack(states)) if states else [],
+            "values": torch.stack(values) if values else None,
+        }
+
+    def rest(self) -> Tree:
+        return {
+            "total": self.total,
+            "dtype": None if self.dtype is None else str(self.dtype),
+            "last_step": self.last_step,
+        }
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        like, device = self.stepper.from_lattice(state), state[0].device
+        for part in parts:
+            if part["states"]:
+                frames = type(like)._make(x.to(device) for x in part["states"])
+                self.states += [select(frames, i) for i in range(len(frames[0]))]
+            if part["values"] is not None:
+                self.values += part["values"].to(device).unbind()
+        self.total = None if rest["total"] is None else rest["total"].to(device)
+        # str() of a dtype is "torch.float64".
+        self.dtype = None if rest["dtype"] is None else getattr(torch, rest["dtype"][6:])
+        self.last_step = rest["last_step"]
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""
@@ -145,6 +178,10 @@ class RecordSweep:
         )
         self.total: Tensor | None = None
         self.state: AnyState | None = None
+
+    def resume(self, total: Tensor | None, state: AnyState) -> None:
+        """Go on from the sum of a sweep that was interrupted at a state."""
+        self.total, self.state = total, None if total is None else state
 
     @property
     def average_cotangent(self) -> Tensor | None:

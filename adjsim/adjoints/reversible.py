@@ -10,10 +10,17 @@ import torch
 
 from adjsim._inputs import as_number, as_whole
 from adjsim._state import AnyState, State, detached, magnitudes, select
+from adjsim._store import Tree
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
 from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.exact_inversion import Fingerprints
-from adjsim.adjoints.history import History, Rewind, rounding_tolerance
+from adjsim.adjoints.history import (
+    History,
+    Rewind,
+    rounding_tolerance,
+    states_from_tree,
+    states_tree,
+)
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.adjoints.sweep import run_swept
 from adjsim.dynamics.buffer import Spill
@@ -173,6 +180,27 @@ class Resets(History):
         known, apart = self.stats["checkpoint_every"], step - max(self.stored)
         self.stats["checkpoint_every"] = apart if known is None else min(known, apart)
         return True
+
+    @property
+    def count(self) -> int:
+        return len(self.stored)
+
+    def entries(self, first: int) -> Tree:
+        return states_tree(self.stored, first)
+
+    def rest(self) -> Tree:
+        return {
+            "scale": self.scale,
+            "growth": None if self.growth is None else self.growth.carried(),
+            "checkpoint_every": self.stats["checkpoint_every"],
+        }
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        self.stored, self.scale = states_from_tree(parts, state), rest["scale"]
+        self.scale = [x.to(state[0].device) for x in self.scale]
+        if self.growth is not None:
+            self.growth.resume(rest["growth"], state[0])
+        self.stats.update(checkpoints=len(self.stored), checkpoint_every=rest["checkpoint_every"])
 
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from adjsim._noise import Noise
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State, detached, in_transform
+from adjsim.adjoints.saves import ForwardSaves
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -123,6 +124,7 @@ class Stepper:
         noise: the noise of the steps; None without noise.
         growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
+        buffers: the buffers at the start of a run that goes on from another.
     """
 
     program: Program
@@ -130,15 +132,17 @@ class Stepper:
     noise: StepNoise | None = None
     growth: BufferGrowth | None = None
     varying: VaryingSteps | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to_lattice(self, state: AnyState) -> AnyState:
-        """Convert a state to that of the steps: with its copy, and on the lattice with buffers.
+        """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
 
         Without copies and lattice, return it unchanged.
         """
         program = self.program
         state = state if program.copies is None else program.copies.add(state)
-        return state if program.lattice is None else program.lattice.to_lattice(state)
+        state = state if program.lattice is None else program.lattice.to_lattice(state)
+        return state._replace(**self.buffers)
 
     def from_lattice(self, state: AnyState) -> AnyState:
         """Convert a state of the steps back to a state of the dynamics."""
@@ -172,7 +176,9 @@ class Stepper:
 
         This is a function of the step and the state alone.
         """
-        if self.program.lattice is None or self.growth is None or step % self.growth.check_every:
+        if self.program.lattice is None or self.growth is None:
+            return state, []
+        if (self.clock.before + step) % self.growth.check_every:
             return state, []
         return self.program.lattice.spill(state, self.growth.limit)
 
@@ -183,10 +189,12 @@ class Stepper:
         driver: Driver,
         observers: Sequence[Observer],
         problem: Problem[State],
+        saves: ForwardSaves | None = None,
     ) -> AnyState:
         """Run all steps, call the observers, and return the final state.
 
-        The initial state is on the lattice, if there is one.
+        The initial state is on the lattice, if there is one. With saves, the run goes on from the
+        last one.
 
         Raises:
             FloatingPointError: a number is not finite, or the two copies of a state have moved
@@ -207,12 +215,16 @@ class Stepper:
                 ),
             }
         )
-        state, k, good, good_step, spilled = start, 0, detached(start), 0, 0
-        for observer in observers:
-            observer.visit(0, start, ())
+        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
+        good, good_step = detached(state), k
+        if k == 0:
+            for observer in observers:
+                observer.visit(0, start, ())
+        stops = [stop for stop in stops if stop > k]
         for stop in with_progress(stops, "forward", len(stops), problem.progress):
             while k < stop:
-                state, k = driver.advance(state, k, stop)
+                until = stop if saves is None else saves.next_stop(k, stop)
+                state, k = driver.advance(state, k, until)
                 state, entries = self.spill(k, state)
                 spilled += sum(entry.bits for entry in entries)
                 if problem.dynamics.checks_states and not in_transform():
@@ -223,9 +235,12 @@ class Stepper:
                     good, good_step = detached(state), k
                 for observer in observers:
                     observer.visit(k, state, entries)
+                if saves is not None:
+                    saves.after(k, state, spilled)
         if lattice is not None:
             problem.stats["buffer_bits"] = (
-                (spilled + lattice.buffered_bits(state)) / (last * state[0].numel())
+                (spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start))
+                / (last * state[0].numel())
                 if last
                 else 0.0
             )
@@ -301,8 +316,13 @@ def prepare(
         return stepper, inputs._replace(parameters=parameters)
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
-    clock, varying = solver.clock(problem.times), solver.varying(state)
+    end, varying = problem.continues, solver.varying(state)
+    clock = (
+        solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
+    )
     program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    if end is not None:
+        program = program.with_spacings(end.spacings)
     lattice, growth = program.lattice, None
     stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}
     if varying is not None:
@@ -331,6 +351,11 @@ def prepare(
             dynamics.draw_shape(float(problem.times[0]), state),
             state[0].detach(),
         )
-    return Stepper(program, clock, noise, growth, varying), Inputs(
-        state, coefficients, problem.tensors.tensors
-    )
+    if end is not None and end.check_every != (None if growth is None else growth.check_every):
+        raise ValueError(
+            "continues=: the friction or the coefficients have changed since the run, and the "
+            "buffers of an exact run belong to those that it had. Start a new run at "
+            "trajectory.final."
+        )
+    stepper = Stepper(program, clock, noise, growth, varying, {} if end is None else end.fields)
+    return stepper, Inputs(state, coefficients, problem.tensors.tensors)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from adjsim._state import AnyState, detached
+from adjsim._store import Tree
 from adjsim.adjoints.history import (
     History,
     Rewind,
@@ -31,7 +32,8 @@ class AllStates(History):
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self.states = {}
+        self._rows: StoredStates = {}
+        self.states = self._rows
         self.last: AnyState | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:
@@ -41,12 +43,28 @@ class AllStates(History):
         if step == self.stepper.clock.last:
             self.last = detached(state)
 
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def entries(self, first: int) -> Tree:
+        return [[step, list(rows)] for step, rows in list(self._rows.items())[first:]]
+
+    def rest(self) -> Tree:
+        return None
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        device = state[0].device
+        for first, rows in (entry for part in parts for entry in part):
+            self._rows[first] = tuple(x.to(device) for x in rows)
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
         assert self.last is not None
-        assert self.states is not None
-        return StoredRewind(self.states, self.last)
+        return StoredRewind(self._rows, self.last)
 
 
 class StoredRewind(StatesRewind):

@@ -26,12 +26,16 @@ import torch
 from torch import Tensor
 
 from adjsim._state import State
+from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.compiled import CompiledDriver
 from adjsim.adjoints.eager import EagerDriver
+from adjsim.adjoints.forward_loops import ForwardLoops
 from adjsim.adjoints.history import History
 from adjsim.adjoints.recorder import Recorder, Recording, RecordSweep
-from adjsim.adjoints.stepper import Driver, Inputs, Stepper, prepare
+from adjsim.adjoints.run_end import run_end
+from adjsim.adjoints.saves import backward_saves, forward_saves
+from adjsim.adjoints.stepper import Inputs, Stepper, prepare
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 
@@ -50,15 +54,20 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
     width = len(problem.state)
     final = type(problem.state)._make(outputs[-width:])
     if problem.record is None:
-        return type(problem.state)._make(outputs[:width]), None, final
-    return None, outputs[0], final
+        return type(problem.state)._make(outputs[:width]), None, final, run.end
+    return None, outputs[0], final, run.end
 
 
 class _SweptRun:
     """The shared data of a forward run and its backward sweeps.
 
     It is written during the forward run only.
+
+    Attributes:
+        end: the end of the forward run.
     """
+
+    end: RunEnd | None = None
 
     def __init__(
         self, problem: Problem[State], stepper: Stepper, history: History, inputs: Inputs
@@ -103,15 +112,21 @@ class _SweptRun:
         inputs, recording = self.inputs(flat, self.parameters), Recording(self.recorder, stepper)
         if self.compiled is None:
             forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
-            driver: Driver = EagerDriver(stepper, inputs, forces, self.history.growth)
+            driver: EagerDriver | ForwardLoops = EagerDriver(
+                stepper, inputs, forces, self.history.growth
+            )
         else:
             driver = self.compiled.forward(recording, self.history.growth, self.history.states)
         start = stepper.to_lattice(inputs.state)
-        with problem.tensors.substituted(self.parameters):
-            final = stepper.from_lattice(
-                stepper.run(start, inputs, driver, [recording, self.history], problem)
-            )
+        saved = {"record": recording, "history": self.history}
+        with (
+            forward_saves(problem, stepper.clock.last, saved, driver) as saves,
+            problem.tensors.substituted(self.parameters),
+        ):
+            last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
             states, record = recording.result()
+        self.end = run_end(problem, stepper, last, driver.force)
+        final = stepper.from_lattice(last)
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
         return (*first, *(x.clone() if any(x is y for y in flat) else x for x in final))
 
@@ -160,8 +175,11 @@ class _SweptRun:
             if self.compiled is None
             else self.compiled.backward(forces)
         )
-        with tensors.substituted(leaves):
-            driver.sweep(rewind.final(), sums, saved, rewind, problem.progress)
+        with (
+            backward_saves(problem, stepper.clock.last, cotangents) as saves,
+            tensors.substituted(leaves),
+        ):
+            driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
             saved.accumulate(
                 0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
             )

@@ -123,6 +123,10 @@ class ForceEvaluator:
             self.count()
         return self._linear[1]
 
+    def forget(self) -> None:
+        """Drop the cached forces."""
+        self._position = self._value = self._linear = None
+
     def count(self, passes: int = 1) -> None:
         """Add passes over the energy, or evaluations of a drift."""
         self.stats["energy_evaluations"] += passes

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from adjsim._grid import Grid
 from adjsim._inputs import as_number
+from adjsim._manifest import Saving
 from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
 from adjsim._state import AnyState, State, all_finite, in_transform
-from adjsim._trajectory import Record, step_numbers
+from adjsim._trajectory import Record, RunEnd, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
@@ -254,6 +255,8 @@ class Problem(Generic[State]):
     noise: Noise | None = None
     progress: bool = False
     compile: bool = False
+    saving: Saving | None = None
+    continues: RunEnd | None = None
     stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
 
     @property
@@ -304,6 +307,10 @@ class SteppingSolver(ABC):
     def clock(self, times: Tensor) -> Clock | VaryingClock:
         """Return the times of the steps of a run with these save times."""
         return Clock(float(times[0]), self.dt, tuple(step_numbers(times, self.dt)))
+
+    def continued_clock(self, times: Tensor, end: RunEnd) -> Clock:
+        """Return the times of the steps of a run that goes on from the end of another."""
+        return Clock(end.begin, self.dt, tuple(step_numbers(times, self.dt)), end.step)
 
     def varying(self, state: AnyState) -> VaryingSteps | None:
         """Return what depends on the size of a step; None if all steps have one size."""

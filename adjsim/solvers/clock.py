@@ -22,11 +22,13 @@ class Clock:
         begin: the time of the start.
         dt: the step size.
         saves: the numbers of the steps after which the state is saved; the first is 0.
+        before: the number of steps between ``begin`` and step 0, in a run that is continued.
     """
 
     begin: float
     dt: float
     saves: tuple[int, ...]
+    before: int = 0
 
     @property
     def last(self) -> int:
@@ -40,7 +42,7 @@ class Clock:
 
     def time(self, step: float) -> float:
         """Return the time after a number of steps."""
-        return self.begin + step * self.dt
+        return self.begin + (self.before + step) * self.dt
 
     def time_in_step(self, step: int) -> Callable[[float], float]:
         """Return a function that gives the time in step number ``step``.
@@ -66,6 +68,7 @@ class VaryingClock:
     ends: Tensor
     saves: tuple[int, ...]
     smaller = SMALLER
+    before = 0
 
     @property
     def last(self) -> int:

@@ -1,0 +1,48 @@
+"""The description of a run, by which its store knows that it is called again."""
+
+from __future__ import annotations
+
+from adjsim._fingerprint import tensor_fingerprint
+from adjsim._manifest import describe_module, describe_object, versions
+from adjsim._state import State
+from adjsim._trajectory import TimeAverage
+from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.solvers.base import Problem, SteppingSolver
+
+
+def run_manifest(problem: Problem[State], adjoint: Adjoint) -> dict[str, str]:
+    """Describe a run by everything that its numbers depend on.
+
+    Raises:
+        TypeError: a run that cannot be saved.
+        StoreError: a part of it cannot be inspected.
+    """
+    if not isinstance(problem.solver, SteppingSolver):
+        raise TypeError(
+            f"store= is for solvers that take steps, such as Splitting; not for {problem.solver!r}."
+        )
+    if isinstance(adjoint, DirectAdjoint) and problem.needs_gradient and not problem.compile:
+        raise TypeError(
+            "store=: the graph of DirectAdjoint() cannot be saved. Use ReversibleAdjoint() or "
+            "CheckpointAdjoint(), or run under torch.no_grad()."
+        )
+    record, noise, end, times = problem.record, problem.noise, problem.continues, problem.times
+    average = isinstance(record, TimeAverage)
+    return {
+        "the computation": "a run",
+        **versions(),
+        **describe_module(problem.dynamics, record.function if average else record),
+        **{
+            f"{name} of the start": tensor_fingerprint(x)
+            for name, x in problem.state._asdict().items()
+        },
+        "ts": f"{times.tolist()}" if len(times) < 5 else tensor_fingerprint(times),
+        "the solver": describe_object(problem.solver, "the solver"),
+        "the adjoint": describe_object(adjoint, "the adjoint"),
+        "the record": f"a time average after {record.burn_in}" if average else f"{type(record)}",
+        "the seed": "none" if noise is None else f"{noise.seed}",
+        "the step that it continues": "none" if end is None else f"{end.step}",
+        "compile": f"{problem.compile}",
+        "whether a gradient is wanted": f"{problem.needs_gradient}",
+    }

@@ -1,0 +1,238 @@
+"""Runs that save themselves, that are killed, and that go on."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import adjsim
+from adjsim._store import StoreError
+from adjsim.adjoints import saves
+from tests.problems import slow_but
+from tests.reach.long_run import numbers, problem, started
+
+KINDS = [
+    "exact",
+    "exact frames",
+    "exact average",
+    "checkpoint average",
+    "reset",
+    "reset average",
+    "compiled exact",
+    "compiled exact average",
+    "compiled exact frames",
+    "compiled reset average",
+    "compiled checkpoint",
+    "compiled checkpoint exact average",
+    "compiled direct average",
+]
+
+
+class KilledError(Exception):
+    """Ends a run in the middle, as a kill does."""
+
+
+def run_of(steps, kind, store=None, **options):
+    dynamics, start, times, given = problem(steps, kind)
+    run = adjsim.simulate(dynamics, start, times, generator=2, store=store, **given, **options)
+    return run, dynamics
+
+
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(
+        lambda kind: kind in {"exact", "compiled exact average"},
+        KINDS,
+        marathon=lambda kind: "compiled checkpoint" in kind,
+    ),
+)
+def test_interrupted_runs_end_with_the_same_bits(kind, tmp_path, monkeypatch):
+    """A run that is killed after some saves forward, and after every save backward."""
+    steps, finish = 520, saves._Saves._finish
+    expected = numbers(*run_of(steps, kind))
+    forward, backward = [], []
+
+    def killed(self, where):
+        known = backward if "way back" in where else forward
+        if where not in known:
+            known.append(where)
+            if known is backward or len(known) in (2, 3, 200):
+                raise KilledError
+        finish(self, where)
+
+    monkeypatch.setattr(saves._Saves, "_finish", killed)
+    attempts, found = 0, None
+    while found is None:
+        attempts += 1
+        try:
+            found = numbers(*run_of(steps, kind, tmp_path, every=1e-9))
+        except KilledError:
+            continue
+    assert found == expected
+    # Backward saves are at most 256 eager steps or 1,024 compiled steps apart.
+    assert len(forward) > 1
+    assert len(backward) >= (1 if "compiled" in kind else 3)
+    assert attempts > 1 + len(backward)
+
+
+@pytest.mark.parametrize("compiled", ["", "compiled"])
+def test_a_finished_run_is_read(compiled, tmp_path):
+    kind = f"exact average {compiled}"
+    expected = numbers(*run_of(300, kind, tmp_path))
+    run, dynamics = run_of(300, kind, tmp_path)
+    evaluations = run.stats["energy_evaluations"]
+    assert run.stats["resumed_at"] == 300
+    assert numbers(run, dynamics) == expected
+    # Neither steps nor products were taken again.
+    assert run.stats["energy_evaluations"] >= evaluations
+    assert run.stats["resumed_at"] == 0
+
+
+def test_two_losses_of_one_run_do_not_mix(tmp_path):
+    run, dynamics = run_of(100, "exact", tmp_path)
+    parameters = list(dynamics.parameters())
+    first = torch.autograd.grad(run.record.sum(), parameters, retain_graph=True)
+    second = torch.autograd.grad((2 * run.record).sum(), parameters)
+    plain, dynamics = run_of(100, "exact")
+    wanted = torch.autograd.grad(plain.record.sum(), list(dynamics.parameters()))
+    for a, b, c in zip(first, second, wanted, strict=True):
+        assert torch.equal(a, c)
+        torch.testing.assert_close(b, 2 * c, rtol=1e-12, atol=0.0)
+
+
+def test_another_run_is_named(tmp_path):
+    dynamics, start, times, options = problem(20, "exact")
+
+    def run(generator=2, times=times):
+        return adjsim.simulate(
+            dynamics, start, times, generator=generator, store=tmp_path, **options
+        )
+
+    run()
+    with pytest.raises(StoreError, match=r"the seed is .* here and .* there"):
+        run(generator=3)
+    with pytest.raises(StoreError, match="ts is"):
+        run(times=times * 2)
+    with torch.no_grad():
+        dynamics.potential.sigma.mul_(1.01)
+    with pytest.raises(StoreError, match=r"potential\.sigma is 1\.01 .* here and 1\.0 "):
+        run()
+    with torch.no_grad():
+        dynamics.potential.sigma.fill_(1.0)
+    options["record"] = lambda state: state.position.mean((-1, -2))
+    with pytest.raises(StoreError, match="the formulas of the dynamics and of the observable"):
+        run()
+
+
+def test_runs_that_cannot_be_saved_are_refused(tmp_path):
+    dynamics, start, times, options = problem(20, "exact direct")
+    with pytest.raises(TypeError, match=r"the graph of DirectAdjoint\(\) cannot be saved"):
+        adjsim.simulate(dynamics, start, times, store=tmp_path, **options)
+    with torch.no_grad():
+        adjsim.simulate(dynamics, start, times, store=tmp_path, generator=2, **options)
+    with pytest.raises(ValueError, match="every must be a positive number"):
+        adjsim.simulate(dynamics, start, times, store=tmp_path, every=0.0, **options)
+    with pytest.raises(TypeError, match="for solvers that take steps"):
+        adjsim.simulate(
+            dynamics,
+            start,
+            times,
+            solver=adjsim.SDESolver(dt=0.005),
+            store=tmp_path / "other",
+        )
+
+
+def test_a_damaged_save_is_named(tmp_path):
+    run_of(100, "exact", tmp_path)
+    path = tmp_path / "forward.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 4
+    path.write_bytes(bytes(data))
+    with pytest.raises(StoreError, match=r"forward\.safetensors' is damaged"):
+        run_of(100, "exact", tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
+    """The signal comes in the middle of a step, and the process would end after it."""
+    expected = numbers(*run_of(500, "exact"))
+    advance = adjsim.adjoints.eager.EagerDriver.advance
+
+    def interrupted(self, state, start, stop):
+        if start == 123:
+            os.kill(os.getpid(), number)
+        return advance(self, state, start, stop)
+
+    monkeypatch.setattr(adjsim.adjoints.eager.EagerDriver, "advance", interrupted)
+    former = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        run_of(500, "exact", tmp_path)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is former
+    line = capfd.readouterr().err
+    assert line == (
+        f"adjsim: interrupted after step 124 of 500. Run it again with store='{tmp_path}' to go "
+        "on.\n"
+    )
+    monkeypatch.undo()
+    run, dynamics = run_of(500, "exact", tmp_path)
+    assert run.stats["resumed_at"] == 124
+    assert numbers(run, dynamics) == expected
+
+
+def test_two_processes_in_one_folder(tmp_path):
+    process, pipe = started(20_000, "exact", str(tmp_path))
+    assert pipe.recv() == "ready"
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "manifest.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(StoreError, match=f"in use by process {process.pid} on "):
+        run_of(20_000, "exact", tmp_path)
+    process.kill()
+    process.join()
+
+
+def killed_once(generator, phase, kind, steps, folder, seconds):
+    """Kill a run at a random moment of a phase; return the numbers of the run that goes on."""
+    process, pipe = started(steps, kind, str(folder), every=0.02)
+    assert pipe.recv() == "ready"
+    if phase == "backward":
+        assert pipe.recv() == "forward"
+    time.sleep(generator.uniform(0.0, seconds[phase]))
+    process.kill()
+    process.join()
+    process, pipe = started(steps, kind, str(folder), every=0.02)
+    assert [pipe.recv(), pipe.recv()] == ["ready", "forward"]
+    found = pipe.recv()
+    process.join()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        pytest.param("exact", 3, marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, 50, marks=pytest.mark.marathon)
+            for kind in ("exact average", "compiled exact", "compiled reset average")
+        ),
+    ],
+)
+def test_killed_processes_end_with_the_same_bits(kind, kills, tmp_path):
+    steps = 40_000 if "compiled" in kind else 1000
+    process, pipe = started(steps, kind, None)
+    marks = []
+    for _ in range(3):
+        found = pipe.recv()
+        marks.append(time.monotonic())
+    process.join()
+    seconds = {"forward": marks[1] - marks[0], "backward": marks[2] - marks[1]}
+    generator = random.Random(0)
+    for phase in seconds:
+        for i in range(kills):
+            folder = tmp_path / f"{phase}-{i}"
+            assert killed_once(generator, phase, kind, steps, folder, seconds) == found
