@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -49,3 +51,27 @@ class Interruption:
             self.__exit__()
             os.kill(os.getpid(), number)
         self._number = number
+
+
+@contextmanager
+def ending_at_once(line: str) -> Generator[None, None, None]:
+    """End the process at Ctrl-C or SIGTERM, where everything finished is saved.
+
+    Args:
+        line: printed if it is not empty.
+    """
+
+    def end(number: int, frame: Any) -> NoReturn:
+        if line:
+            print(f"adjsim: {line}", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

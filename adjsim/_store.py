@@ -25,8 +25,8 @@ from torch import Tensor
 
 from adjsim._files import check_writable, replacing
 
-# A tree is None, a bool, an int, a float, a string, bytes, a tensor, or a list or a dict of trees.
-# Tuples become lists.
+# A tree is None, a bool, an int, a float, a string, bytes, a dtype, a tensor, or a list or a dict
+# of trees. Tuples become lists.
 Tree = Any
 
 FORMAT = "adjsim 1"
@@ -63,6 +63,8 @@ class _Writer:
         if isinstance(tree, bytes):
             self.bytes += tree
             return {"bytes": [len(self.bytes) - len(tree), len(self.bytes)]}
+        if isinstance(tree, torch.dtype):
+            return {"dtype": str(tree).removeprefix("torch.")}
         if isinstance(tree, Mapping):
             return {"dict": [[str(key), self.encode(value)] for key, value in tree.items()]}
         if isinstance(tree, list | tuple):
@@ -77,6 +79,8 @@ def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
         return found
     if "dict" in found:
         return {key: _decode(value, tensors, data) for key, value in found["dict"]}
+    if "dtype" in found:
+        return getattr(torch, found["dtype"])
     if "bytes" in found:
         return data[slice(*found["bytes"])]
     x = tensors[found["tensor"]]
@@ -111,6 +115,17 @@ def from_bytes(data: bytes) -> Tree:
         raise StoreError("is damaged: its checksum does not fit")
     structure, kept = (tensors[name].numpy().tobytes() for name in (STRUCTURE, BYTES))
     return _decode(json.loads(structure), tensors, kept)
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """Move all tensors of a tree to a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {name: moved(x, device) for name, x in tree.items()}
+    if isinstance(tree, list):
+        return [moved(x, device) for x in tree]
+    return tree
 
 
 def _as_tensor(data: bytes | bytearray) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -18,13 +19,15 @@ from rich.table import Table
 
 from adjsim._files import replacing
 from adjsim._inputs import outside_inference_mode
-from adjsim._noise import seed_from
+from adjsim._noise import as_generator, seed_from
+from adjsim._ranks import Ranks
 from adjsim._state import State
 from adjsim._typing import Seed
 from adjsim.adjoints import ReconstructionError
 from adjsim.estimators.base import Estimator, Observable, Simulation
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
+from adjsim.estimators.sharing import same_generator
 from adjsim.solvers.sde import InstabilityError
 
 NOTHING_TO_PLOT = (
@@ -194,6 +197,8 @@ def compare(
     chunks: int = 16,
     generator: Seed = None,
     compile: bool = False,
+    store: str | Path | None = None,
+    group: Any = None,
 ) -> Comparison:
     """Estimate one gradient by several estimators on the same starts and the same noise.
 
@@ -208,6 +213,9 @@ def compare(
         compile: compile the runs of the methods that support it, and run the others uncompiled;
             ``diagnostics["compiled"]`` shows which. (With ``Simulation(..., compile=True)``
             a :class:`~adjsim.Pathwise` that cannot be compiled is listed as a failure instead.)
+        store: a folder that keeps finished chunks, with one subfolder a method (see
+            :class:`~adjsim.Estimator`).
+        group: the process group whose ranks share the chunks.
 
     Returns:
         A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for
@@ -218,7 +226,8 @@ def compare(
     """
     if not estimators:
         raise ValueError("compare needs at least one estimator.")
-    seed = seed_from(generator)
+    ranks = Ranks.of(group)
+    seed = seed_from(same_generator(ranks, as_generator(generator)))
     result = Comparison({}, reference=next(iter(estimators)))
     for name, estimator in estimators.items():
         own = torch.Generator().manual_seed(seed)
@@ -235,11 +244,22 @@ def compare(
         release()
         try:
             result.estimates[name] = estimator(
-                configured, observable, replicas=replicas, chunks=chunks, generator=own
+                configured,
+                observable,
+                replicas=replicas,
+                chunks=chunks,
+                generator=own,
+                store=None if store is None else Path(store) / _folder(name),
+                group=ranks,
             )
         except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as error:
             result.failures[name] = str(error)
     return result
+
+
+def _folder(name: str) -> str:
+    """Return a method's name as that of a folder."""
+    return re.sub(r"[^\w.+-]", "_", name)
 
 
 def norm_of(key: str) -> Callable[[GradientEstimate], float]:

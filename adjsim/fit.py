@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._noise import as_generator, seed_from
 from adjsim._params import refuse_untrainable
 from adjsim._progress import progress_bar
+from adjsim._ranks import Ranks
 from adjsim._state import State
+from adjsim._store import Tree
 from adjsim._typing import Array, Seed
 from adjsim.compare import short_name
 from adjsim.estimators.base import (
@@ -25,6 +29,7 @@ from adjsim.estimators.base import (
     mean_and_stderr,
 )
 from adjsim.estimators.estimate import GradientEstimate
+from adjsim.estimators.sharing import same_generator
 from adjsim.gauss_newton import Target, gauss_newton
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
@@ -89,6 +94,8 @@ def fit(
     stderr: Array | None = None,
     generator: Seed = None,
     progress: bool = False,
+    store: str | Path | None = None,
+    group: Any = None,
 ) -> Fit:
     """Fit the parameters of the dynamics to a measured curve, by Gauss-Newton steps.
 
@@ -130,6 +137,10 @@ def fit(
         stderr: ``(n,)``, standard errors of the target.
         generator: seeds starts and noise. All iterations have the same.
         progress: show a progress bar, on a terminal.
+        store: a folder that keeps the chunks of each iteration. Called again with the same
+            arguments, the fit reads these, and goes on with the same bits.
+        group: the process group whose ranks share the chunks, of which each has an estimator of its
+            own. Every rank fits the same parameters.
 
     Raises:
         ValueError: shapes that do not agree, numbers that are not finite, fewer than two replicas,
@@ -153,16 +164,24 @@ def fit(
     sizes = [part.stop - part.start for part in chunk_slices(replicas, chunks)]
     if len(sizes) < 2:
         raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")
-    source = as_generator(generator)
+    ranks = Ranks.of(group)
+    source = same_generator(ranks, as_generator(generator))
     runs = [_Runs(make(), size, seed_from(source)) for size in sizes]
     runs[0].estimator.check(simulation, observable)
     history, begun = list[Iteration](), time.perf_counter()
-    with progress_bar(progress) as bar:
+    with progress_bar(progress and ranks.first) as bar:
         task = bar.add_task("fitting", total=iterations * len(runs), doing="")
         while True:
             now = {name: p.detach().clone() for name, p in parameters.items()}
             bar.update(task, doing=_described(now))
-            found = _evaluate(simulation, observable, runs, data, lambda: bar.advance(task))
+            folder = None if store is None else Path(store) / f"{len(history):03}"
+            found = _evaluate(
+                simulation,
+                observable,
+                runs,
+                data,
+                _Sharing(ranks, folder, lambda: bar.advance(task)),
+            )
             step = _unpack(found.step, now)
             history.append(Iteration(now, found.value, found.loss, step))
             small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
@@ -205,6 +224,15 @@ class _Runs:
 
 
 @dataclass(frozen=True)
+class _Sharing:
+    """The ranks that share the runs, the folder that keeps an iteration, and the progress."""
+
+    ranks: Ranks
+    folder: Path | None
+    advance: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class _Evaluation:
     """The curve at the present parameters, and the step that it proposes.
 
@@ -229,20 +257,34 @@ def _evaluate(
     observable: Observable[State],
     runs: list[_Runs],
     data: Target,
-    advance: Callable[[], None],
+    sharing: _Sharing,
 ) -> _Evaluation:
-    found: list[GradientEstimate] = []
-    for run in runs:
+    def estimated(i: int) -> Tree:
+        run, folder = runs[i], sharing.folder
         made = run.estimator(
-            simulation, observable, replicas=run.replicas, chunks=1, generator=run.seed
+            simulation,
+            observable,
+            replicas=run.replicas,
+            chunks=1,
+            generator=run.seed,
+            store=None if folder is None else folder / f"{i:05}",
+            group=Ranks(None),
         )
         if made.value.shape != data.values.shape:
             raise ValueError(
                 f"the mean of the observable has shape {tuple(made.value.shape)} and the target "
                 f"{tuple(data.values.shape)}; they must agree."
             )
-        found.append(made)
-        advance()
+        sharing.advance()
+        return [made.value, made.value_stderr, made.grad, made.grad_stderr, made.diagnostics]
+
+    estimand = runs[0].estimator.estimand
+    found = [
+        GradientEstimate(value, value_stderr, grad, grad_stderr, estimand, diagnostics)
+        for value, value_stderr, grad, grad_stderr, diagnostics in sharing.ranks.share(
+            len(runs), estimated
+        )
+    ]
     sizes = [run.replicas for run in runs]
     share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
     g = torch.stack([made.value.double().cpu() for made in found])

@@ -123,7 +123,7 @@ class Recording(Saved):
     def rest(self) -> Tree:
         return {
             "total": self.total,
-            "dtype": None if self.dtype is None else str(self.dtype),
+            "dtype": self.dtype,
             "last_step": self.last_step,
         }
 
@@ -136,9 +136,7 @@ class Recording(Saved):
             if part["values"] is not None:
                 self.values += part["values"].to(device).unbind()
         self.total = None if rest["total"] is None else rest["total"].to(device)
-        # str() of a dtype is "torch.float64".
-        self.dtype = None if rest["dtype"] is None else getattr(torch, rest["dtype"][6:])
-        self.last_step = rest["last_step"]
+        self.dtype, self.last_step = rest["dtype"], rest["last_step"]
 
     def result(self) -> tuple[AnyState | None, Tensor | None]:
         """Return the stacked states, or the record."""

@@ -16,13 +16,12 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adjsim._interruption import Interruption
 from adjsim._manifest import Saving
 from adjsim._state import AnyState, State
-from adjsim._store import StoreError, Tree
+from adjsim._store import StoreError, Tree, moved
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
 
@@ -228,10 +227,10 @@ class BackwardSaves(_Saves):
             return state, self.last, None
         found = self.store.read(self.name)
         device = state[0].device
-        cotangents.resume(_moved(found["cotangents"], device))
+        cotangents.resume(moved(found["cotangents"], device))
         self.stats["energy_evaluations"] = found["energy_evaluations"]
         self.stats["resumed_at"] = found["step"]
-        return _like(state, found["state"]), found["step"], _moved(found["rest"], device)
+        return _like(state, found["state"]), found["step"], moved(found["rest"], device)
 
     def after(self, step: int, state: AnyState, cotangents: Cotangents, rest: Tree) -> None:
         """Save the sweep after it has reached a step, if it is due.
@@ -285,14 +284,3 @@ def _file(number: int) -> str:
 
 def _like(state: State, fields: Sequence[Tensor]) -> State:
     return type(state)._make(x.to(y.device) for x, y in zip(fields, state, strict=True))
-
-
-def _moved(tree: Tree, device: torch.device) -> Tree:
-    """Move all tensors of a tree to a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {name: _moved(x, device) for name, x in tree.items()}
-    if isinstance(tree, list):
-        return [_moved(x, device) for x in tree]
-    return tree

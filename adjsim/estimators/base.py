@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
+from adjsim._ranks import Ranks
 from adjsim._state import AnyState, State, as_state, select
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim._typing import Seed, Times
@@ -38,6 +40,14 @@ from adjsim.adjoints.base import Adjoint
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
+from adjsim.estimators.sharing import (
+    Chunk,
+    Work,
+    costs_of,
+    describe_estimate,
+    same_generator,
+    shared,
+)
 from adjsim.simulation import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
@@ -95,16 +105,6 @@ class Simulation(Generic[State]):
         return float(self.ts[-1] - self.ts[0])
 
 
-@dataclass
-class Chunk:
-    """The results of a group of replicas: mean, gradient, and data to combine."""
-
-    value: Tensor
-    grad: dict[str, Tensor]
-    stats: dict[str, Any]
-    extra: Any = None
-
-
 class Estimator(ABC):
     """A way to estimate the gradient of an expectation."""
 
@@ -119,6 +119,8 @@ class Estimator(ABC):
         replicas: int,
         chunks: int = 16,
         generator: Seed = None,
+        store: str | Path | None = None,
+        group: Any = None,
     ) -> GradientEstimate:
         """Estimate the mean of the observable and its gradient.
 
@@ -132,6 +134,13 @@ class Estimator(ABC):
                 gives the standard errors. The noise of a replica does not depend on the chunks.
             generator: seeds starts and noise, as a generator or an integer; None: torch's
                 default generator.
+            store: a folder that keeps finished chunks. Called again with the same arguments, also
+                by other processes or another number of them, the estimate reads these and computes
+                the rest.
+            group: the process group of ``torch.distributed`` whose ranks share the chunks; None:
+                the default group, which is made where ``torchrun`` has started the process. Every
+                rank has the result. Its bits do not depend on the number of ranks, if every rank
+                has the same number of threads.
         """
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
@@ -182,24 +191,29 @@ class ChunkedEstimator(Estimator):
         replicas: int,
         chunks: int = 16,
         generator: Seed = None,
+        store: str | Path | None = None,
+        group: Any = None,
     ) -> GradientEstimate:
         refuse_untrainable(simulation.dynamics)
-        slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
+        ranks = Ranks.of(group)
+        slices = chunk_slices(replicas, chunks)
+        generator = same_generator(ranks, as_generator(generator))
         self.check(simulation, observable)
         starts = simulation.starts(replicas, generator)
         seed = seed_from(generator) if simulation.dynamics.stochastic else None
-        with PeakMemory(starts[0].device) as memory:
+
+        def describe() -> dict[str, str]:
+            return describe_estimate(self, simulation, observable, starts, slices, seed)
+
+        with shared(ranks, store, describe) as work, PeakMemory(starts[0].device) as memory:
             begun = time.perf_counter()
-            parts = self.run_chunks(simulation, observable, starts, slices, seed)
+            parts = self.run_chunks(simulation, observable, starts, slices, seed, work)
             sizes = [part.stop - part.start for part in slices]
             diagnostics = self.combine(simulation, parts, sizes)
             seconds = time.perf_counter() - begun
         compiled = simulation.compile and self.can_compile(simulation)
-        return self.finish(
-            parts,
-            sizes,
-            {"seconds": seconds, "peak_memory": memory.bytes, "compiled": compiled, **diagnostics},
-        )
+        costs = costs_of(ranks, seconds, memory.bytes)
+        return self.finish(parts, sizes, {**costs, "compiled": compiled, **diagnostics})
 
     def run_chunks(
         self,
@@ -208,17 +222,15 @@ class ChunkedEstimator(Estimator):
         starts: State,
         slices: list[slice],
         seed: int | None,
+        work: Work,
     ) -> list[Chunk]:
         """Run all replicas, chunk by chunk."""
-        return [
-            self.chunk(
-                simulation,
-                observable,
-                select(starts, part),
-                None if seed is None else Noise(seed, part.start),
-            )
-            for part in slices
-        ]
+
+        def chunk(i: int) -> Chunk:
+            noise = None if seed is None else Noise(seed, slices[i].start)
+            return self.chunk(simulation, observable, select(starts, slices[i]), noise)
+
+        return work.chunks(len(slices), chunk, starts[0].device)
 
     @abstractmethod
     def chunk(

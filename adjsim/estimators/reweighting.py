@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
+from adjsim._fingerprint import tensor_fingerprint
 from adjsim._inputs import outside_inference_mode
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_untrainable
+from adjsim._ranks import Ranks
 from adjsim._state import State, select
+from adjsim._store import Tree, moved
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim._typing import Seed
 from adjsim.adjoints.direct import DirectAdjoint
@@ -29,6 +33,7 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
+from adjsim.estimators.sharing import Work, costs_of, describe_estimate, same_generator, shared
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
@@ -87,9 +92,13 @@ class Reweighting(Estimator):
         replicas: int,
         chunks: int = 16,
         generator: Seed = None,
+        store: str | Path | None = None,
+        group: Any = None,
     ) -> GradientEstimate:
         refuse_untrainable(simulation.dynamics)
-        slices, generator = chunk_slices(replicas, chunks), as_generator(generator)
+        ranks = Ranks.of(group)
+        slices = chunk_slices(replicas, chunks)
+        generator = same_generator(ranks, as_generator(generator))
         self.check(simulation, observable)
         assert isinstance(observable, TimeAverage)
         sizes, samples, begun = (
@@ -99,30 +108,41 @@ class Reweighting(Estimator):
         )
         skip = common_burn_in(self, self.burn_in, observable)
         if samples is not None and (
-            samples.simulation is not simulation or (samples.sizes, samples.skip) != (sizes, skip)
+            samples.simulation is not simulation
+            or (samples.sizes, samples.skip, samples.rank) != (sizes, skip, ranks.rank)
         ):
             samples = None
-        with PeakMemory(simulation.starts(1, torch.Generator().manual_seed(0))[0].device) as memory:
-            bath = samples is not None and samples.depends_on_bath(observable)
-            sampled = samples is None or self._effective_share(samples, bath) < self.threshold
+        probe = simulation.starts(1, torch.Generator().manual_seed(0))
+        device = probe[0].device
+
+        def describe() -> dict[str, str]:
+            seed = "none" if generator is None else tensor_fingerprint(generator.get_state())
+            about = describe_estimate(self, simulation, observable, probe, slices, None)
+            return {**about, "the generator": seed}
+
+        with shared(ranks, store, describe) as work, PeakMemory(device) as memory:
+            alone = Work(ranks)
+            bath = samples is not None and samples.depends_on_bath(observable, ranks)
+            sampled = samples is None or samples.effective_share(bath, alone) < self.threshold
             if sampled:
-                samples = self._samples = self._sample(simulation, skip, slices, generator)
-                bath = samples.depends_on_bath(observable)
+                samples = self._samples = self._sample(simulation, skip, slices, generator, work)
+                bath = samples.depends_on_bath(observable, ranks)
             assert samples is not None
-            largest = float(samples.log_weights(bath).max())
-            parts = [
-                self._reweight(samples, i, observable, bath, largest) for i in range(len(sizes))
-            ]
+            kept, largest = samples, float(samples.log_weights(bath, alone).max())
+
+            def reweighted(i: int) -> Chunk:
+                return self._reweight(kept, i, observable, bath, largest)
+
+            # Not stored: they depend on the parameters, which may differ from those of the samples.
+            parts = alone.chunks(len(sizes), reweighted, device)
             if sampled:
                 parts[0].stats["energy_evaluations"] += samples.evaluations
             diagnostics = self._combine(parts, sizes)
-        seconds = time.perf_counter() - begun
         diagnostics.update(
             sampled=sampled,
             compiled=simulation.compile,
             pairs=samples.pairs,
-            seconds=seconds,
-            peak_memory=memory.bytes,
+            **costs_of(ranks, time.perf_counter() - begun, memory.bytes),
         )
         return self.finish(parts, sizes, diagnostics)
 
@@ -133,12 +153,16 @@ class Reweighting(Estimator):
         """
         if self._samples is None:
             raise RuntimeError("Reweighting has no samples yet; call it first.")
-        with torch.enable_grad():
-            bath = self._samples.depends_on_bath(observable)
-            logs = torch.cat(
-                [self._samples.log_weight(i, bath) for i in range(len(self._samples.states))]
+        if len(self._samples.states) < len(self._samples.sizes):
+            raise RuntimeError(
+                "surrogate needs the samples of all chunks, and other ranks have some of them."
             )
-            values = torch.cat([observable.function(state) for state in self._samples.states])
+        with torch.enable_grad():
+            bath = self._samples.depends_on_bath(observable, Ranks(None))
+            logs = torch.cat([self._samples.log_weight(i, bath) for i in self._samples.states])
+            values = torch.cat(
+                [observable.function(state) for state in self._samples.states.values()]
+            )
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
     @staticmethod
@@ -198,51 +222,56 @@ class Reweighting(Estimator):
         skip: float,
         slices: list[slice],
         generator: torch.Generator | None,
+        work: Work,
     ) -> _Samples[State]:
         starts = simulation.starts(slices[-1].stop, generator)
         seed, bath = (
             seed_from(generator) if simulation.dynamics.stochastic else None,
             bool(simulation.dynamics.bath_fields),
         )
-        times, states, energies, evaluations = self._frames(simulation, skip), [], [], 0
-        pairs: Any = None
-        with torch.no_grad():
-            for part in slices:
-                noise = None if seed is None else Noise(seed, part.start)
-                made = run(
-                    simulation.dynamics,
-                    select(starts, part),
-                    times,
-                    simulation.solver,
-                    DirectAdjoint(),
-                    None,
-                    noise,
-                    compile=simulation.compile,
-                )
-                frames = type(starts)._make(
-                    getattr(made, name)[1:].flatten(0, 1) for name in starts._fields
-                )
-                states.append(frames)
-                u = reduced_energy(simulation.dynamics, frames, False)
-                energies.append(
-                    {False: u, True: simulation.dynamics.reduced_energy(frames) if bath else u}
-                )
-                evaluations += made.stats["energy_evaluations"]
-                pairs = made.stats.get("pairs")
+        times, device = self._frames(simulation, skip), starts[0].device
+        states, energies = dict[int, State](), dict[int, dict[bool, Tensor]]()
+
+        @torch.no_grad()
+        def sample(i: int) -> Tree:
+            part = slices[i]
+            made = run(
+                simulation.dynamics,
+                select(starts, part),
+                times,
+                simulation.solver,
+                DirectAdjoint(),
+                None,
+                None if seed is None else Noise(seed, part.start),
+                compile=simulation.compile,
+            )
+            frames = type(starts)._make(
+                getattr(made, name)[1:].flatten(0, 1) for name in starts._fields
+            )
+            u = reduced_energy(simulation.dynamics, frames, False)
+            with_bath = simulation.dynamics.reduced_energy(frames) if bath else u
+            stats = made.stats
+            return [list(frames), [u, with_bath], stats["energy_evaluations"], stats.get("pairs")]
+
+        def kept(i: int) -> Tree:
+            found = moved(work.stored(f"samples-{i:05}", sample, i), device)
+            fields, (u, with_bath), *counts = found
+            states[i] = type(starts)._make(fields)
+            energies[i] = {False: u, True: with_bath}
+            return counts
+
+        # Frames stay where they were sampled, so chunks are dealt to ranks.
+        counts = work.ranks.share(len(slices), kept)
         return _Samples(
             simulation,
             [part.stop - part.start for part in slices],
             skip,
             states,
             energies,
-            evaluations,
-            pairs,
+            sum(count for count, _ in counts),
+            counts[-1][1],
+            work.ranks.rank,
         )
-
-    @staticmethod
-    def _effective_share(samples: _Samples[State], bath: bool) -> float:
-        w = torch.softmax(samples.log_weights(bath), 0)
-        return 1.0 / float((w**2).sum() * len(w))
 
     def _reweight(
         self, samples: _Samples[State], i: int, observable: TimeAverage, bath: bool, largest: float
@@ -283,22 +312,25 @@ class Reweighting(Estimator):
 class _Samples(Generic[State]):
     """Frames of each chunk, flattened over time and replicas, and their reduced energies.
 
+    A rank has those of its own chunks, by number.
     The energies are those at sampling, with the terms of the bath and without.
     """
 
     simulation: Simulation[State]
     sizes: list[int]
     skip: float
-    states: list[State]
-    energies: list[dict[bool, Tensor]]
+    states: dict[int, State]
+    energies: dict[int, dict[bool, Tensor]]
     evaluations: int
     pairs: Any
+    rank: int
 
-    def depends_on_bath(self, observable: TimeAverage) -> bool:
-        return any(
+    def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
+        own = any(
             depends_on_bath(self.simulation.dynamics, observable.function, state)
-            for state in self.states
+            for state in self.states.values()
         )
+        return any(ranks.exchange(own))
 
     def log_weight(self, i: int, bath: bool) -> Tensor:
         """Compute the log weights of a chunk's frames at the current parameters."""
@@ -307,8 +339,13 @@ class _Samples(Generic[State]):
         )
 
     @torch.no_grad()
-    def log_weights(self, bath: bool) -> Tensor:
-        return torch.cat([self.log_weight(i, bath) for i in range(len(self.states))])
+    def log_weights(self, bath: bool, work: Work) -> Tensor:
+        """Return the log weights of all chunks, on every rank."""
+        return torch.cat(work.trees("weights", len(self.sizes), lambda i: self.log_weight(i, bath)))
+
+    def effective_share(self, bath: bool, work: Work) -> float:
+        w = torch.softmax(self.log_weights(bath, work), 0)
+        return 1.0 / float((w**2).sum() * len(w))
 
 
 def _like(weights: Tensor, values: Tensor) -> Tensor:

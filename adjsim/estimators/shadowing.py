@@ -14,7 +14,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.dynamics.ode import ODE
-from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation
+from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
 from adjsim.estimators.score_function import common_burn_in
 from adjsim.estimators.shadowing_sweep import (
     Cotangents,
@@ -149,8 +149,23 @@ class Shadowing(ChunkedEstimator):
         starts: State,
         slices: list[slice],
         seed: int | None,
+        work: Work,
     ) -> list[Chunk]:
-        """Sweep all replicas at once, and take the derivatives of each chunk."""
+        """Sweep all replicas at once, and take the derivatives of each chunk.
+
+        With several ranks, or a store, each chunk has a sweep of its own.
+        """
+        if work.ranks.size > 1 or work.store is not None:
+            return super().run_chunks(simulation, observable, starts, slices, seed, work)
+        return self._sweep(simulation, observable, starts, slices)
+
+    def _sweep(
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        starts: State,
+        slices: list[slice],
+    ) -> list[Chunk]:
         assert isinstance(observable, TimeAverage)
         assert isinstance(simulation.solver, RungeKutta)
         counts, dynamics = self._count(simulation, observable), simulation.dynamics
@@ -197,7 +212,7 @@ class Shadowing(ChunkedEstimator):
     ) -> Chunk:
         """Run a group of replicas."""
         whole = slice(0, start[0].shape[0])
-        return self.run_chunks(simulation, observable, start, [whole], None)[0]
+        return self._sweep(simulation, observable, start, [whole])[0]
 
     def _refuse(self, start: State, simulation: Simulation[State], n: int) -> None:
         """Refuse a field that depends on the time, and too many directions."""

@@ -1,0 +1,230 @@
+"""Chunks that are shared among ranks: bits, stores, and faults."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import adjsim
+from adjsim._ranks import RankError, Ranks
+from adjsim._store import StoreError
+from adjsim.fit import fit
+from tests.problems import slow_but
+from tests.reach.ranks import AVERAGE, ESTIMATORS, bits, estimate, on_ranks, simulation, square
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    slow_but(
+        lambda name, size: (name, size) in {("pathwise", 3), ("reweighting", 2)},
+        [(name, size) for name in ESTIMATORS for size in (2, 3, 8)],
+    ),
+)
+def test_the_bits_do_not_depend_on_the_ranks(name, size, tmp_path):
+    """Eleven replicas in five uneven chunks; of eight ranks three have nothing to do."""
+    expected, _ = estimate(name, 11, 5, 3)
+    for store in (None, str(tmp_path)):
+        found = on_ranks(size, estimate, name, 11, 5, 3, store)
+        assert [x[0] for x in found] == [expected] * size
+        assert all(x[1]["ranks"] == size for x in found)
+        assert all(x[1]["energy_evaluations"] == found[0][1]["energy_evaluations"] for x in found)
+    # Chunks of another number of ranks.
+    assert estimate(name, 11, 5, 3, str(tmp_path))[0] == expected
+
+
+def both(store):
+    """Two estimates without a seed, from default generators that differ between the ranks."""
+    return [estimate("pathwise", 4, 2, None, store)[0] for _ in range(2)]
+
+
+def test_ranks_draw_from_one_generator():
+    first, second = on_ranks(2, both, None)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def train(size):
+    """Three steps of an optimiser on estimates by a part of the default group."""
+    made = simulation()
+    group = dist.new_group(list(range(size))) if dist.is_initialized() else None
+    optimiser = torch.optim.Adam(made.dynamics.parameters(), 0.1)
+    for seed in range(3):
+        optimiser.zero_grad()
+        found = adjsim.Pathwise()(made, AVERAGE, replicas=6, chunks=3, generator=seed, group=group)
+        found.accumulate(made.dynamics)
+        optimiser.step()
+    return [p.detach().numpy().tobytes() for p in made.dynamics.parameters()]
+
+
+def test_a_fit_runs_as_it_stands_on_every_rank():
+    expected = train(1)
+    assert on_ranks(2, train, 2) == [expected] * 2
+
+
+def parts(folder):
+    """Use a group of the last two of three ranks."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        try:
+            Ranks.of(group)
+        except (RankError, TypeError) as error:
+            return str(error)
+    found = adjsim.Pathwise()(
+        simulation(), AVERAGE, replicas=6, chunks=3, generator=1, group=group, store=folder
+    )
+    return bits(found), found.diagnostics["ranks"]
+
+
+def test_a_part_of_the_ranks(tmp_path):
+    alone = adjsim.Pathwise()(simulation(), AVERAGE, replicas=6, chunks=3, generator=1)
+    found = on_ranks(3, parts, str(tmp_path))
+    assert "group" in found[0]
+    assert found[1] == found[2] == (bits(alone), 2)
+
+
+def compared(store):
+    made = simulation()
+    strict = adjsim.Pathwise(adjsim.ReversibleAdjoint(tol=1e-30))
+    methods = {"path": adjsim.Pathwise(), "bad": strict}
+    found = adjsim.compare(made, AVERAGE, methods, replicas=4, chunks=2, generator=1, store=store)
+    return {name: bits(x) for name, x in found.estimates.items()}, found.failures
+
+
+def test_a_comparison_has_the_same_rows_and_failures(tmp_path):
+    expected = compared(None)
+    assert list(expected[1]) == ["bad"]
+    assert on_ranks(2, compared, str(tmp_path)) == [expected] * 2
+    # Only the failed chunk is computed again.
+    assert compared(str(tmp_path)) == expected
+
+
+def fitted(store, name):
+    made = simulation()
+    made.dynamics.kT.requires_grad_(False)
+    average = adjsim.TimeAverage(lambda s: torch.cat([s.position**2, s.position**4], -1)[:, 0])
+    make = (lambda: adjsim.Reweighting(every=0.1)) if name == "reweighting" else adjsim.Pathwise
+    found = fit(
+        made,
+        average,
+        [1.0, 1.5],
+        make,
+        replicas=6,
+        chunks=3,
+        iterations=3,
+        generator=1,
+        store=store,
+    )
+    return [x.numpy().tobytes() for x in (*found.values.values(), found.covariance)]
+
+
+@pytest.mark.parametrize("name", ["reweighting", "pathwise"])
+def test_a_fit_to_a_curve_has_the_same_bits(name, tmp_path):
+    expected = fitted(None, name)
+    assert on_ranks(2, fitted, str(tmp_path), name) == [expected] * 2
+    assert fitted(str(tmp_path), name) == expected
+
+
+def differing(what):
+    made = simulation(kT=0.5 + (0.1 * dist.get_rank() if what == "kT" else 0.0))
+    chunks = 2 + (dist.get_rank() if what == "chunks" else 0)
+    return adjsim.Pathwise()(made, AVERAGE, replicas=6, chunks=chunks, generator=1)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("kT", r"kT is 0\.5 .* on rank 0 and 0\.6 .* on rank 1"), ("chunks", "the chunks is")],
+)
+def test_ranks_that_compute_different_things_are_named(what, says):
+    for found in on_ranks(2, differing, what):
+        with pytest.raises(RankError, match=says):
+            raise found
+
+
+def failing(rank_of_failure):
+    def observe(state):
+        if dist.get_rank() == rank_of_failure:
+            raise FloatingPointError("chunk of this rank")
+        return square(state)
+
+    return adjsim.Pathwise()(simulation(), adjsim.Final(observe), replicas=4, chunks=4, generator=1)
+
+
+def test_an_error_is_that_of_all_ranks():
+    for found in on_ranks(3, failing, 1):
+        with pytest.raises(FloatingPointError, match="chunk of this rank"):
+            raise found
+
+
+def hanging(how):
+    def observe(state):
+        if dist.get_rank() == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return square(state)
+
+    return adjsim.Pathwise()(simulation(), adjsim.Final(observe), replicas=4, chunks=4, generator=1)
+
+
+@pytest.mark.parametrize("how", ["hang", "kill"])
+def test_a_rank_that_hangs_or_ends_is_named(how):
+    found = on_ranks(3, hanging, how, seconds=2.0, hanging=(1,))
+    assert found[1] is None
+    # The connection to a killed process may tell that it has ended, but not its number.
+    ended = "" if how == "hang" else r"|another rank hangs or has ended"
+    with pytest.raises(RankError, match="rank 1 has not finished its work" + ended):
+        raise found[0]
+    with pytest.raises(RankError, match="another rank hangs or has ended"):
+        raise found[2]
+
+
+def slow(store):
+    """A rank that is slow: the other one takes its chunks."""
+    done = []
+
+    def observe(state):
+        done.append(state.position.shape[0])
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        return square(state)
+
+    found = adjsim.FiniteDifference()(
+        simulation(4), adjsim.Final(observe), replicas=12, chunks=12, generator=1, store=store
+    )
+    # Each chunk runs five times: as it is, and with two parameters to both sides.
+    return len(done) // 5, bits(found)
+
+
+def test_work_is_taken_where_a_store_is_shared(tmp_path):
+    (first, a), (second, b) = on_ranks(2, slow, str(tmp_path))
+    assert a == b
+    assert first + second == 12
+    assert second <= 3
+
+
+def test_an_error_of_the_store_is_that_of_all_ranks(tmp_path):
+    estimate("pathwise", 4, 2, 1, str(tmp_path))
+    for found in on_ranks(2, estimate, "pathwise", 4, 2, 2, str(tmp_path)):
+        with pytest.raises(StoreError, match="of another computation"):
+            raise found
+
+
+def test_a_damaged_chunk_is_named(tmp_path):
+    expected, _ = estimate("pathwise", 4, 2, 1, str(tmp_path))
+    path = tmp_path / "chunk-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+    for found in on_ranks(2, estimate, "pathwise", 4, 2, 1, str(tmp_path)):
+        with pytest.raises(StoreError, match=r"chunk-00001\.safetensors' is damaged.*Remove it"):
+            raise found
+    path.unlink()
+    assert estimate("pathwise", 4, 2, 1, str(tmp_path))[0] == expected
+
+
+def test_a_value_that_is_no_group_is_refused():
+    with pytest.raises(TypeError, match="group must be a process group"):
+        adjsim.Pathwise()(simulation(), AVERAGE, replicas=4, group="world")
