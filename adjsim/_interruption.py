@@ -37,7 +37,7 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._former = {number: signal.signal(number, self._note) for number in _heeded()}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -51,6 +51,11 @@ class Interruption:
             self.__exit__()
             os.kill(os.getpid(), number)
         self._number = number
+
+
+def _heeded() -> list[signal.Signals]:
+    """List the signals that the process does not ignore, as a child of the command line does."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
@@ -69,7 +74,7 @@ def ending_at_once(line: str) -> Generator[None, None, None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, end) for number in SIGNALS}
+    former = {number: signal.signal(number, end) for number in _heeded()}
     try:
         yield
     finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from adjsim import __version__
+from adjsim._ranks import Ranks
 from adjsim.compare_command import compare_command
 from adjsim.fit_command import fit_command
 
@@ -29,6 +32,9 @@ def main(
     ] = False,
 ) -> None:
     """adjsim: gradients through physical simulation."""
+    if not Ranks.of().first:
+        # Of several ranks, the first one alone shows tables, progress and errors.
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 app.command("compare")(compare_command)

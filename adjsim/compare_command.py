@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +11,15 @@ from typing import Annotated
 import typer
 
 from adjsim._files import check_writable
+from adjsim._interruption import ending_at_once
+from adjsim._ranks import RankError, Ranks
+from adjsim._store import StoreError
 from adjsim.job import ADJOINTS, Job, adjoints_of, estimators_of, question_of
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.options import (
     estimator_names,
     given,
+    line_of,
     memory_kernel,
     observable_named,
     observable_names,
@@ -39,6 +44,7 @@ COMMON = {
     "replicas",
     "seed",
     "output",
+    "store",
     "compile_runs",
 }
 
@@ -220,6 +226,13 @@ def compare_command(
             "The seconds in the table include neither.",
         ),
     ] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps finished parts. Called again with the same options, the "
+            "command reads these and computes the rest."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
         "adjsim-compare"
@@ -325,7 +338,9 @@ def compare_command(
         sweep = sweep_of(
             horizon or [default_horizon], step, replicas or [str(default_replicas)], least
         )
-        check_writable(output)
+        ranks = Ranks.of()
+        if ranks.first:
+            check_writable(output)
         if names:
             methods = estimators_of(
                 names, partial(question_of, preset, quantity, job), step, seed, compile_runs
@@ -335,12 +350,17 @@ def compare_command(
             methods = job.adjoints(adjoints, quantity, compile_runs)
     except (ValueError, TypeError) as error:
         refuse(error)
+    with ending_at_once(line_of(store)) if store is not None else nullcontext():
+        try:
+            results = run_sweep(methods, sweep, None if names else next(iter(adjoints)), store)
+        except (StoreError, RankError) as error:
+            refuse(error)
+    if not ranks.first:
+        return
     if names:
-        results = run_sweep(methods, sweep, None)
         report = report_estimators(problem, preset, quantity, question, job, seed, sweep, results)
     else:
         assert job is not None
-        results = run_sweep(methods, sweep, next(iter(adjoints)))
         report = report_adjoints(job, quantity, adjoints, sweep, results)
     if report.empty:
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adjsim._box import perpendicular_widths
 from adjsim._files import check_writable
+from adjsim._interruption import ending_at_once
+from adjsim._ranks import RankError, Ranks
 from adjsim._trajectory import TimeAverage, Trajectory
 from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
 from adjsim.curve import Curve, read_curve
@@ -24,7 +27,7 @@ from adjsim.fit_report import report_fit
 from adjsim.job import Job
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.observables import smooth_radial_distribution
-from adjsim.options import memory_kernel, refuse, refuse_misplaced
+from adjsim.options import line_of, memory_kernel, refuse, refuse_misplaced
 from adjsim.simulation import simulate
 from adjsim.systems import TRUNCATIONS, Cutoff, System, structure
 
@@ -33,6 +36,8 @@ BATHS = [name for name in SCHEMES if name != "hamiltonian"]
 # Steps between frames, of the burn-in, and of the run along which a pathwise gradient is taken,
 # which grows exponentially with its length.
 EVERY, BURN_IN, PATH = 50, 500, 250
+# Errors of a run, which are shown in one line.
+FAILURES = (ValueError, ArithmeticError, ReconstructionError, CompileError, RankError)
 # Of the kernel of g(r), in units of sigma. It lowers the first peak of liquid argon by 0.6 %.
 WIDTH = 0.01
 
@@ -150,6 +155,13 @@ def fit_command(
             help="Run in compiled loops, which takes a C++ compiler, and some seconds once.",
         ),
     ] = True,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps finished parts. Called again with the same options, the "
+            "command reads these and computes the rest."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
         "adjsim-fit"
@@ -177,23 +189,30 @@ def fit_command(
         if iterations < 1:
             raise ValueError(f"--iterations must be at least 1; got {iterations}.")
         make().check(simulation, observable)
-        check_writable(output)
+        ranks = Ranks.of()
+        if ranks.first:
+            check_writable(output)
     except (ValueError, TypeError) as error:
         refuse(error)
-    try:
-        found = fit(
-            simulation,
-            observable,
-            curve.g,
-            make,
-            replicas=replicas,
-            iterations=iterations,
-            stderr=curve.stderr,
-            generator=seed,
-            progress=True,
-        )
-    except (ValueError, ArithmeticError, ReconstructionError, CompileError) as error:
-        refuse(error)
+    with ending_at_once(line_of(store)) if store is not None else nullcontext():
+        try:
+            found = fit(
+                simulation,
+                observable,
+                curve.g,
+                make,
+                replicas=replicas,
+                iterations=iterations,
+                stderr=curve.stderr,
+                generator=seed,
+                progress=True,
+                store=store,
+                group=ranks,
+            )
+        except FAILURES as error:
+            refuse(error)
+    if not ranks.first:
+        return
     skipped = BURN_IN if burn_in is None else burn_in
     about = {
         "target": target.name,

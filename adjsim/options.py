@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -139,3 +140,8 @@ def refuse(error: Exception) -> NoReturn:
     """Print an error as one line, and end with status 2."""
     print(f"adjsim: {' '.join(str(error).split())}", file=sys.stderr)
     raise typer.Exit(2)
+
+
+def line_of(store: Path) -> str:
+    """Say how a command that was interrupted goes on."""
+    return f"interrupted. Run the same command, with --store {store}, to go on."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from adjsim._progress import progress_bar
+from adjsim._ranks import Ranks
 from adjsim.apart import ProcessDied, apart
 from adjsim.compare import Comparison, compare
 from adjsim.estimators import Estimator
@@ -62,8 +64,16 @@ class Method:
     seed: int
     compile: bool
 
-    def __call__(self, horizon: float, replicas: int) -> Comparison:
+    def __call__(
+        self,
+        horizon: float,
+        replicas: int,
+        store: Path | None = None,
+        ranks: Ranks | None = None,
+    ) -> Comparison:
         """Compute value, gradient and cost at a horizon, after a warm-up run.
+
+        Ranks share the chunks; None: the process is none of several ranks.
 
         The warm-up keeps one-off work of the process out of the measured time and memory.
         """
@@ -71,10 +81,18 @@ class Method:
         # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
         # the memory that its compiled loops keep does not count as growth.
         compiled = self.compile and self.make().can_compile(question.simulation(horizon))
-        self._estimate(question, *((horizon, replicas) if compiled else (self.step, 2)))
-        return self._estimate(question, horizon, replicas)
+        warm_up = (horizon, replicas) if compiled else (self.step, 2)
+        self._estimate(question, *warm_up, None, ranks)
+        return self._estimate(question, horizon, replicas, store, ranks)
 
-    def _estimate(self, question: Question, horizon: float, replicas: int) -> Comparison:
+    def _estimate(
+        self,
+        question: Question,
+        horizon: float,
+        replicas: int,
+        store: Path | None,
+        ranks: Ranks | None,
+    ) -> Comparison:
         generator = torch.Generator().manual_seed(self.seed)
         return compare(
             question.simulation(horizon),
@@ -83,25 +101,33 @@ class Method:
             replicas=replicas,
             generator=generator,
             compile=self.compile,
+            store=store,
+            group=ranks,
         )
 
 
 def run_sweep(
-    methods: list[Method], sweep: Sweep, reference: str | None
+    methods: list[Method], sweep: Sweep, reference: str | None, store: Path | None
 ) -> dict[float, Comparison]:
     """Compare the methods at each point of the sweep.
 
-    Each method runs in a process of its own. A progress bar is shown on a terminal.
+    Each method runs in a process of its own. Of several ranks, each runs its share of the chunks of
+    all methods. A progress bar is shown on a terminal. A store has one folder for each point.
     """
-    points, results = sweep.points(), {}
+    points, ranks, results = sweep.points(), Ranks.of(), {}
     with progress_bar() as progress:
         task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
         for x, (horizon, replicas) in points.items():
             result = results[x] = Comparison({}, reference=reference)
             for method in methods:
                 progress.update(task, doing=f"{method.name}, {sweep.axis} {x:g}")
+                folder = None if store is None else store / f"{sweep.axis}-{x:g}"
                 try:
-                    part = apart(method, horizon, replicas)
+                    part = (
+                        apart(method, horizon, replicas, folder)
+                        if ranks.size == 1
+                        else method(horizon, replicas, folder, ranks)
+                    )
                 except ProcessDied as died:
                     part = Comparison({}, {method.name: str(died)})
                 result.estimates |= part.estimates

@@ -118,7 +118,7 @@ def test_a_method_that_dies_is_listed_with_its_reason():
         {name: ADJOINTS[name] for name in ("direct", "checkpoint")}, "energy", False
     )
     killed = Method("killed", partial(end_by, signal.SIGKILL), direct.question, 0.005, 0, False)
-    (result,) = run_sweep([direct, killed, checkpoint], Sweep([0.05], [1]), "direct").values()
+    (result,) = run_sweep([direct, killed, checkpoint], Sweep([0.05], [1]), "direct", None).values()
     assert list(result.estimates) == ["direct", "checkpoint"]
     assert "killed: its process was ended by SIGKILL" in str(result)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,6 +42,7 @@ def _rank(
             world_size=size,
             timeout=timedelta(seconds=seconds),
         )
+    pipe.send("begun")
     try:
         found = work(*args)
     except Exception as error:  # Sent, and compared by the test.
@@ -54,10 +56,12 @@ def on_ranks(
     *args: Any,
     seconds: float = 60.0,
     hanging: tuple[int, ...] = (),
+    kill: tuple[int, float] | None = None,
 ) -> list[Any]:
     """Run a function on ranks; return its result or its error on each, None where one hung.
 
     ``seconds`` is the timeout of the process group. Nobody waits for ranks that are ``hanging``.
+    ``kill`` is a rank to kill, and the seconds after the start of its work when to do so.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -72,6 +76,11 @@ def on_ranks(
             pipes.append(mine)
             processes.append(process)
         found: list[Any] = [None] * size
+        for pipe in pipes:
+            assert pipe.recv() == "begun"
+        if kill is not None:
+            time.sleep(kill[1])
+            processes[kill[0]].kill()
         left = dict(enumerate(pipes))
         while left and (ready := wait(list(left.values()), timeout=3 * seconds)):
             for rank, pipe in list(left.items()):
@@ -131,6 +140,8 @@ def estimate(
 ) -> tuple[list[bytes], dict[str, Any]]:
     made = ESTIMATORS[name]()
     estimated = simulation()
+    # The path score of a parameter that scales the noise is infinite.
+    estimated.dynamics.kT.requires_grad_(name != "girsanov")
     found = made(estimated, AVERAGE, replicas=replicas, chunks=chunks, generator=seed, store=store)
     names = ("ranks", "energy_evaluations", "ess")
     return bits(found), {name: found.diagnostics.get(name) for name in names}

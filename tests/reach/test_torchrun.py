@@ -1,0 +1,118 @@
+"""Scripts under torchrun, as users start them, and ranks that are killed."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.reach.ranks import estimate, on_ranks
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import adjsim
+from adjsim._store import Store
+
+torch.set_default_dtype(torch.float64)
+well = adjsim.DoubleWell(torch.nn.Parameter(torch.tensor(1.0)))
+dynamics = adjsim.Langevin(well, kT=0.5, friction=1.0)
+chunks = []
+
+def initial(replicas, generator):
+    return dynamics.init(torch.zeros(replicas, 1, 1), generator=generator)
+
+def observe(state):
+    chunks.append(len(state.position))
+    return state.position.square().mean((-1, -2))
+
+def dying(self, name, tree):
+    write(self, name, tree)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write = Store.write
+if "kill" in sys.argv and os.environ["RANK"] == "1":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        Store.write = dying
+
+simulation = adjsim.Simulation(dynamics, initial, [0.0, 1.0], solver=adjsim.BAOAB(0.05))
+estimate = adjsim.Pathwise()
+found = estimate(simulation, adjsim.Final(observe), replicas=12, chunks=6, generator=1,
+                 store=sys.argv[1] if len(sys.argv) > 2 else None)
+rank = os.environ.get("RANK", "0")
+with open(f"rank-{rank}", "wb") as file:
+    for x in (found.value, found.value_stderr, *found.grad.values(), *found.grad_stderr.values()):
+        file.write(x.numpy().tobytes())
+print(f"rank {rank}", len(chunks), flush=True)
+"""
+
+
+def launched(folder, size, *arguments, options=()):
+    """Run the script, and return its completed process and the bytes of every rank."""
+    (folder / "script.py").write_text(SCRIPT)
+    start = (
+        [sys.executable]
+        if size == 1
+        else [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={size}", *options),
+        ]
+    )
+    tree = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    done = subprocess.run(
+        [*start, "script.py", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tree},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done, [(folder / f"rank-{rank}").read_bytes() for rank in range(size)]
+
+
+def evaluations(done):
+    """Return how often each rank has evaluated the observable, as it has printed."""
+    lines = [line.split() for line in done.stdout.split("\n") if line.startswith("rank")]
+    return [int(count) for _, _, count in lines]
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_line_for_torchrun(tmp_path):
+    alone, (expected,) = launched(tmp_path, 1)
+    done, found = launched(tmp_path, 2)
+    assert found == [expected] * 2
+    # Each rank has run three of the six chunks.
+    assert evaluations(done) == [sum(evaluations(alone)) // 2] * 2
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_rank_again(tmp_path):
+    """Rank 1 is killed after its first chunk; what was finished before is not computed again."""
+    alone, (expected,) = launched(tmp_path, 1)
+    done, found = launched(tmp_path, 2, "store", "kill", options=("--max-restarts=1",))
+    assert found == [expected] * 2
+    assert sum(evaluations(done)) < sum(evaluations(alone))
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.marathon)]
+)
+def test_ranks_that_are_killed_cost_their_chunk(kills, tmp_path):
+    """A random rank is killed at a random moment; two other ranks finish its work."""
+    begun = time.monotonic()
+    expected, _ = estimate("pathwise", 24, 12, 3)
+    seconds = time.monotonic() - begun
+    generator, cut = random.Random(0), 0
+    for i in range(kills):
+        store = str(tmp_path / f"{i}")
+        kill = (generator.randrange(2), generator.uniform(0.0, seconds))
+        first = on_ranks(2, estimate, "pathwise", 24, 12, 3, store, seconds=5.0, kill=kill)
+        cut += first[kill[0]] is None
+        known = len(list(tmp_path.glob(f"{i}/chunk-*.safetensors")))
+        found = on_ranks(2, estimate, "pathwise", 24, 12, 3, store)
+        assert [x[0] for x in found] == [expected] * 2
+        assert known <= 12
+    assert cut > 0
