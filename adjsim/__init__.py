@@ -2,7 +2,9 @@
 
 from adjsim import meshes
 from adjsim._constraints import Between, Positive
+from adjsim._ranks import RankError
 from adjsim._state import PhaseState
+from adjsim._store import StoreError
 from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import (
     BacksolveAdjoint,
@@ -325,6 +327,8 @@ __all__ = [  # noqa: RUF022
     "ReconstructionError",
     "ReversibleAdjoint",
     # simulation
+    "RankError",
+    "StoreError",
     "Trajectory",
     "simulate",
     # statics

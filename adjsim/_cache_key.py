@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -122,11 +123,13 @@ class _KeyBuilder:
 
     Args:
         known: identities of modules that are inspected separately.
+        fixed: packages that are not inspected.
         seen: the objects inspected so far, with their numbers, by identity. References to the
             objects prevent reuse of their identities.
     """
 
     known: set[int]
+    fixed: AbstractSet[str] = frozenset(_FIXED)
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
     def key(self, x: Any, where: str) -> Any:
@@ -197,7 +200,7 @@ class _KeyBuilder:
         )
 
     def _class(self, x: type, where: str) -> Any:
-        kinds = [kind for kind in x.__mro__ if _package(kind) not in _FIXED]
+        kinds = [kind for kind in x.__mro__ if _package(kind) not in self.fixed]
         found = []
         for kind in kinds:
             for name, value in vars(kind).items():
@@ -207,7 +210,7 @@ class _KeyBuilder:
                     name.startswith("__") or isinstance(value, _SLOTS)
                 ):
                     found.append((name, self.key(value, f"{where}.{name}")))
-        kind = () if _package(type(x)) in _FIXED else self.key(type(x), where)
+        kind = () if _package(type(x)) in self.fixed else self.key(type(x), where)
         return Identity(x), kind, *found
 
     def _function(self, x: Any, where: str) -> Any:
@@ -215,7 +218,7 @@ class _KeyBuilder:
             return self.key(x.__func__, where), self.key(x.__self__, where)
         if isinstance(x, partial):
             return self.key(x.func, where), self.key(x.args, where), self.key(x.keywords, where)
-        if not isinstance(x, FunctionType) or _package(x) in _FIXED:
+        if not isinstance(x, FunctionType) or _package(x) in self.fixed:
             return x
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
@@ -227,7 +230,7 @@ class _KeyBuilder:
             if not isinstance(value, ModuleType) or id(value) in modules:
                 continue
             modules.add(id(value))
-            if _package_of(value) not in _FIXED:
+            if _package_of(value) not in self.fixed:
                 found += [
                     (f"{name}.{inner}", vars(value)[inner])
                     for inner in sorted(mentioned & set(vars(value)))
@@ -283,16 +286,20 @@ class _KeyBuilder:
         )
 
 
-def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> Any:
+def cache_key(
+    module: nn.Module,
+    function: Callable[..., Any] | None = None,
+    also_fixed: AbstractSet[str] = frozenset(),
+) -> Any:
     """Build a key from everything that a module and a function read.
 
-    Registered tensors are left out, since they are inputs.
+    Registered tensors are left out, since they are inputs, and so are the packages ``also_fixed``.
 
     Raises:
         UninspectableError: a value that cannot be inspected.
     """
     modules = list(module.modules())
-    builder = _KeyBuilder({id(part) for part in modules})
+    builder = _KeyBuilder({id(part) for part in modules}, frozenset(_FIXED | also_fixed))
     default = torch.get_default_dtype()
     return (
         default,
@@ -301,13 +308,13 @@ def cache_key(module: nn.Module, function: Callable[..., Any] | None = None) -> 
     )
 
 
-def object_key(x: Any, where: str) -> Any:
+def object_key(x: Any, where: str, also_fixed: AbstractSet[str] = frozenset()) -> Any:
     """Build a key from everything that an object outside of the dynamics reads.
 
     Raises:
         UninspectableError: a value that cannot be inspected.
     """
-    return _KeyBuilder(set()).key(x, where)
+    return _KeyBuilder(set(), frozenset(_FIXED | also_fixed)).key(x, where)
 
 
 def _tensor(x: Tensor) -> Any:

@@ -2,12 +2,14 @@
 
 A fingerprint covers the formulas, the settings and the code that a run reads, as far as the keys of
 compiled code do (:mod:`adjsim._cache_key`). Values of registered tensors have fingerprints of their
-own. Names of files, line numbers and addresses are left out.
+own. Names of files, line numbers, addresses and the standard library, with the environment and the
+time, are left out.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -21,12 +23,12 @@ from adjsim._cache_key import Identity, cache_key, object_key
 
 def module_fingerprint(module: nn.Module, function: Callable[..., Any] | None = None) -> str:
     """Hash everything that a module and a function read, except registered tensors."""
-    return _digest(cache_key(module, function))
+    return _digest(cache_key(module, function, sys.stdlib_module_names))
 
 
 def object_fingerprint(x: Any, where: str) -> str:
     """Hash everything that an object reads; ``where`` names it in errors."""
-    return _digest(object_key(x, where))
+    return _digest(object_key(x, where, sys.stdlib_module_names))
 
 
 def tensor_fingerprint(x: Tensor) -> str:

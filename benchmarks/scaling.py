@@ -111,8 +111,9 @@ def launch(name: str, processes: int) -> list[float]:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            check=True,
         )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
