@@ -162,17 +162,22 @@ class Coupled(SteppingSolver):
             return Coupled(self.method, steps, rate=rate, exact=self.exact)
         return solver
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if isinstance(self.steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.zeros(1)).program(dynamics, state)
-        return self._program(dynamics, state, self._typical())
+            return self.resolved(dynamics, state, torch.tensor([t])).program(dynamics, state, t)
+        return self._program(dynamics, state, t, self._typical())
 
     def _program(
-        self, dynamics: Dynamics[State], state: State, typical: float, end: float = math.inf
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        t: float,
+        typical: float,
+        end: float = math.inf,
     ) -> Program:
-        """List the moves of a step, for a run with a typical step size and an end."""
+        """List the moves of a step, for a run with a start, a typical step size and an end."""
         refuse_no_drift(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
@@ -186,14 +191,14 @@ class Coupled(SteppingSolver):
         backward = tuple(
             Shear(name, increment(names, i, direction=-1, sign=-1)) for i, name in enumerate(copied)
         )
-        sizes = {} if in_transform() else typical_sizes(dynamics, state, typical)
+        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
         remedy = partial(self._remedy, dynamics, end)
         copies = Copies(state, sizes, remedy, {"rate": self.rate})
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
         lattice = None
         if self.exact:
             moves = {LETTER: (*forward, *backward)}
-            lattice = Lattice(dynamics, state, moves, typical, copies)
+            lattice = Lattice(dynamics, t, state, moves, typical, copies)
         return Program(stages, typical, self.order, lattice=lattice, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
@@ -263,7 +268,8 @@ class Coupled(SteppingSolver):
         """Run adaptive steps once, on the lattice if there is one, and return their times."""
         assert isinstance(self.steps, Adaptive)
         start = detached(state)
-        program, varying = self._program(dynamics, start, typical, ends[-1]), self.varying(start)
+        program = self._program(dynamics, start, ends[0], typical, ends[-1])
+        varying = self.varying(start)
         assert varying is not None
         lattice, copies, limit = program.lattice, program.copies, varying.limit(program)
         assert copies is not None
