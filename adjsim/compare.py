@@ -207,8 +207,7 @@ def compare(
         generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
         compile: compile the runs of the methods that support it, and run the others uncompiled;
-            ``diagnostics["compiled"]`` shows which. (With ``Simulation(..., compile=True)``
-            a :class:`~adjsim.Pathwise` that cannot be compiled is listed as a failure instead.)
+            ``diagnostics["compiled"]`` shows which.
 
     Returns:
         A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for
