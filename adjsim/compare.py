@@ -211,8 +211,7 @@ def compare(
         generator: seeds starts and noise, as a generator or an integer; None: torch's default
             generator.
         compile: compile the runs of the methods that support it, and run the others uncompiled;
-            ``diagnostics["compiled"]`` shows which. (With ``Simulation(..., compile=True)``
-            a :class:`~adjsim.Pathwise` that cannot be compiled is listed as a failure instead.)
+            ``diagnostics["compiled"]`` shows which.
         store: a folder that keeps finished chunks, with one subfolder a method (see
             :class:`~adjsim.Estimator`).
         group: the process group whose ranks share the chunks.

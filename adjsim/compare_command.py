@@ -220,10 +220,10 @@ def compare_command(
         bool,
         typer.Option(
             "--compile",
-            help="Compile the runs of all methods that support it: the adjoint reversible, and the "
-            "estimators finite-difference, score-function and reweighting. Each compiles for a few "
-            "seconds at the first horizon and reads the compiled code from a cache at the others. "
-            "The seconds in the table include neither.",
+            help="Compile the runs of all methods that support it: the adjoints direct, checkpoint "
+            "and reversible, and the estimators pathwise, finite-difference, score-function and "
+            "reweighting. Each compiles for a few seconds at the first horizon and reads the "
+            "compiled code from a cache at the others. The seconds in the table include neither.",
         ),
     ] = False,
     store: Annotated[

@@ -55,8 +55,9 @@ def _check_compile(
 ) -> None:
     if requested and not any(estimator.can_compile(simulation) for estimator in estimators):
         raise ValueError(
-            "--compile: none of these methods can be compiled. The adjoint reversible can, and so "
-            "can the estimators finite-difference, score-function and reweighting."
+            "--compile: none of these methods can be compiled. The adjoints direct, checkpoint and "
+            "reversible can, and so can the estimators pathwise, finite-difference, score-function "
+            "and reweighting."
         )
 
 
@@ -97,7 +98,7 @@ class Job:
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         check_potential(self.model.potential, position_of(state))
-        self.solver.program(self.model, state)
+        self.solver.program(self.model, state, 0.0)
 
     @property
     def exact(self) -> bool:

@@ -280,7 +280,8 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "out there."
         )
     if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
-        for stage, move in problem.solver.program(problem.dynamics, problem.state).moves:
+        program = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
+        for stage, move in program.moves:
             if isinstance(move, Map) and move.no_loop:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "

@@ -232,7 +232,9 @@ class RecordSweep:
             self._compare(found, self.saved, "the time average", self.state)
 
     def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
-        known = torch.isfinite(saved) & torch.isfinite(found)
+        known = torch.isfinite(saved)
+        if bool((known != torch.isfinite(found)).any()):
+            raise _changed(f"{what} was finite in other entries")
         error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
         size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
         # The error of a value in which terms cancel, such as a conserved total momentum, is
@@ -240,12 +242,7 @@ class RecordSweep:
         if float(error) > self.tolerance * float(size) and float(
             error
         ) > self.tolerance * self._terms(state):
-            raise ReconstructionError(
-                f"{what} was {float(error):.1e} off when the backward sweep computed it again, so "
-                "its gradient would be wrong. The recorded function is random, or reads a value "
-                "that has changed since the run (a plain attribute, a mode). Make it "
-                "reproducible, or use DirectAdjoint()."
-            )
+            raise _changed(f"{what} was {float(error):.1e} off")
 
     def _terms(self, state: AnyState | None) -> float:
         """Estimate the size of the terms in the function's value.
@@ -264,6 +261,15 @@ class RecordSweep:
             total, tuple(leaves), allow_unused=True, materialize_grads=True
         )
         return sum(float((slope * x).abs().sum()) for slope, x in zip(slopes, leaves, strict=True))
+
+
+def _changed(difference: str) -> ReconstructionError:
+    """Make the error of a recorded value that differs from the saved one."""
+    return ReconstructionError(
+        f"{difference} when the backward sweep computed it again, so its gradient would be wrong. "
+        "The recorded function is random, or reads a value that has changed since the run (a plain "
+        "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+    )
 
 
 def sum_dtype(value: Tensor) -> torch.dtype:

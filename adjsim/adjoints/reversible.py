@@ -72,7 +72,7 @@ class ReversibleAdjoint(Adjoint):
 
     def check(self, problem: Problem[State]) -> None:
         assert isinstance(problem.solver, SteppingSolver)
-        program = problem.solver.program(problem.dynamics, problem.state)
+        program = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
         for stage, move in program.moves:
             if not move.invertible:
                 loses = f" (it loses {move.loses})" if isinstance(move, Map) and move.loses else ""

@@ -233,6 +233,7 @@ class Stepper:
                     if not self.program.is_valid(state):
                         self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
                     good, good_step = detached(state), k
+                    self._check_noise(good, k, problem.dynamics)
                 for observer in observers:
                     observer.visit(k, state, entries)
                 if saves is not None:
@@ -274,6 +275,13 @@ class Stepper:
         raise ValueError(
             f"{reason} This happened in step {first} (t = {self.clock.time(first):g})."
         ) from reason
+
+    def _check_noise(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> None:
+        t = self.clock.time(step)
+        try:
+            dynamics.check_noise(t, self.from_lattice(state))
+        except ValueError as reason:
+            raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
 
     def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
         try:
@@ -320,7 +328,8 @@ def prepare(
     clock = (
         solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
     )
-    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    program = solver.program(dynamics, state, float(problem.times[0]))
+    coefficients = solver.coefficients(dynamics, state)
     if end is not None:
         program = program.with_spacings(end.spacings)
     lattice, growth = program.lattice, None

@@ -179,8 +179,8 @@ class Dynamics(nn.Module, Generic[State]):
         """
         return None
 
-    def characteristic_scales(self, state: State, time: float) -> dict[str, Tensor]:
-        """Return the sizes that fields reach over a time, for fields where they are known.
+    def characteristic_scales(self, t: float, state: State, time: float) -> dict[str, Tensor]:
+        """Return the sizes that fields reach over a time from the start at t, where they are known.
 
         They determine the lattice of exact runs.
         """
@@ -227,6 +227,15 @@ class Dynamics(nn.Module, Generic[State]):
 
     def check_start(self, t: float, state: State) -> None:
         """Refuse, before any work, a start that does not fit the time of the start."""
+
+    def check_noise(self, t: float, state: State) -> None:
+        """Refuse noise that is not of the kind it was declared to be, at a state of a run.
+
+        It is called at the start, and with the finiteness checks of a run.
+
+        Raises:
+            ValueError: the reason; the run adds the step.
+        """
 
     def margin(self, t: Any, state: State) -> Tensor | None:
         """Compute distances to the states that ``check_state`` refuses, negative beyond.
@@ -315,7 +324,9 @@ class MassiveDynamics(Dynamics[MomentumState]):
         refuse_several("kT", temperature)
         return self.thermal_scale(at, temperature) * standard_normal(at, generator)
 
-    def characteristic_scales(self, state: MomentumState, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(
+        self, t: float, state: MomentumState, time: float
+    ) -> dict[str, Tensor]:
         kT = getattr(self, "kT", None)
         if kT is None:
             return {}

@@ -271,8 +271,8 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
         memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
         return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
 
-    def characteristic_scales(self, state: MemoryState, time: float) -> dict[str, Tensor]:
-        found = super().characteristic_scales(state, time)
+    def characteristic_scales(self, t: float, state: MemoryState, time: float) -> dict[str, Tensor]:
+        found = super().characteristic_scales(t, state, time)
         return {**found, "memory": found["momentum"]}
 
     def damping(self, state: MemoryState) -> float:

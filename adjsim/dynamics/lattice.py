@@ -65,6 +65,7 @@ class Lattice:
 
     Args:
         dynamics: the dynamics of the run.
+        t: the time of the start.
         state: the start.
         moves: the moves of a step, by letter.
         dt: the step.
@@ -74,6 +75,7 @@ class Lattice:
     def __init__(
         self,
         dynamics: Dynamics[State],
+        t: float,
         state: State,
         moves: Mapping[str, tuple[Move, ...]],
         dt: float,
@@ -88,7 +90,7 @@ class Lattice:
         self.width, self.systems = len(start), dynamics.batch_shape(state).numel()
         self._kind: type[AnyState] = type(start)
         self._lattice_type = _lattice_type(self._kind, self.scaled)
-        scales = typical_sizes(dynamics, state, dt)
+        scales = typical_sizes(dynamics, t, state, dt)
         room = {name: ROOM_SCALED if name in self.scaled else ROOM for name in scales}
         if copies is not None:
             scales |= {copy_name(name): size for name, size in scales.items()}
@@ -372,12 +374,14 @@ def _check_force(potential: nn.Module) -> None:
         )
 
 
-def typical_sizes(dynamics: Dynamics[State], state: State, dt: float) -> dict[str, Tensor]:
-    """Estimate the largest entry of each field, for each system and link."""
+def typical_sizes(
+    dynamics: Dynamics[State], t: float, state: State, dt: float
+) -> dict[str, Tensor]:
+    """Estimate the largest entry of each field, for each system and link, from the start at t."""
     start = detached(state)
     with torch.no_grad():
-        known_scales = dynamics.characteristic_scales(start, AHEAD * dt)
-        rates = dynamics.drift(0.0, start)._asdict()
+        known_scales = dynamics.characteristic_scales(t, start, AHEAD * dt)
+        rates = dynamics.drift(t, start)._asdict()
     found = {}
     for name, value in start._asdict().items():
         sizes = [value.abs(), AHEAD * dt * rates[name].abs()]

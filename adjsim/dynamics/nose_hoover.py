@@ -334,12 +334,12 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
                     f"{name} has shape {tuple(getattr(state, name).shape)}; it must be {expected}."
                 )
 
-    def characteristic_scales(self, state: ChainState, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, t: float, state: ChainState, time: float) -> dict[str, Tensor]:
         Q, target = self.bath(state.position)
         # In the extended energy x_1 has the weight dof kT and the other x_j have kT. So the others
         # are of order one, and x_1 is smaller.
         return {
-            **super().characteristic_scales(state, time),
+            **super().characteristic_scales(t, state, time),
             "bath_momentum": torch.sqrt(Q * target),
             "bath_position": torch.ones_like(Q),
         }

@@ -83,7 +83,7 @@ class SDE(FieldDynamics):
     Raises:
         TypeError: a class, an object that cannot be called, a function that does not take (t, y).
         ValueError: an unknown noise; drift or diffusion of another shape, additive noise that
-            depends on y (when a run begins).
+            depends on y (when a run begins, or with the finiteness checks of fixed steps).
     """
 
     drift_fun: Callable[..., Any]
@@ -151,9 +151,9 @@ class SDE(FieldDynamics):
         start = type(state)._make(y.detach() for y in state)
         return torch.Size(self.amplitudes(t, start)[0].shape[-1:])
 
-    def characteristic_scales(self, state: AnyState, time: float) -> dict[str, Tensor]:
+    def characteristic_scales(self, t: float, state: AnyState, time: float) -> dict[str, Tensor]:
         """Return the spread of the noise over a time, from the diffusion at the start."""
-        found = self.amplitudes(0.0, state)
+        found = self.amplitudes(t, state)
         sizes = (g.norm(dim=-1) if self.matrix else g.abs() for g in found)
         return {
             name: math.sqrt(time) * size for name, size in zip(state._fields, sizes, strict=True)
@@ -166,15 +166,22 @@ class SDE(FieldDynamics):
         super().check_rates(t, state)
         if in_transform():
             return
-        with torch.enable_grad():
-            start = type(state)._make(y.detach().requires_grad_() for y in state)
-            found = self.amplitudes(t, start)
+        with torch.no_grad():
+            found = self.amplitudes(t, type(state)._make(y.detach() for y in state))
         for name, g in zip(state._fields, found, strict=True):
-            if not bool(torch.isfinite(g.detach()).all()):
+            if not bool(torch.isfinite(g).all()):
                 raise ValueError(
                     f"the diffusion of {name} has NaN or infinite entries at the start."
                 )
-        if self.noise == "additive" and _depends(found, start):
+        self.check_noise(t, state)
+
+    def check_noise(self, t: float, state: AnyState) -> None:
+        if self.noise != "additive" or in_transform():
+            return
+        with torch.enable_grad():
+            start = type(state)._make(y.detach().requires_grad_() for y in state)
+            found = self.amplitudes(t, start)
+        if _depends(found, start):
             raise ValueError(
                 "noise='additive' is noise whose diffusion does not depend on y, and this one "
                 "does: use noise='general', or 'diagonal' for one Brownian motion an entry."

@@ -65,10 +65,9 @@ class Simulation(Generic[State]):
             is called without gradients: every estimator holds the starts fixed.
         ts: save times.
         solver: how the equations are integrated.
-        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of a
-            fixed step. Pathwise then needs :class:`~adjsim.ReversibleAdjoint`. Girsanov and
-            ForwardSensitivity run every step in Python and are not compiled. Chunks of equal size
-            share one compilation.
+        compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of
+            explicit steps of a fixed size. Girsanov and ForwardSensitivity run every step in Python
+            and are not compiled. Chunks of equal size share one compilation.
     """
 
     dynamics: Dynamics[State]
@@ -145,7 +144,7 @@ class Estimator(ABC):
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether the runs can be compiled."""
-        return isinstance(simulation.solver, SteppingSolver)
+        return isinstance(simulation.solver, SteppingSolver) and simulation.solver.compiles
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         """Refuse, before any work, a simulation or an observable that does not apply."""

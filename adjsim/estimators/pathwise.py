@@ -20,7 +20,6 @@ from adjsim._trajectory import (
 )
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -71,14 +70,11 @@ class Pathwise(ChunkedEstimator):
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether forward run and backward sweep can be compiled."""
-        return super().can_compile(simulation) and isinstance(self.adjoint, ReversibleAdjoint)
+        return super().can_compile(simulation) and isinstance(
+            simulation.solver, self.adjoint.accepts
+        )
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
-        if simulation.compile and not self.can_compile(simulation):
-            raise TypeError(
-                f"compile=True goes with Pathwise(ReversibleAdjoint()), not with {self!r}; or "
-                "leave compile=True out."
-            )
         if self.truncate is None:
             return
         if not isinstance(simulation.solver, SteppingSolver):

@@ -157,13 +157,13 @@ def look_ahead(
     tableau: Tableau,
     adaptive: Adaptive,
     state: State,
-    t: float,
-    end: float,
+    ends: Sequence[float],
     count: int,
 ) -> list[float]:
     """Return the sizes of the next plain steps, at most ``count``, at least one.
 
-    They end at ``end``, or where the solution blows up.
+    They end at the last of ``ends``, whose first is the time of the start, or where the solution
+    blows up.
     """
     steps, sizes = AdaptiveSteps(dynamics, tableau, adaptive), list[float]()
 
@@ -172,7 +172,7 @@ def look_ahead(
         return y
 
     try:
-        steps.run(detached(state), [t, end], take, most=count)
+        steps.run(detached(state), ends, take, most=count)
     except FloatingPointError:
         # The run itself stops there, with the number of its step.
         if not sizes:

@@ -293,8 +293,8 @@ class SteppingSolver(ABC):
     dt: float
 
     @abstractmethod
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
-        """List the moves of a step, for states like this one."""
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+        """List the moves of a step, for runs from a start like this one at the time t."""
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:

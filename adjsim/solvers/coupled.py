@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -36,6 +37,9 @@ MARGIN = 1.5
 SMALLEST = 1e-3
 # The relative error of 1 - c that makes its fraction simple.
 SIMPLE = 0.01
+# Passes after which the lattice of an adaptive run has to be that of its step times. The second
+# pass is rare, and its times differ from those of the first by rounding.
+PASSES = 4
 
 
 class Coupled(SteppingSolver):
@@ -152,27 +156,31 @@ class Coupled(SteppingSolver):
                 "transforms (grad, vmap, jvp) hide: give Coupled a rate, and a number or StepTimes "
                 "as dt."
             )
-        sizes = self._ahead(dynamics, state, float(times[0]), float(times[-1]))
+        sizes = self._ahead(dynamics, state, times.tolist())
         rate = self.rate
         if rate is None:
             rate = self._suggest(dynamics, state, float(times[0]), sizes)
         solver = Coupled(self.method, self.steps, rate=rate, exact=self.exact)
         if isinstance(self.steps, Adaptive):
-            steps = solver._record(dynamics, state, times.tolist(), math.fsum(sizes) / len(sizes))
-            return Coupled(self.method, steps, rate=rate, exact=self.exact)
+            return solver._record(dynamics, state, times.tolist(), _mean(sizes))
         return solver
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if isinstance(self.steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.zeros(1)).program(dynamics, state)
-        return self._program(dynamics, state, self._typical())
+            return self.resolved(dynamics, state, torch.tensor([t])).program(dynamics, state, t)
+        return self._program(dynamics, state, t, self._typical(t))
 
     def _program(
-        self, dynamics: Dynamics[State], state: State, typical: float, end: float = math.inf
+        self,
+        dynamics: Dynamics[State],
+        state: State,
+        t: float,
+        typical: float,
+        end: float = math.inf,
     ) -> Program:
-        """List the moves of a step, for a run with a typical step size and an end."""
+        """List the moves of a step, for a run with a start, a typical step size and an end."""
         refuse_no_drift(self, dynamics)
         assert self.rate is not None
         h = self.steps if isinstance(self.steps, float) else None
@@ -186,14 +194,14 @@ class Coupled(SteppingSolver):
         backward = tuple(
             Shear(name, increment(names, i, direction=-1, sign=-1)) for i, name in enumerate(copied)
         )
-        sizes = {} if in_transform() else typical_sizes(dynamics, state, typical)
+        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, typical)
         remedy = partial(self._remedy, dynamics, end)
         copies = Copies(state, sizes, remedy, {"rate": self.rate})
         stages = (Stage(LETTER, tuple(forward), 0.0), Stage(LETTER, backward, 1.0))
         lattice = None
         if self.exact:
             moves = {LETTER: (*forward, *backward)}
-            lattice = Lattice(dynamics, state, moves, typical, copies)
+            lattice = Lattice(dynamics, t, state, moves, typical, copies)
         return Program(stages, typical, self.order, lattice=lattice, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
@@ -232,22 +240,20 @@ class Coupled(SteppingSolver):
         return float(steps_within(self.rate, sizes, dynamics.damping(state) * sizes, growth))
 
     def _ahead(
-        self, dynamics: Dynamics[State], state: State, t: float, end: float
+        self, dynamics: Dynamics[State], state: State, ends: Sequence[float]
     ) -> Sequence[float]:
-        """Return the sizes of the next steps."""
+        """Return the sizes of the next steps, from the first of ``ends`` to the last at most."""
         if isinstance(self.steps, Adaptive):
-            return look_ahead(dynamics, self.tableau, self.steps, state, t, end, AHEAD)
+            return look_ahead(dynamics, self.tableau, self.steps, state, ends, AHEAD)
         if isinstance(self.steps, StepTimes):
-            return self.steps.following(t, AHEAD)
+            return self.steps.following(ends[0], AHEAD)
         return [self.steps] * AHEAD
 
-    def _typical(self) -> float:
+    def _typical(self, t: float) -> float:
         """Return the step size by which the sizes of fields are estimated."""
-        if isinstance(self.steps, RecordedTimes):
-            return self.steps.typical
-        if isinstance(self.steps, StepTimes):
-            return float(self.steps.sizes[:AHEAD].mean())
-        return self.dt
+        return (
+            _mean(self.steps.following(t, AHEAD)) if isinstance(self.steps, StepTimes) else self.dt
+        )
 
     def _suggest(
         self, dynamics: Dynamics[State], state: State, t: float, sizes: Sequence[float]
@@ -259,11 +265,33 @@ class Coupled(SteppingSolver):
     @torch.no_grad()
     def _record(
         self, dynamics: Dynamics[State], state: State, ends: Sequence[float], typical: float
+    ) -> Coupled:
+        """Run adaptive steps, on the lattice if there is one, and return those of their times.
+
+        The lattice is that which follows from these times, so a pass on another one is repeated.
+        """
+        start, evaluations = detached(state), 0
+        program = self._program(dynamics, start, ends[0], typical, ends[-1])
+        for _ in range(PASSES):
+            times = self._pass(dynamics, start, ends, program)
+            evaluations += times.evaluations
+            times = replace(times, evaluations=evaluations)
+            found = Coupled(self.method, times, rate=self.rate, exact=self.exact)
+            repeated = found.program(dynamics, start, ends[0])
+            if _same_lattice(program, repeated):
+                return found
+            program = repeated
+        raise FloatingPointError(
+            "the sizes of the steps change with the lattice of the exact run, and the lattice with "
+            f"them, in each of {PASSES} passes. Use other tolerances in Adaptive, or StepTimes."
+        )
+
+    def _pass(
+        self, dynamics: Dynamics[State], start: State, ends: Sequence[float], program: Program
     ) -> RecordedTimes:
-        """Run adaptive steps once, on the lattice if there is one, and return their times."""
+        """Run adaptive steps once and return their times."""
         assert isinstance(self.steps, Adaptive)
-        start = detached(state)
-        program, varying = self._program(dynamics, start, typical, ends[-1]), self.varying(start)
+        varying = self.varying(start)
         assert varying is not None
         lattice, copies, limit = program.lattice, program.copies, varying.limit(program)
         assert copies is not None
@@ -291,14 +319,14 @@ class Coupled(SteppingSolver):
         )
         evaluations = steps.evaluations + forces.stats["energy_evaluations"]
         found = torch.tensor(times, dtype=torch.float64)
-        return RecordedTimes(found, typical, steps.rejected, evaluations)
+        return RecordedTimes(found, steps.rejected, evaluations)
 
     def _remedy(
         self, dynamics: Dynamics[State], end: float, state: State, t: float, smaller: str
     ) -> str:
         """Say why the copies of a state move apart, and the way out."""
         assert self.rate is not None
-        rate = self._suggest(dynamics, state, t, self._ahead(dynamics, state, t, end))
+        rate = self._suggest(dynamics, state, t, self._ahead(dynamics, state, (t, end)))
         found = f"the rate {self.rate:.4g} of the coupling is "
         if rate > self.rate:
             return (
@@ -315,6 +343,17 @@ class Coupled(SteppingSolver):
         rate = "" if self.rate is None else f", rate={self.rate:g}"
         exact = ", exact=True" if self.exact else ""
         return f"Coupled({self.method!r}, dt={size}{rate}{exact})"
+
+
+def _mean(sizes: Sequence[float]) -> float:
+    return math.fsum(sizes) / len(sizes)
+
+
+def _same_lattice(one: Program, other: Program) -> bool:
+    if one.lattice is None or other.lattice is None:
+        return True
+    spacings = other.lattice.spacings()
+    return all(torch.equal(x, spacings[name]) for name, x in one.lattice.spacings().items())
 
 
 def coupling(rate: float, dt: float) -> Fraction:

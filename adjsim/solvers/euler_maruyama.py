@@ -46,7 +46,7 @@ class EulerMaruyama(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
             return self._program_of_sde(dynamics, state)
         if not isinstance(dynamics, OverdampedLangevin):

@@ -224,7 +224,7 @@ class ImplicitSolver(SteppingSolver):
         if not self.tol > 0:
             raise ValueError(f"tol must be positive; got {tol}.")
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if in_transform():
             raise RuntimeError(
                 f"{type(self).__name__} does not go through torch.func transforms (grad, vmap, "

@@ -59,7 +59,7 @@ class Milstein(SteppingSolver):
                 f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
             )
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"Milstein is for SDE; for {type(dynamics).__name__} use a splitting or "

@@ -85,7 +85,7 @@ class ReversibleHeun(SteppingSolver):
     def __init__(self, dt: float, *, exact: bool = False) -> None:
         self.dt, self.exact = check_dt(dt), as_flag("exact", exact)
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if not isinstance(dynamics, FieldDynamics):
             raise TypeError(
                 f"ReversibleHeun is for SDE and ODE; for {type(dynamics).__name__} use a "
@@ -98,7 +98,7 @@ class ReversibleHeun(SteppingSolver):
             for i, name in enumerate(names)
         ]
         mirrored = [Reflection(copy, name) for name, copy in zip(names, copied, strict=True)]
-        sizes = {} if in_transform() else typical_sizes(dynamics, state, self.dt)
+        sizes = {} if in_transform() else typical_sizes(dynamics, t, state, self.dt)
         limit = LARGEST_NOISY_DISTANCE if dynamics.stochastic else LARGEST_DISTANCE
         copies = Copies(state, sizes, partial(self._remedy, dynamics), {}, limit)
         first: list[Move] = [*shears, *mirrored]
@@ -109,7 +109,7 @@ class ReversibleHeun(SteppingSolver):
         )
         lattice = None
         if self.exact:
-            lattice = Lattice(dynamics, state, {LETTER: (*first, *shears)}, self.dt, copies)
+            lattice = Lattice(dynamics, t, state, {LETTER: (*first, *shears)}, self.dt, copies)
         order = 1 if dynamics.stochastic else 2
         return Program(stages, self.dt, order, draws, lattice=lattice, copies=copies)
 

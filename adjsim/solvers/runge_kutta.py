@@ -96,7 +96,7 @@ class RungeKutta(SteppingSolver):
     def order(self) -> int:
         return self.tableau.order
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         refuse_no_drift(self, dynamics)
         kind, tableau, dt = type(state), self.tableau, self.dt
 

@@ -56,12 +56,12 @@ class Splitting(SteppingSolver):
     def order(self) -> int:
         return 2 if self.scheme == self.scheme[::-1] else 1
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         shares = self._shares(dynamics)
         moves = {
             letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()
         }
-        lattice = Lattice(dynamics, state, moves, self.dt) if self.exact else None
+        lattice = Lattice(dynamics, t, state, moves, self.dt) if self.exact else None
         stages, elapsed, passed, draws = [], 0.0, Counter(), 0
         clocks = sum(
             letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time

@@ -58,7 +58,8 @@ class StepTimes:
 
     The gradient of an adaptive run holds the step times fixed. To check it by differences, or to
     compare runs without the noise of step-size control, repeat the steps of a run with
-    ``StepTimes(run.stats["step_times"])``.
+    ``StepTimes(run.stats["step_times"])`` and ``rate=run.stats["rate"]``. From the same start the
+    run is then equal to the last bit, exact or not.
 
     Args:
         times: the time of the start and of the end of each step, increasing. Save times must be
@@ -121,11 +122,9 @@ class RecordedTimes(StepTimes):
     """The times of the steps that a run has chosen.
 
     Attributes:
-        typical: the mean size of its first steps.
         rejected: number of attempts that were repeated with a smaller size.
         evaluations: number of evaluations of the drift that chose them.
     """
 
-    typical: float
     rejected: int
     evaluations: int

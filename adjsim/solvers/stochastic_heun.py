@@ -41,7 +41,7 @@ class StochasticHeun(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def program(self, dynamics: Dynamics[State], state: State) -> Program:
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"StochasticHeun is for SDE; for {type(dynamics).__name__} use "

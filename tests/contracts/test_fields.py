@@ -397,3 +397,73 @@ def test_score_function_says_that_the_density_is_not_known():
         adjsim.ScoreFunction()(
             simulation, adjsim.TimeAverage(lambda s: s.y[:, 0]), replicas=4, generator=0
         )
+
+
+class Starting(nn.Module):
+    """A decay with a rate that is infinite at t = 0."""
+
+    def forward(self, t, y):
+        return -y * t**-2
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        adjsim.Coupled("rk4", 0.01, rate=3.0, exact=True),
+        adjsim.Coupled("dormand-prince", adjsim.Adaptive(1e-6, 1e-8), rate=3.0, exact=True),
+        adjsim.ReversibleHeun(0.01, exact=True),
+    ],
+    ids=repr,
+)
+def test_sizes_come_from_the_time_of_the_start(solver):
+    """y = e^(1/t - 1) from t = 1; at t = 0 the rate is infinite."""
+    dynamics = ODE(Starting())
+    y = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    run = adjsim.simulate(
+        dynamics, dynamics.init(y), [1.0, 2.0], solver=solver, adjoint=ReversibleAdjoint()
+    )
+    expected = torch.exp(torch.tensor(-0.5, dtype=torch.float64))
+    # The second-order steps err by dt^2 times a number of order one.
+    torch.testing.assert_close(run.final.y[0], expected, rtol=2e-4, atol=0)
+    run.final.y.sum().backward()
+    torch.testing.assert_close(y.grad[0], expected, rtol=2e-4, atol=0)
+    shifted = ODE(lambda t, y: -y * (t + 1) ** -2)
+    lattices = [
+        solver.resolved(field, field.init(y), torch.tensor([t, t + 1])).program(
+            field, field.init(y), t
+        )
+        for field, t in ((dynamics, 1.0), (shifted, 0.0))
+    ]
+    first, second = (program.lattice.spacings() for program in lattices)
+    assert first == second
+
+
+def test_the_size_of_noise_comes_from_the_time_of_the_start():
+    def huge(t, y):
+        return 0.1 * y * (t + 1e-3) ** -20
+
+    dynamics = SDE(Decay(), huge)
+    solver = adjsim.ReversibleHeun(0.01, exact=True)
+    spacing = solver.program(dynamics, dynamics.init([1.0]), 1.0).lattice.spacings()["y"]
+    # 2^7 or more times the size, of the 2^51 units.
+    assert float(spacing) < 2.0**-30
+
+
+@pytest.mark.parametrize(
+    "solver", [adjsim.EulerMaruyama(0.1), adjsim.StochasticHeun(0.1), adjsim.ReversibleHeun(0.1)]
+)
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint()], ids=repr)
+def test_additive_noise_that_depends_on_y_later_is_refused(solver, adjoint):
+    """The diffusion depends on y above 1/2, which the drift reaches along the run."""
+
+    class Later(Size):
+        def forward(self, t, y):
+            return self.size * (1 + torch.relu(y - 0.5)).unsqueeze(-1)
+
+    drift = Size(0.5)
+    simulate = adjsim.simulate
+    later = SDE(drift, Later(0.01), noise="additive")
+    options = {"solver": solver, "adjoint": adjoint, "generator": 0}
+    with pytest.raises(ValueError, match=r"noise='general'.* after step 64 \(t = 6.4\)"):
+        simulate(later, later.init(torch.zeros(2, 1)), [0.0, 10.0], **options)
+    assert simulate(later, later.init(torch.zeros(2, 1)), [0.0, 0.5], **options).final.y.max() < 0.5

@@ -220,7 +220,7 @@ def test_a_buffer_below_its_limit_fits_an_integer(name):
     case = Case(name, scheme, "lennard-jones", exact=True)
     dynamics = case.build()
     start = case.start(dynamics, *square())
-    program = case.solver.program(dynamics, start)
+    program = case.solver.program(dynamics, start, 0.0)
     coefficients = program.lattice.rationals(case.solver.coefficients(dynamics, start))
     denominators = [
         int(x.max()) for group in coefficients.values() for n, x in group.items() if n[-2:] == " d"
@@ -238,7 +238,7 @@ def test_spacings_and_checks():
     dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), kT=1e-6, friction=0.5)
     start = dynamics.init(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
     solver = adjsim.Splitting("BAOAB", 0.001, exact=True)
-    program = solver.program(dynamics, start)
+    program = solver.program(dynamics, start, 0.0)
     grids = program.lattice.grids
     assert grids["position"].spacing == 4 * 2.0**-40
     assert grids["momentum"].spacing == 8 * 2.0**-44

@@ -8,6 +8,7 @@ import torch
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
 from adjsim.dynamics.ode import ODE
+from adjsim.solvers.adaptive_steps import look_ahead
 from adjsim.solvers.coupled import Coupled
 from adjsim.solvers.step_sizes import Adaptive, StepTimes
 from tests.flows import DrivenPendulum, Linear, Lorenz
@@ -101,3 +102,64 @@ def test_exact_steps_come_back_bit_for_bit(name, time):
     assert bool(torch.isfinite(found).all())
     assert run.stats["reconstruction_error"] == 0.0
     assert run.stats["buffer_bits"] > 0
+
+
+def repeated(ts, exact):
+    dynamics = ODE(lambda t, y: 3.7 + torch.sin(9 * t) - y)
+
+    def steps(dt):
+        solver = Coupled("dormand-prince", dt, rate=2.0, exact=exact)
+        return adjsim.simulate(dynamics, dynamics.init([1e-9]), ts, solver=solver)
+
+    first = steps(Adaptive(1e-6, 1e-9))
+    return first, steps(StepTimes(first.stats["step_times"]))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("saves", [1, 40])
+def test_step_times_repeat_an_adaptive_run_bit_for_bit(saves, exact):
+    """The start is small, so the lattice follows from the rates and the size of the steps."""
+    first, second = repeated([0.2 * i / saves for i in range(saves + 1)], exact)
+    assert torch.equal(first.y, second.y)
+    for key in ("steps", "rate", *(("buffer_bits",) if exact else ())):
+        assert first.stats[key] == second.stats[key]
+
+
+def test_steps_found_on_another_lattice_are_found_again(monkeypatch):
+    """The first pass has a lattice by sizes that are ten times those of the run."""
+    evaluations = repeated([0.0, 2.0], True)[0].stats["energy_evaluations"]
+
+    def too_long(*args):
+        return [10 * size for size in look_ahead(*args)]
+
+    monkeypatch.setattr("adjsim.solvers.coupled.look_ahead", too_long)
+    first, second = repeated([0.0, 2.0], True)
+    assert torch.equal(first.y, second.y)
+    assert first.stats["energy_evaluations"] > 1.4 * evaluations
+
+
+@pytest.mark.slow
+def test_a_stiffness_parameter_against_initial_value_problems():
+    """d(y)/d(mu) of van der Pol's equation, from adaptive steps and from ``solve_ivp``."""
+    mu = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    start = torch.tensor([2.0, 0.0], dtype=torch.float64)
+
+    def rate(t, y, mu):
+        return torch.stack([y[1], mu * (1 - y[0] ** 2) * y[1] - y[0]])
+
+    expected = adjsim.solve_ivp(
+        rate, (0.0, 4.0), start, args=(mu,), t_eval=[4.0], rtol=1e-10, atol=1e-12
+    )
+    (reference,) = torch.autograd.grad(expected.y[0, -1], mu)
+    field = VanDerPol()
+    dynamics = ODE(field)
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(start),
+        [0.0, 4.0],
+        solver=Coupled("dormand-prince", Adaptive(1e-8, 1e-10), rate=40.0, exact=True),
+        adjoint=ReversibleAdjoint(),
+    )
+    (found,) = torch.autograd.grad(run.final.y[0], field.mu)
+    # A hundred times the tolerance of one step, for the errors of all steps and their growth.
+    torch.testing.assert_close(found, reference, rtol=1e-6, atol=0)

@@ -461,7 +461,7 @@ def test_the_order_of_a_sum_does_not_matter():
     # differ.
     potential, grid = (
         dynamics.potential,
-        Splitting("BAB", 0.005, exact=True).program(dynamics, start).force_grid,
+        Splitting("BAB", 0.005, exact=True).program(dynamics, start, 0.0).force_grid,
     )
     position = run.final.position.detach()
     assert torch.equal(

@@ -414,3 +414,24 @@ def test_a_small_record_that_is_random_is_caught(adjoint):
         )
         with pytest.raises(adjsim.ReconstructionError, match="computed it again"):
             run.record.sum().backward()
+
+
+@swept
+@pytest.mark.parametrize("average", [False, True], ids=["saved", "averaged"])
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_record_finite_in_other_entries_is_refused(adjoint, average, lost):
+    """One entry of two is lost after the run, or it is lost in both and then equal."""
+    offset = torch.zeros(2, dtype=torch.float64)
+
+    def function(state):
+        return (state.position**2).sum() + offset
+
+    dynamics = adjsim.Hamiltonian(Quartic())
+    record = adjsim.TimeAverage(function) if average else function
+    run = simulate(dynamics, adjoint, record=record)
+    offset[1] = lost
+    with pytest.raises(ReconstructionError, match="finite in other entries"):
+        run.record.sum().backward()
+    both = simulate(dynamics, adjoint, record=record)
+    both.record[..., 0].sum().backward()
+    assert bool(torch.isfinite(dynamics.potential.k.grad))

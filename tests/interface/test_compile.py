@@ -41,7 +41,10 @@ def test_a_step_compiles_whole(case):
     torch._dynamo.reset()
     dynamics, solver = case.build(), case.solver
     state = case.start(dynamics, *square())
-    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    program, coefficients = (
+        solver.program(dynamics, state, 0.0),
+        solver.coefficients(dynamics, state),
+    )
     if case.exact:
         state, coefficients = (
             program.lattice.to_lattice(state),
@@ -66,7 +69,10 @@ def test_a_step_knows_whether_it_shares_its_force(case):
     """A step has its last force at the end, and needs it at the beginning, or neither."""
     dynamics, solver = case.build(), case.solver
     state = case.start(dynamics, *square())
-    program, coefficients = solver.program(dynamics, state), solver.coefficients(dynamics, state)
+    program, coefficients = (
+        solver.program(dynamics, state, 0.0),
+        solver.coefficients(dynamics, state),
+    )
     if case.exact:
         state, coefficients = (
             program.lattice.to_lattice(state),

@@ -59,7 +59,10 @@ def test_steps_are_reversible(name, scheme):
     dynamics = DYNAMICS[name](POTENTIALS["lennard-jones"]())
     start = state = dynamics.init(*square())
     solver = Splitting(scheme, 0.005)
-    program, coefficients = solver.program(dynamics, start), solver.coefficients(dynamics, start)
+    program, coefficients = (
+        solver.program(dynamics, start, 0.0),
+        solver.coefficients(dynamics, start),
+    )
     with torch.no_grad():
         forces = program.forces(dynamics.potential)
 

@@ -19,7 +19,10 @@ from adjsim.solvers.base import SteppingSolver
 def affine(dynamics, solver: SteppingSolver):
     """A and B of z' = A z + B xi, for one particle in one dimension and z its fields."""
     start = zero(dynamics)
-    program, coefficients = solver.program(dynamics, start), solver.coefficients(dynamics, start)
+    program, coefficients = (
+        solver.program(dynamics, start, 0.0),
+        solver.coefficients(dynamics, start),
+    )
     sizes = [x.numel() for x in start]
     count = program.draws * program.noise_steps
 
