@@ -7,6 +7,7 @@ form is that of a store (:mod:`adjsim._store`), without pickle.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -178,6 +179,8 @@ def _start() -> None:
 def _end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group that is alive when the interpreter ends aborts the process, whose threads still run.
+    gc.collect()
 
 
 def _describe(reason: str) -> str:

@@ -38,6 +38,7 @@ def test_sessions_print_what_the_page_shows():
         "mechanics",
         "vector_fields",
         "coming_from",
+        "scaling",
     ],
 )
 def test_blocks_of_code_run(page, capsys, monkeypatch):

@@ -44,7 +44,7 @@ def run_of(steps, kind, store=None, **options):
 @pytest.mark.parametrize(
     "kind",
     slow_but(
-        lambda kind: kind in {"exact", "compiled exact average"},
+        lambda kind: kind == "exact",
         KINDS,
         marathon=lambda kind: "compiled checkpoint" in kind,
     ),
@@ -183,6 +183,7 @@ def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
     assert numbers(run, dynamics) == expected
 
 
+@pytest.mark.slow
 def test_two_processes_in_one_folder(tmp_path):
     process, pipe = started(20_000, "exact", str(tmp_path))
     assert pipe.recv() == "ready"

@@ -60,6 +60,7 @@ def train(size):
     return [p.detach().numpy().tobytes() for p in made.dynamics.parameters()]
 
 
+@pytest.mark.slow
 def test_a_fit_runs_as_it_stands_on_every_rank():
     expected = train(1)
     assert on_ranks(2, train, 2) == [expected] * 2
@@ -121,7 +122,7 @@ def fitted(store, name):
     return [x.numpy().tobytes() for x in (*found.values.values(), found.covariance)]
 
 
-@pytest.mark.parametrize("name", ["reweighting", "pathwise"])
+@pytest.mark.parametrize("name", ["reweighting", pytest.param("pathwise", marks=pytest.mark.slow)])
 def test_a_fit_to_a_curve_has_the_same_bits(name, tmp_path):
     expected = fitted(None, name)
     assert on_ranks(2, fitted, str(tmp_path), name) == [expected] * 2

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,7 +61,7 @@ def launched(folder, size, *arguments, options=()):
             *(f"--nproc-per-node={size}", *options),
         ]
     )
-    tree = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    tree = str(Path(__file__).parents[2])
     done = subprocess.run(
         [*start, "script.py", *arguments],
         cwd=folder,
@@ -95,6 +96,34 @@ def test_torchrun_starts_a_rank_again(tmp_path):
     done, found = launched(tmp_path, 2, "store", "kill", options=("--max-restarts=1",))
     assert found == [expected] * 2
     assert sum(evaluations(done)) < sum(evaluations(alone))
+
+
+@pytest.mark.slow
+def test_the_script_of_a_cluster_runs_on_one_computer(tmp_path):
+    """Called again, it reads all chunks; two ranks share them, and one prints."""
+    data = Path(__file__).parents[2] / "examples" / "data"
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(data.parents[1]),
+        "SCRIPT": str(data / "ensemble.py"),
+        "STORE": str(tmp_path / "store"),
+    }
+    printed = [
+        subprocess.run(
+            ["bash", str(data / "ensemble.sh")],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert printed[0] == printed[1]
+    assert printed[0].startswith("path estimate\n  value 0.")
+    assert len(list((tmp_path / "store").glob("chunk-*.safetensors"))) == 32
 
 
 @pytest.mark.parametrize(
