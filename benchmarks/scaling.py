@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py
 
-runs two ensembles on one and on two processes of one thread, with and without a store, and writes
+runs two ensembles on one and on two processes of one thread, times a store, and writes
 `scaling.json` beside this file and the table of `docs/scaling.rst`. A quiet machine with two free
 cores is needed.
 """
@@ -24,12 +24,11 @@ from torch import nn
 
 import adjsim
 from adjsim._ranks import Ranks
-from adjsim._store import to_bytes
-from adjsim.estimators import sharing
+from adjsim._store import Store, to_bytes
 
 HERE = Path(__file__).resolve().parent
 RESULT, TABLE = HERE / "scaling.json", HERE.parent / "docs" / "scaling_table.inc"
-ROUNDS, LAUNCHES = 1, 2
+ROUNDS, LAUNCHES = 2, 2
 # The least efficiency of two processes, and the largest share of time that a store may take.
 LEAST_EFFICIENCY, LARGEST_COST = 0.9, 0.02
 # What is predicted: replicas, steps of each, numbers in a gradient, and processes.
@@ -81,27 +80,25 @@ CASES: dict[str, Callable[[], tuple[adjsim.Simulation[Any], Any, int, int, int]]
 }
 
 
-def work(name: str, folder: str) -> None:
-    """Time an estimate, with a store if a folder is given; the first rank prints the seconds."""
+def work(name: str) -> None:
+    """Time an estimate; the first rank prints the seconds."""
     torch.set_num_threads(1)
     simulation, observable, replicas, chunks, _ = CASES[name]()
     estimator, ranks = adjsim.Pathwise(adjsim.ReversibleAdjoint(tol=1e-3)), Ranks.of()
 
-    def once(store: str | None) -> float:
+    def once() -> float:
         begun = time.perf_counter()
-        estimator(
-            simulation, observable, replicas=replicas, chunks=chunks, generator=1, store=store
-        )
+        estimator(simulation, observable, replicas=replicas, chunks=chunks, generator=1)
         return time.perf_counter() - begun
 
-    once(None)
-    times = [[once(None), once(f"{folder}/{i}")] for i in range(ROUNDS)]
+    once()
+    best = min(once() for _ in range(ROUNDS))
     if ranks.first:
-        print(json.dumps([min(row) for row in zip(*times, strict=True)]))
+        print(best)
 
 
-def launch(name: str, ranks: int, copies: int = 1) -> list[float]:
-    """Run :func:`work` in new processes; return the seconds without and with a store.
+def launch(name: str, ranks: int, copies: int = 1) -> float:
+    """Run :func:`work` in new processes; return the seconds.
 
     Args:
         name: the case.
@@ -111,31 +108,40 @@ def launch(name: str, ranks: int, copies: int = 1) -> list[float]:
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    with tempfile.TemporaryDirectory() as folder:
-        running = [
-            subprocess.Popen(
-                [*start, __file__, name, f"{folder}/{i}"],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(copies)
-        ]
-        printed = [process.communicate() for process in running]
+    running = [
+        subprocess.Popen(
+            [*start, __file__, name],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(copies)
+    ]
+    printed = [process.communicate() for process in running]
     for process, (_, errors) in zip(running, printed, strict=True):
         if process.returncode:
             raise RuntimeError(errors)
-    times = [json.loads(output.strip().splitlines()[-1]) for output, _ in printed]
-    return [max(row) for row in zip(*times, strict=True)]
+    return max(float(output.strip().splitlines()[-1]) for output, _ in printed)
 
 
-def chunk_bytes(parameters: int) -> int:
-    """Return the size of a chunk with a gradient of so many numbers, as stored and exchanged."""
-    chunk = sharing.Chunk(
-        torch.zeros(()), {"network": torch.zeros(parameters)}, {"energy_evaluations": 0}
-    )
-    return len(to_bytes([chunk.value, chunk.grad, chunk.stats, (0.0, True)]))
+def store_seconds(parameters: int) -> float:
+    """Return the least time of writing and reading a chunk."""
+    best = float("inf")
+    with tempfile.TemporaryDirectory() as folder:
+        store, chunk = Store(folder), tree_of_chunk(parameters)
+        for i in range(20):
+            begun = time.perf_counter()
+            store.write(f"chunk-{i}", chunk)
+            store.read(f"chunk-{i}")
+            best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def tree_of_chunk(parameters: int) -> Any:
+    """Make the tree of a chunk with a gradient of so many numbers."""
+    grad = torch.zeros(parameters, dtype=torch.float64)
+    return [torch.zeros(()), {"network": grad}, {"energy_evaluations": 0}, [0.0, True]]
 
 
 def bandwidth() -> float:
@@ -156,21 +162,21 @@ def measured() -> dict[str, Any]:
     for name, make in CASES.items():
         _, _, replicas, chunks, steps = make()
         ways = ((1, 1), (2, 1), (1, 2))
-        launches: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
+        launches: dict[tuple[int, int], list[float]] = {way: [] for way in ways}
         for _ in range(LAUNCHES):
             for way, found in launches.items():
                 found.append(launch(name, *way))
-        (one, kept), (two, _), (apart, _) = (
-            [min(x) for x in zip(*launches[way], strict=True)] for way in ways
-        )
+        one, two, apart = (min(launches[way]) for way in ways)
         result["cases"][name] = {
             "replica-steps a second and core": replicas * steps / one,
             "seconds a chunk": one / chunks,
             "efficiency of two ranks": one / (2 * two),
             "the same of two processes that share nothing": one / apart,
-            "cost of a store": kept / one - 1,
+            "cost of a store": store_seconds(PARAMETERS) / (one / chunks),
         }
-    result["bytes a chunk"] = {"1": chunk_bytes(1), f"{PARAMETERS}": chunk_bytes(PARAMETERS)}
+    result["bytes a chunk"] = {
+        f"{count}": len(to_bytes(tree_of_chunk(count))) for count in (1, PARAMETERS)
+    }
     return result
 
 
@@ -207,7 +213,7 @@ def constants(result: dict[str, Any]) -> list[list[str]]:
         "seconds a chunk": "{:.2g}",
         "efficiency of two ranks": "{:.2f}",
         "the same of two processes that share nothing": "{:.2f}",
-        "cost of a store": "{:.1%}",
+        "cost of a store": "{:.2%}",
     }
     for key, form in formats.items():
         rows.append([key, *(form.format(found[key]) for found in result["cases"].values())])
