@@ -157,15 +157,7 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        try:
-            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            check_writable(self.folder, "store")
-        except OSError as error:
-            raise StoreError(
-                f"store '{folder}' cannot be made ({error.strerror or error}); name another folder."
-            ) from None
-        except ValueError as reason:
-            raise StoreError(str(reason)) from None
+        self._make()
 
     def __repr__(self) -> str:
         return f"Store('{self.folder}')"
@@ -214,6 +206,8 @@ class Store:
         Raises:
             StoreError: another process uses the store, or it is of another computation.
         """
+        # The folder may have been removed since, as between a run and its gradient.
+        self._make()
         with open(self.folder / LOCK, "a+", encoding="utf-8", opener=_private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,6 +223,18 @@ class Store:
             file.flush()
             self._check(manifest)
             yield
+
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            check_writable(self.folder, "store")
+        except OSError as error:
+            raise StoreError(
+                f"store '{self.folder}' cannot be made ({error.strerror or error}); name another "
+                "folder."
+            ) from None
+        except ValueError as reason:
+            raise StoreError(str(reason)) from None
 
     def _check(self, manifest: Mapping[str, str]) -> None:
         path = self.folder / MANIFEST

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -91,6 +92,13 @@ def test_a_finished_run_is_read(compiled, tmp_path):
     assert run.stats["resumed_at"] == 0
 
 
+def test_a_store_that_was_removed_is_made_again(tmp_path):
+    expected = numbers(*run_of(100, "exact"))
+    run, dynamics = run_of(100, "exact", tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    assert numbers(run, dynamics) == expected
+
+
 def test_two_losses_of_one_run_do_not_mix(tmp_path):
     run, dynamics = run_of(100, "exact", tmp_path)
     parameters = list(dynamics.parameters())
@@ -153,6 +161,26 @@ def test_a_damaged_save_is_named(tmp_path):
     path.write_bytes(bytes(data))
     with pytest.raises(StoreError, match=r"forward\.safetensors' is damaged"):
         run_of(100, "exact", tmp_path)
+
+
+def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
+    """The sweep is saved where no product of a force is outstanding, and goes on from there."""
+    expected = numbers(*run_of(500, "exact"))
+    accumulate = adjsim.adjoints.recorder.RecordSweep.accumulate
+
+    def interrupted(self, step, *rest):
+        if step == 400:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return accumulate(self, step, *rest)
+
+    run, dynamics = run_of(500, "exact", tmp_path)
+    monkeypatch.setattr(adjsim.adjoints.recorder.RecordSweep, "accumulate", interrupted)
+    with pytest.raises(SystemExit):
+        numbers(run, dynamics)
+    assert "interrupted on the way back, before step 256." in capfd.readouterr().err
+    monkeypatch.undo()
+    run, dynamics = run_of(500, "exact", tmp_path)
+    assert numbers(run, dynamics) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
