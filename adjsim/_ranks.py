@@ -172,7 +172,16 @@ def _start() -> None:
     gpus = torch.cuda.is_available()
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    # The store of torchrun outlives the processes that it starts again, which would find the
+    # addresses of those that have ended.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo",
+        store=dist.PrefixStore(f"adjsim {attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
     atexit.register(_end)
 
 
