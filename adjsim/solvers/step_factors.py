@@ -41,9 +41,7 @@ class StepFactors:
         return found.to(r)
 
 
-def step_factors(
-    forces: ForceEvaluator, x: Tensor, a: float, root: Tensor
-) -> StepFactors | None:
+def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> StepFactors | None:
     """Factorise the matrix of each system; None if one has no sparse Hessian or is not positive.
 
     Args:
