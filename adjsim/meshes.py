@@ -267,8 +267,8 @@ def write(
     written whole or not at all: a format that leaves out elements or fields is refused. Among them
     are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
     triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pairs of
-    .node and .ele are read only. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need the
-    extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
+    .node and .ele are read only. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
+    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
 
     Args:
         path: the file; folders are made.
