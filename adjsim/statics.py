@@ -20,10 +20,9 @@ from adjsim._typing import Positions, PositionsLike
 from adjsim.potentials.base import ForceField, force, force_vjp
 
 NEWTON_STEPS = 20
-# Free coordinates above which factors of a sparse Hessian are tried first. Beams two cells thick with
-# 216 to 378 free coordinates then take 0.10 to 0.16 of the time of diagonalisation (0.3 s against 2.1
-# and 0.4 against 4.2), and thicker ones of that size as long. Smaller bodies have too few atoms for a
-# colouring to spare products.
+# Free coordinates above which factors of a sparse Hessian are tried first. Against diagonalisation,
+# beams of 2 x 2 cells with 216 to 378 free coordinates take 0.09 to 0.18 of the time (0.4 s and
+# 2.2 s at 270), those with 135 to 189 as long, and beams of 3 x 2 cells with 252 and 288 as long.
 LOCAL = 200
 # Multiple of the unit matrix that is added to every Hessian, as a share of its norm, so that
 # rounding does not drive a free body along flat directions; and the smallest one that is added to a
