@@ -51,6 +51,9 @@ class Hessian(LinearOperator):
         potential: the energy.
         q: position of one system, ``(atoms, dim)``.
         free: mask of the atoms that are not fixed, ``(atoms,)``; None: all atoms.
+
+    Attributes:
+        taken: the number of products taken so far.
     """
 
     def __init__(self, potential: nn.Module, q: Tensor, free: Tensor | None = None) -> None:
@@ -58,6 +61,7 @@ class Hessian(LinearOperator):
         self.free = torch.ones(len(q), dtype=torch.bool) if free is None else free.cpu()
         size = int(self.free.sum()) * q.shape[-1]
         super().__init__(np.dtype(np.float64), (size, size))
+        self.taken = 0
 
     def restrict(self, x: Tensor) -> np.ndarray:
         """Return the entries ``(..., atoms, dim)`` of the free atoms, ``(..., free x dim)``."""
@@ -83,10 +87,12 @@ class Hessian(LinearOperator):
 
     def _matvec(self, x: np.ndarray) -> np.ndarray:
         _, pullback = force_vjp(self.potential, self.q, [])
+        self.taken += 1
         return -self.restrict(pullback(self.embed(x.ravel()))[0])
 
     def _rows(self, x: np.ndarray) -> np.ndarray:
         _, pullback = force_vjp(self.potential, self.q.expand(len(x), *self.q.shape), [])
+        self.taken += len(x)
         return -self.restrict(pullback(self.embed(x))[0])
 
 

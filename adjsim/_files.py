@@ -13,10 +13,11 @@ from pathlib import Path
 def replacing(path: Path) -> Generator[Path, None, None]:
     """Yield a temporary file in the same folder, which replaces ``path`` when the block succeeds.
 
-    The temporary file has the same suffix, and is removed if the block raises an error.
+    The temporary file has the same last two suffixes, and is removed if the block raises an error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(".tmp" + path.suffix, f".{path.name}.", path.parent)
+    suffix = ".tmp" + "".join(path.suffixes[-2:])
+    handle, name = tempfile.mkstemp(suffix, f".{path.name}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:

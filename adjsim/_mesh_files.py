@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +21,15 @@ from adjsim._typing import Array
 # Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
 CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
 IGNORED = ("line", "vertex")
-# A format of several files cannot be replaced as a whole.
-SEVERAL_FILES = (".node", ".ele", ".xdmf", ".xmf")
+# Two files cannot be replaced as a whole.
+SEVERAL_FILES = (".node", ".ele")
+# Written as one file of text, since its other form has a second file of arrays.
+XDMF = (".xdmf", ".xmf")
+# Largest difference of a coordinate in a file, relative to the extent of the mesh: STL has float32,
+# and Nastran fields of 16 characters.
+KEPT = 1e-6
+# The field of an XDMF series that has the motion; ParaView's filter Warp By Vector shows it.
+DISPLACEMENT = "displacement"
 
 
 def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -29,13 +37,15 @@ def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
     Raises:
         FileNotFoundError: there is no such file.
+        ModuleNotFoundError: the format needs a package that is not installed.
         ValueError: a file that meshio cannot read, cells of another kind, no cells.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     _check_suffix(path)
     try:
-        found = meshio.read(path)
+        with _packages(path):
+            found = meshio.read(path)
     except (meshio.ReadError, SystemExit) as error:
         # Meshio ends the process for a file that none of its formats can read.
         raise ValueError(
@@ -65,31 +75,113 @@ def write_cells(
     """Write a mesh with fields.
 
     Raises:
-        ValueError: a suffix that meshio does not know, a format that does not keep fields, a field
-            of another length, fields of cells of two kinds.
+        ModuleNotFoundError: the format needs a package that is not installed.
+        ValueError: a suffix that meshio does not know, a format that does not keep the elements or
+            the fields, a field of another length, fields of cells of two kinds.
     """
     _check_suffix(path)
     if path.suffix in SEVERAL_FILES:
         raise ValueError(f"{path.name!r} is a format of several files; use .vtu or .msh.")
     made = _mesh(vertices, cells, point_data, cell_data)
     # Several formats have the suffix of Gmsh.
-    kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[path.suffix][0]
-    with replacing(path) as temporary:
-        meshio.write(temporary, made, kind)
-        if point_data or cell_data:
-            _check_fields(path, meshio.read(temporary, kind), made)
+    kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[_suffix(path)][0]
+    options = {"data_format": "XML"} if path.suffix in XDMF else {}
+    with replacing(path) as temporary, _packages(path):
+        try:
+            meshio.write(temporary, made, kind, **options)
+        except meshio.WriteError as error:
+            raise ValueError(f"meshio cannot write {path.name!r}: {error}; use .vtu.") from error
+        _check_kept(path, _read_again(path, temporary, kind), made)
 
 
-def _check_fields(path: Path, found: meshio.Mesh, made: meshio.Mesh) -> None:
-    """Raise if a format has left out fields, as some do without a word."""
+def _read_again(path: Path, temporary: Path, kind: str) -> meshio.Mesh:
+    try:
+        return meshio.read(temporary, kind)
+    except Exception as error:
+        raise ValueError(
+            f"meshio writes {path.name!r}, but cannot read what it has written ({error}); use .vtu."
+        ) from error
+
+
+def _check_kept(path: Path, found: meshio.Mesh, made: meshio.Mesh) -> None:
+    """Raise if a format has left out elements or fields, as some do without a word."""
     lost = {*made.point_data} - {*found.point_data} | {*made.cell_data} - {*found.cell_data}
     if lost:
         raise ValueError(
             f"the format of {path.name!r} does not keep {', '.join(sorted(lost))}; use .vtu."
         )
+    allowed = KEPT * np.ptp(made.points, axis=0).max()
+    for kind in made.cells_dict:
+        # Formats may number vertices anew, so corners are compared.
+        corners = made.points[made.cells_dict[kind]]
+        if kind in found.cells_dict:
+            kept = found.points[found.cells_dict[kind]][..., : corners.shape[-1]]
+            if kept.shape == corners.shape and np.abs(kept - corners).max() <= allowed:
+                continue
+        raise ValueError(
+            f"the format of {path.name!r} does not keep the {CELLS[kind]} of the mesh; use .vtu."
+        )
+
+
+@contextmanager
+def _packages(path: Path) -> Generator[None, None, None]:
+    """Name the extra that has the package which a format needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the format of {path.name!r} needs {error.name}: pip install 'adjsim[meshes]'.",
+            name=error.name,
+        ) from error
 
 
 def write_frames(
+    path: Path,
+    rest: Tensor,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write a ``.pvd`` or an ``.xdmf`` file, when all of its frames are there."""
+    if path.suffix in XDMF:
+        _write_xdmf(path, rest, cells, times, positions, point_data)
+    elif path.suffix == ".pvd":
+        _write_pvd(path, cells, times, positions, point_data)
+    else:
+        raise ValueError(
+            f"a time series is a .pvd or an .xdmf file, which ParaView opens; got {path.name!r}."
+        )
+
+
+def _write_xdmf(
+    path: Path,
+    rest: Tensor,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write one file of text: the rest shape once, and displacements from it for each frame."""
+    if DISPLACEMENT in point_data:
+        raise ValueError(
+            f"point_data has {DISPLACEMENT!r}, the field in which an .xdmf file has the motion; "
+            "give it another name, or write a .pvd file."
+        )
+    made = _mesh(rest, cells, {}, {})
+    with (
+        replacing(path) as temporary,
+        meshio.xdmf.TimeSeriesWriter(temporary, data_format="XML") as writer,
+    ):
+        writer.write_points_cells(made.points, made.cells)
+        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
+            fields = {name: values[number] for name, values in point_data.items()}
+            frame = _mesh(x, cells, fields, {})
+            moved = {DISPLACEMENT: frame.points - made.points}
+            writer.write_data(t, point_data={**frame.point_data, **moved})
+
+
+def _write_pvd(
     path: Path,
     cells: Mapping[str, Tensor],
     times: list[float],
@@ -100,8 +192,6 @@ def write_frames(
 
     The file names the folder, and replaces an earlier one when all frames are written.
     """
-    if path.suffix != ".pvd":
-        raise ValueError(f"a time series is a .pvd file, which ParaView opens; got {path.name!r}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = _frames_of(path)
     folder = Path(tempfile.mkdtemp("", f"{path.stem}.", path.parent))
@@ -165,7 +255,13 @@ def _field(kind: str, name: str, value: Array, count: int) -> np.ndarray:
     return found
 
 
+def _suffix(path: Path) -> str:
+    """Return the last suffix, or the last two where meshio knows them together (.vol.gz)."""
+    both = "".join(path.suffixes[-2:])
+    return both if both in meshio.extension_to_filetypes else path.suffix
+
+
 def _check_suffix(path: Path) -> None:
-    if path.suffix not in meshio.extension_to_filetypes:
-        known = ", ".join(sorted(x for x in meshio.extension_to_filetypes if x.count(".") == 1))
+    if _suffix(path) not in meshio.extension_to_filetypes:
+        known = ", ".join(sorted(meshio.extension_to_filetypes))
         raise ValueError(f"meshio has no format for {path.name!r}; its suffixes are {known}.")

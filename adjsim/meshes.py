@@ -263,8 +263,12 @@ def write(
 ) -> None:
     """Write a mesh with fields to a file, in the format of its suffix.
 
-    All formats that meshio knows are written, such as .vtu for ParaView. The file is written whole
-    or not at all. Vertices of dim 2 are written with z = 0.
+    Formats that meshio knows are written, such as .vtu for ParaView. The file is read back, and is
+    written whole or not at all: a format that leaves out elements or fields is refused. Among them
+    are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
+    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pairs of
+    .node and .ele are read only. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
+    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
 
     Args:
         path: the file; folders are made.
@@ -273,9 +277,10 @@ def write(
         cell_data: fields by name, ``(elements,)`` or ``(elements, components)``.
 
     Raises:
+        ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
         ValueError: a suffix that meshio does not know, a format of several files or one that does
-            not keep fields, a field of another length, fields of elements for a mesh with
-            tetrahedra and triangles.
+            not keep elements or fields, a field of another length, fields of elements for a mesh
+            with tetrahedra and triangles.
     """
     write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
 
@@ -288,13 +293,15 @@ def write_series(
     *,
     point_data: Mapping[str, Array] | None = None,
 ) -> None:
-    """Write a moving mesh as a ``.pvd`` file, which ParaView opens as an animation.
+    """Write a moving mesh as a ``.pvd`` or ``.xdmf`` file, which ParaView opens as an animation.
 
-    The frames are VTU files in a folder beside it. The file is written, or replaces an earlier one,
-    when all frames are there.
+    The frames of a ``.pvd`` file are VTU files in a folder beside it. An ``.xdmf`` file has the
+    rest shape once, and the motion as the field ``displacement``, which the filter Warp By Vector
+    of ParaView shows. It is one file of text, so it is larger. A file is written, or replaces an
+    earlier one, when all frames are there.
 
     Args:
-        path: the ``.pvd`` file; folders are made.
+        path: the ``.pvd`` or ``.xdmf`` file; folders are made.
         mesh: the mesh.
         times: ``(frames,)``, such as ``trajectory.times``.
         positions: ``(frames, vertices, dim)``, such as ``trajectory.position``.
@@ -317,7 +324,7 @@ def write_series(
                 f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
                 f"components); got shape {tuple(value.shape)}."
             )
-    write_frames(Path(path), mesh.cells(), t.tolist(), x, fields)
+    write_frames(Path(path), mesh.vertices, mesh.cells(), t.tolist(), x, fields)
 
 
 class _Corners:

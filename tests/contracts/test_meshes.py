@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -163,6 +164,59 @@ def test_files_keep_mesh_and_fields(tmp_path: Path, suffix):
     assert [x.name for x in path.parent.iterdir()] == [path.name]
 
 
+# Formats that hold no tetrahedra, and what their refusal says: surfaces (most drop or cut
+# tetrahedra without a word), Well-known Text, a picture, a pair of files, and one whose reader of
+# meshio needs the number format in the name of the file.
+NO_TETRAHEDRA = {
+    ".obj": "only contain triangle",
+    ".off": "does not keep the tetrahedra",
+    ".ply": "does not keep the tetrahedra",
+    ".stl": "does not keep the tetrahedra",
+    ".wkt": "does not keep the tetrahedra",
+    ".svg": "flat 2D",
+    ".node": "several files",
+    ".ele": "several files",
+    ".ugrid": "cannot read what it has written",
+}
+
+
+@pytest.mark.parametrize("suffix", sorted(meshio.extension_to_filetypes))
+def test_every_format_keeps_tetrahedra_or_refuses_them(tmp_path: Path, suffix):
+    path = tmp_path / f"body{suffix}"
+    # Coordinates that no format has by chance.
+    mesh = Mesh(BOX.vertices / 3 + 0.1, BOX.tetrahedra)
+    if suffix in NO_TETRAHEDRA:
+        with pytest.raises(ValueError, match=NO_TETRAHEDRA[suffix]):
+            meshes.write(path, mesh)
+        assert not list(tmp_path.iterdir())
+        return
+    meshes.write(path, mesh)
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    found = meshes.read(path)
+    # Permas has 6 digits and Nastran fields of 16 characters; the others all of float64.
+    digits = {".post": 1e-6, ".dato": 1e-6, ".post.gz": 1e-6, ".dato.gz": 1e-6}
+    digits |= dict.fromkeys((".bdf", ".fem", ".nas"), 1e-10)
+    error = float((found.vertices - mesh.vertices).abs().max())
+    assert error <= digits.get(suffix, 1e-14), error
+    assert torch.equal(found.tetrahedra, mesh.tetrahedra)
+
+
+@pytest.mark.parametrize("suffix", [".obj", ".off", ".ply", ".stl", ".wkt", ".vtu", ".xdmf"])
+def test_surface_formats_keep_triangles(tmp_path: Path, suffix):
+    path = tmp_path / f"sheet{suffix}"
+    sheet = meshes.sheet([1.0, 2.0], [3, 2])
+    meshes.write(path, sheet)
+    # STL has float32.
+    torch.testing.assert_close(meshes.read(path).areas(), sheet.areas(), rtol=1e-6, atol=0)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ModuleNotFoundError, match=r"'body.med' needs h5py.*adjsim\[meshes\]"):
+        meshes.write(tmp_path / "body.med", BOX)
+    assert not list(tmp_path.iterdir())
+
+
 def test_planar_surfaces_are_written_with_a_third_coordinate(tmp_path: Path):
     sheet = meshes.sheet([1.0, 2.0], [2, 2], dim=2)
     meshes.write(tmp_path / "sheet.vtu", sheet)
@@ -178,14 +232,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch):
     before = path.read_bytes()
 
     def fails(name, *arguments, **options):
-        Path(name).write_text("half")
+        if isinstance(name, Path):
+            name.write_text("half")
         raise OSError("no space left")
 
     monkeypatch.setattr(meshio, "write", fails)
     with pytest.raises(OSError, match="no space"):
         meshes.write(path, BOX)
-    with pytest.raises(OSError, match="no space"):
-        meshes.write_series(tmp_path / "run.pvd", BOX, [0.0], BOX.vertices[None])
+    monkeypatch.setattr(meshio.xdmf.TimeSeriesWriter, "write_data", fails)
+    for name in ("run.pvd", "run.xdmf"):
+        with pytest.raises(OSError, match="no space"):
+            meshes.write_series(tmp_path / name, BOX, [0.0], BOX.vertices[None])
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -204,6 +261,27 @@ def test_time_series(tmp_path: Path):
         frame = meshio.read(tmp_path / row.get("file"))
         np.testing.assert_array_equal(frame.points, x)
         np.testing.assert_array_equal(frame.point_data["speed"], v)
+
+
+def test_a_time_series_in_one_file(tmp_path: Path):
+    path, times = tmp_path / "run.xdmf", [0.0, 0.1, 0.25]
+    moved = torch.stack([BOX.vertices / 3 + t for t in times])
+    speed = torch.stack([torch.full((36,), t) for t in times])
+    for _ in range(2):
+        meshes.write_series(path, BOX, times, moved, point_data={"speed": speed})
+    assert list(tmp_path.iterdir()) == [path]
+    with meshio.xdmf.TimeSeriesReader(path) as reader:
+        points, cells = reader.read_points_cells()
+        np.testing.assert_array_equal(points, BOX.vertices)
+        np.testing.assert_array_equal(cells[0].data, BOX.tetrahedra)
+        assert reader.num_steps == 3
+        for number, (t, x) in enumerate(zip(times, moved, strict=True)):
+            time, fields, _ = reader.read_data(number)
+            assert time == t
+            np.testing.assert_allclose(points + fields["displacement"], x, rtol=0, atol=1e-15)
+            np.testing.assert_array_equal(fields["speed"], speed[number])
+    with pytest.raises(ValueError, match="'displacement', the field in which"):
+        meshes.write_series(path, BOX, times, moved, point_data={"displacement": moved})
 
 
 def test_wrong_files_are_named(tmp_path: Path):
@@ -228,7 +306,7 @@ def test_wrong_files_are_named(tmp_path: Path):
     both = Mesh(BOX.vertices, BOX.tetrahedra, BOX.surface())
     for write, says in (
         (lambda: meshes.write(tmp_path / "a.node", BOX), "several files"),
-        (lambda: meshes.write(tmp_path / "a.stl", BOX, point_data={"x": height}), "not keep x"),
+        (lambda: meshes.write(tmp_path / "a.inp", BOX, point_data={"x": height}), "not keep x"),
         (lambda: meshes.write(tmp_path / "a.png", BOX), r"no format for 'a.png'.*\.vtu"),
         (lambda: meshes.write(tmp_path / "a.vtu", BOX, point_data={"x": [1.0]}), "needs 36 rows"),
         (lambda: meshes.write(tmp_path / "a.vtu", both, cell_data={"x": [1.0]}), "one kind"),
