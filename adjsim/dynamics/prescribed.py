@@ -128,11 +128,16 @@ class PrescribedStream(Stream[PhaseState]):
         return {"position": super().drift(t, state)["position"] + moved}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (*super().moves(h, state), self.shear(0.0, h))
+
+    def shear(self, start: float, end: float) -> Shear:
+        """Return the move along the path between two times, from the time of the stage."""
+
         def step(t: Tensor, like: Tensor) -> Tensor:
             prescribed = self._prescribed
-            return prescribed.placed(prescribed.path(t + h) - prescribed.path(t), like)
+            return prescribed.placed(prescribed.path(t + end) - prescribed.path(t + start), like)
 
-        return (*super().moves(h, state), Shear("position", FunctionOfTime(step)))
+        return Shear("position", FunctionOfTime(step))
 
     @property
     def _prescribed(self) -> Prescribed:

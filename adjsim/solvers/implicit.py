@@ -13,6 +13,7 @@ from adjsim._module import ModuleTensors
 from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform, position_of
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
 from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.prescribed import PrescribedStream
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
@@ -242,10 +243,7 @@ class ImplicitSolver(SteppingSolver):
         letters, middle = self._others(dynamics), len(self._others(dynamics))
         for number, letter in enumerate([*letters, LETTER, *reversed(letters)]):
             if number == middle:
-                move = ImplicitMove(
-                    self.dt, self.theta, self.tol, ModuleTensors(dynamics.potential)
-                )
-                stages.append(Stage(LETTER, (move,), self.theta))
+                stages.append(Stage(LETTER, self._middle(dynamics), self.theta))
                 continue
             term = dynamics.terms[letter]
             moves = tuple(term.moves(0.5 * self.dt, state))
@@ -253,6 +251,17 @@ class ImplicitSolver(SteppingSolver):
             stages.append(Stage(letter, moves, elapsed, draws, term.draws))
             draws += term.draws
         return Program(tuple(stages), self.dt, self.order, draws)
+
+    def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
+        """List the implicit move, and the moves of prescribed vertices to its time and on."""
+        move = ImplicitMove(self.dt, self.theta, self.tol, ModuleTensors(dynamics.potential))
+        stream: Any = dynamics.terms["A"]
+        if not isinstance(stream, PrescribedStream):
+            return (move,)
+        before = stream.shear(-self.theta * self.dt, 0.0)
+        if self.theta == 1:
+            return (before, move)
+        return (before, move, stream.shear(0.0, (1 - self.theta) * self.dt))
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if isinstance(dynamics, FieldDynamics):
@@ -267,13 +276,9 @@ class ImplicitSolver(SteppingSolver):
     def _others(self, dynamics: Dynamics[State]) -> list[str]:
         """List the terms other than stream and kick."""
         known = dynamics.terms
-        if type(known.get("A")) is PrescribedStream:
-            raise TypeError(
-                f"{type(self).__name__} does not move prescribed vertices along their path. Use a "
-                "splitting, or hold vertices by an infinite mass."
-            )
         if not isinstance(dynamics, MassiveDynamics) or (
-            type(known.get("A")) is not Stream or type(known.get("B")) is not Kick
+            type(known.get("A")) not in (Stream, PrescribedStream)
+            or type(known.get("B")) is not Kick
         ):
             raise TypeError(
                 f"{type(self).__name__} solves stream and kick (A and B: dq/dt = p/m, dp/dt = "
@@ -303,7 +308,8 @@ class BackwardEuler(ImplicitSolver):
     checkpoint_every.
 
     The other terms of the dynamics (friction, damping, a thermostat) act for half a step before
-    and after. Atoms of infinite mass stay.
+    and after. Atoms of infinite mass stay, and prescribed vertices are at the end of the step on
+    their path when the force is taken.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
@@ -318,7 +324,7 @@ class BackwardEuler(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds m/h^2); the message gives the time.
-        TypeError: dynamics without stream and kick, or with prescribed vertices; ``compile=True``.
+        TypeError: dynamics without stream and kick; ``compile=True``.
     """
 
     theta = 1.0
@@ -341,7 +347,8 @@ class ImplicitMidpoint(ImplicitSolver):
     so :class:`~adjsim.ReversibleAdjoint` applies.
 
     The other terms of the dynamics act for half a step before and after. Atoms of infinite mass
-    stay. A force field that depends on time is evaluated in the middle of the step.
+    stay. A force field that depends on time is evaluated in the middle of the step, where
+    prescribed vertices are on their path.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``, with
     the dense Jacobian of each system.
@@ -354,7 +361,7 @@ class ImplicitMidpoint(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds 4 m/h^2); the message gives the time.
-        TypeError: dynamics without stream and kick, or with prescribed vertices; ``compile=True``.
+        TypeError: dynamics without stream and kick; ``compile=True``.
     """
 
     theta = 0.5

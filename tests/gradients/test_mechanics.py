@@ -7,8 +7,10 @@ import torch
 
 import adjsim
 from adjsim import (
+    BackwardEuler,
     CheckpointAdjoint,
     DirectAdjoint,
+    ImplicitMidpoint,
     ReconstructionError,
     ReversibleAdjoint,
     Splitting,
@@ -23,14 +25,27 @@ from tests.mechanics import BODIES, body, masses, start, start_of
 from tests.problems import parameter, slow_but
 
 DT, STEPS = 0.01, 12
-SHORT = ("friction",)
+# Bodies and implicit solvers, None for a splitting.
+CASES = [
+    *((name, None) for name in BODIES),
+    ("prescribed", BackwardEuler),
+    ("prescribed", ImplicitMidpoint),
+    ("friction-moving", ImplicitMidpoint),
+]
 
 
-def rollout(dynamics, adjoint, *, scheme=None, exact=False, compile=False):
+def is_short(name, implicit):
+    return (name, implicit) in [("friction", None), ("prescribed", ImplicitMidpoint)]
+
+
+def rollout(dynamics, adjoint, *, scheme=None, exact=False, compile=False, implicit=None):
     """The final state's projection on a direction, and the final state of the run."""
     position, momentum = (x.clone().requires_grad_() for x in start())
     begin = start_of(dynamics, position, momentum)
-    solver = Splitting(scheme or dynamics.scheme, DT, exact=exact)
+    if implicit is None:
+        solver = Splitting(scheme or dynamics.scheme, DT, exact=exact)
+    else:
+        solver = implicit(DT)
     ts = [0.0, 5 * DT, STEPS * DT]
     made = simulate(dynamics, begin, ts, solver=solver, adjoint=adjoint, compile=compile)
     generator = torch.Generator().manual_seed(5)
@@ -57,10 +72,10 @@ def agree(mine, theirs, tolerance):
         assert float((mine[name] - grad).norm()) <= tolerance * size, name
 
 
-@pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, BODIES))
-def test_gradients_of_every_number_are_those_of_differences(name):
+@pytest.mark.parametrize(("name", "implicit"), slow_but(is_short, CASES))
+def test_gradients_of_every_number_are_those_of_differences(name, implicit):
     """In contact and sliding. The error of central differences is h^2, and rounding / h."""
-    found, _ = gradients(name, DirectAdjoint())
+    found, _ = gradients(name, DirectAdjoint(), implicit=implicit)
     dynamics, h = BODIES[name](), 1e-5
     for parameter_name, p in dynamics.named_parameters():
         flat = p.detach().reshape(-1)
@@ -70,7 +85,7 @@ def test_gradients_of_every_number_are_those_of_differences(name):
                 with torch.no_grad():
                     before = float(flat[i])
                     flat[i] = before + sign * h
-                    ends.append(float(rollout(dynamics, DirectAdjoint())[0]))
+                    ends.append(float(rollout(dynamics, DirectAdjoint(), implicit=implicit)[0]))
                     flat[i] = before
             slope = (ends[0] - ends[1]) / (2 * h)
             grad = float(found[parameter_name].reshape(-1)[i])
@@ -79,12 +94,12 @@ def test_gradients_of_every_number_are_those_of_differences(name):
         assert float(found[parameter_name].abs().max()) > 1e-6, parameter_name
 
 
-@pytest.mark.parametrize("name", slow_but(lambda name: name in SHORT, BODIES))
-def test_adjoints_agree(name):
-    direct, _ = gradients(name, DirectAdjoint())
-    checkpoint, _ = gradients(name, CheckpointAdjoint(3))
+@pytest.mark.parametrize(("name", "implicit"), slow_but(is_short, CASES))
+def test_adjoints_agree(name, implicit):
+    direct, _ = gradients(name, DirectAdjoint(), implicit=implicit)
+    checkpoint, _ = gradients(name, CheckpointAdjoint(3), implicit=implicit)
     agree(checkpoint, direct, 1e-12)
-    reversible, made = gradients(name, ReversibleAdjoint())
+    reversible, made = gradients(name, ReversibleAdjoint(), implicit=implicit)
     agree(reversible, direct, 1e-10)
     assert made.stats["reconstruction_error"] < 1e-11
 
