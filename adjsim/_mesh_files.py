@@ -21,8 +21,8 @@ from adjsim._typing import Array
 # Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
 CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
 IGNORED = ("line", "vertex")
-# Two files cannot be replaced as a whole.
-SEVERAL_FILES = (".node", ".ele")
+# The two files of a mesh of TetGen: vertices, and the elements that refer to them.
+TETGEN = (".node", ".ele")
 # Written as one file of text, since its other form has a second file of arrays.
 XDMF = (".xdmf", ".xmf")
 # Largest difference of a coordinate in a file, relative to the extent of the mesh: STL has float32,
@@ -80,18 +80,41 @@ def write_cells(
             the fields, a field of another length, fields of cells of two kinds.
     """
     _check_suffix(path)
-    if path.suffix in SEVERAL_FILES:
-        raise ValueError(f"{path.name!r} is a format of several files; use .vtu or .msh.")
+    if path.suffix in TETGEN and "tetrahedra" not in cells:
+        # Meshio's reader does not end for such a file.
+        raise ValueError(f"the format of {path.name!r} is for tetrahedra; use .vtu.")
     made = _mesh(vertices, cells, point_data, cell_data)
     # Several formats have the suffix of Gmsh.
     kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[_suffix(path)][0]
     options = {"data_format": "XML"} if path.suffix in XDMF else {}
-    with replacing(path) as temporary, _packages(path):
+    replaced = _replacing_pair if path.suffix in TETGEN else replacing
+    with replaced(path) as temporary, _packages(path):
         try:
             meshio.write(temporary, made, kind, **options)
-        except meshio.WriteError as error:
-            raise ValueError(f"meshio cannot write {path.name!r}: {error}; use .vtu.") from error
+        except (OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            # Writers meet cells that they do not know by errors of any kind, some without words.
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"meshio cannot write {path.name!r} ({reason}); use .vtu.") from error
         _check_kept(path, _read_again(path, temporary, kind), made)
+
+
+@contextmanager
+def _replacing_pair(path: Path) -> Generator[Path, None, None]:
+    """Yield a temporary file beside which a second one is made; they replace an earlier pair.
+
+    The earlier elements are removed first, so that they never refer to other vertices.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        yield made
+        path.with_suffix(".ele").unlink(missing_ok=True)
+        for suffix in TETGEN:
+            part = made.with_suffix(suffix)
+            part.chmod(0o644)
+            part.replace(path.with_suffix(suffix))
 
 
 def _read_again(path: Path, temporary: Path, kind: str) -> meshio.Mesh:

@@ -266,9 +266,9 @@ def write(
     Formats that meshio knows are written, such as .vtu for ParaView. The file is read back, and is
     written whole or not at all: a format that leaves out elements or fields is refused. Among them
     are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
-    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pairs of
-    .node and .ele are read only. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf, .med, .xdmf) need
-    the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
+    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
+    .node and .ele is written under either name. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf,
+    .med, .xdmf) need the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
 
     Args:
         path: the file; folders are made.
@@ -278,9 +278,9 @@ def write(
 
     Raises:
         ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
-        ValueError: a suffix that meshio does not know, a format of several files or one that does
-            not keep elements or fields, a field of another length, fields of elements for a mesh
-            with tetrahedra and triangles.
+        ValueError: a suffix that meshio does not know, a format that does not keep elements or
+            fields, a field of another length, fields of elements for a mesh with tetrahedra and
+            triangles.
     """
     write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
 

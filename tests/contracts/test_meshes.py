@@ -165,8 +165,8 @@ def test_files_keep_mesh_and_fields(tmp_path: Path, suffix):
 
 
 # Formats that hold no tetrahedra, and what their refusal says: surfaces (most drop or cut
-# tetrahedra without a word), Well-known Text, a picture, a pair of files, and one whose reader of
-# meshio needs the number format in the name of the file.
+# tetrahedra without a word), Well-known Text, a picture, and one whose reader of meshio needs the
+# number format in the name of the file.
 NO_TETRAHEDRA = {
     ".obj": "only contain triangle",
     ".off": "does not keep the tetrahedra",
@@ -174,8 +174,6 @@ NO_TETRAHEDRA = {
     ".stl": "does not keep the tetrahedra",
     ".wkt": "does not keep the tetrahedra",
     ".svg": "flat 2D",
-    ".node": "several files",
-    ".ele": "several files",
     ".ugrid": "cannot read what it has written",
 }
 
@@ -191,7 +189,8 @@ def test_every_format_keeps_tetrahedra_or_refuses_them(tmp_path: Path, suffix):
         assert not list(tmp_path.iterdir())
         return
     meshes.write(path, mesh)
-    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    pair = {"body.node", "body.ele"} if suffix in (".node", ".ele") else {path.name}
+    assert {x.name for x in tmp_path.iterdir()} == pair
     found = meshes.read(path)
     # Permas has 6 digits and Nastran fields of 16 characters; the others all of float64.
     digits = {".post": 1e-6, ".dato": 1e-6, ".post.gz": 1e-6, ".dato.gz": 1e-6}
@@ -208,6 +207,27 @@ def test_surface_formats_keep_triangles(tmp_path: Path, suffix):
     meshes.write(path, sheet)
     # STL has float32.
     torch.testing.assert_close(meshes.read(path).areas(), sheet.areas(), rtol=1e-6, atol=0)
+
+
+def test_triangles_are_kept_or_refused(tmp_path: Path):
+    """These formats drop triangles, or make them something else."""
+    sheet = meshes.sheet([1.0, 2.0], [3, 2])
+    for suffix in (".cgns", ".ele", ".f3grid", ".node", ".su2", ".svg", ".ugrid"):
+        with pytest.raises(ValueError, match=r"use \.vtu"):
+            meshes.write(tmp_path / f"sheet{suffix}", sheet)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_of_tetgen_are_replaced_together(tmp_path: Path):
+    meshes.write(tmp_path / "body.node", BOX)
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+    other = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
+    with pytest.raises(ValueError, match="cannot read what it has written"):
+        meshes.write(tmp_path / "body.ele", other, cell_data={"height": torch.ones(6)})
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+    meshes.write(tmp_path / "body.ele", other)
+    assert torch.equal(meshes.read(tmp_path / "body.node").tetrahedra, other.tetrahedra)
+    assert {x.name for x in tmp_path.iterdir()} == before.keys()
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch):
@@ -305,7 +325,6 @@ def test_wrong_files_are_named(tmp_path: Path):
     height = BOX.vertices[:, 2]
     both = Mesh(BOX.vertices, BOX.tetrahedra, BOX.surface())
     for write, says in (
-        (lambda: meshes.write(tmp_path / "a.node", BOX), "several files"),
         (lambda: meshes.write(tmp_path / "a.inp", BOX, point_data={"x": height}), "not keep x"),
         (lambda: meshes.write(tmp_path / "a.png", BOX), r"no format for 'a.png'.*\.vtu"),
         (lambda: meshes.write(tmp_path / "a.vtu", BOX, point_data={"x": [1.0]}), "needs 36 rows"),
