@@ -157,6 +157,11 @@ def check_fields(state: AnyState) -> None:
     name, first = state._fields[0], state[0]
     if not isinstance(first, Tensor) or not first.is_floating_point():
         raise ValueError(f"{name} must be a floating-point tensor.")
+    if first.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{name} is {first.dtype}; a state is float32 or float64, since sums over steps lose "
+            "their digits in fewer bits. A network may compute in fewer inside of its forward."
+        )
     for other, value in zip(state._fields, state, strict=True):
         if value.dtype != first.dtype or value.device != first.device:
             raise ValueError(

@@ -166,8 +166,7 @@ class SDE(FieldDynamics):
         super().check_rates(t, state)
         if in_transform():
             return
-        with torch.no_grad():
-            found = self.amplitudes(t, type(state)._make(y.detach() for y in state))
+        found = self.checked("diffusion", state, lambda start: self.amplitudes(t, start))
         for name, g in zip(state._fields, found, strict=True):
             if not bool(torch.isfinite(g).all()):
                 raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from adjsim._inputs import as_tensor, describe_type, refuse_uncalled_class
 from adjsim._state import AnyState, FieldState, as_state, check_fields, in_transform
 from adjsim._typing import Seed
 from adjsim.dynamics.base import Dynamics
+
+Value = TypeVar("Value")
 
 
 class NoPotential(nn.Module):
@@ -81,9 +83,42 @@ class FieldDynamics(Dynamics[Any]):
                 )
 
     def check_rates(self, t: float, state: AnyState) -> None:
-        reason = self.describe_first_step(t, state)
+        rate: Any = self.terms["Y"]
+        reason = self.checked(rate.name, state, lambda start: self.describe_first_step(t, start))
         if reason is not None and not in_transform():
             raise ValueError(reason)
+
+    @torch.no_grad()
+    def checked(self, what: str, state: AnyState, evaluate: Callable[[Any], Value]) -> Value:
+        """Evaluate a function at a copy of the start, which it must not change.
+
+        Raises:
+            TypeError: the function fails, and a module has another dtype or device than the start.
+            ValueError: the function writes into its argument.
+        """
+        if in_transform():
+            return evaluate(state)
+        start = type(state)._make(x.detach().clone() for x in state)
+        written = [x._version for x in start]
+        try:
+            found = evaluate(start)
+        except RuntimeError as error:
+            y = state[0]
+            for name, x in [*self.named_parameters(), *self.named_buffers()]:
+                if x.is_floating_point() and (x.dtype, x.device) != (y.dtype, y.device):
+                    raise TypeError(
+                        f"{what} failed at the start ({error}): {name} is {x.dtype} on {x.device}, "
+                        f"and the start {y.dtype} on {y.device}. Give both the same dtype and "
+                        "device."
+                    ) from error
+            raise
+        for name, x, before in zip(state._fields, start, written, strict=True):
+            if x._version != before:
+                raise ValueError(
+                    f"{what} writes into {name} (an operation in place, such as y *= 2, or an "
+                    "assignment to y[...]), which is the state of the run: compute new tensors."
+                )
+        return found
 
     @torch.no_grad()
     def describe_first_step(self, t: float, state: AnyState) -> str | None:
@@ -164,6 +199,10 @@ def refuse_shape(what: str, name: str, value: Tensor, expected: tuple[int, ...],
         raise ValueError(
             f"{what} maps {name} of shape {tuple(y.shape)} to {tuple(value.shape)}; it must be "
             f"{tuple(expected)}."
+        )
+    if value.device != y.device:
+        raise ValueError(
+            f"{what} maps {name} on {y.device} to {value.device}: move the module or the start."
         )
     if value.dtype != y.dtype:
         raise ValueError(

@@ -214,7 +214,8 @@ class Program:
             reason: why numbers are not finite, with the way out, if it is known.
         """
         lattice, copies = self.lattice, self.copies
-        if copies is not None and not copies.together(state):
+        # Copies that move apart do so over many steps; what is not finite was so in one.
+        if copies is not None and all_finite(state) and not copies.together(state):
             return FloatingPointError(copies.describe(state, good, good_time, where, smaller))
         if lattice is not None and all_finite(state):
             return OverflowError(

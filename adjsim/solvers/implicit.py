@@ -314,7 +314,8 @@ class BackwardEuler(ImplicitSolver):
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
-    relative to the largest entry of y, so scale entries that are much smaller.
+    relative to the largest entry of y, so scale entries that are much smaller. A step in which a
+    direction grows faster than 1/h has no solution that belongs to it, and is refused.
 
     Args:
         dt: the step h, time.

@@ -85,6 +85,10 @@ class ImplicitField:
         x, evaluations = y, 1
         residual = a * self._rate(t, x)
         scale = y.abs().amax(-1)
+        if not bool(torch.isfinite(residual).all()):
+            raise FloatingPointError(
+                f"the rates of the implicit step at t = {float(t):g} are NaN or infinite."
+            )
         for _ in range(ITERATIONS):
             matrix = self._matrix(t, x, a)
             change, failed = torch.linalg.solve_ex(matrix, residual.unsqueeze(-1))
@@ -107,6 +111,13 @@ class ImplicitField:
                 share = torch.where(worse, share / 2, share)
             x, residual = tried, new
             if bool((change.abs().amax(-1) <= self._allowed(scale, x)).all()):
+                if a > 0 and _is_beyond_a_fold(matrix):
+                    raise RuntimeError(
+                        f"the implicit step at t = {float(t):g} has no unique solution: the field "
+                        "grows too fast for the time of the step (1 - a J has a negative "
+                        f"eigenvalue), or its solution blows up. Use a smaller dt (it is "
+                        f"{self.h:g}), or end the run before."
+                    )
                 return x, evaluations
         left = (residual.abs().amax(-1) / self._allowed(scale, x)).flatten()
         worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
@@ -177,6 +188,22 @@ class _OnceDifferentiable(torch.autograd.Function):
                 "backward). Use explicit steps for that."
             )
         return cotangents[0]
+
+
+def _is_beyond_a_fold(matrix: Tensor) -> bool:
+    """Return whether a matrix ``1 - a J`` has a negative eigenvalue.
+
+    All are 1 at a = 0. Along the branch of solutions that begins there, one of them changes its
+    sign only where the branch folds back, and beyond there is no solution of it.
+    """
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    # Gershgorin's discs, which often spare the eigenvalues.
+    lowest = diagonal + diagonal.abs() - matrix.abs().sum(-1)
+    if bool((lowest > 0).all()):
+        return False
+    values = torch.linalg.eigvals(matrix)
+    is_real = values.imag.abs() <= torch.finfo(matrix.dtype).eps ** 0.5 * values.abs()
+    return bool((is_real & (values.real < 0)).any())
 
 
 def _product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:

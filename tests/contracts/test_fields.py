@@ -288,6 +288,12 @@ def test_functions_that_are_refused(make, kind, says):
         (lambda t, y: [y], TypeError, "fun must return a tensor for y; got list"),
         (lambda t, y: y / 0, ValueError, "the drift of y has NaN or infinite entries at the start"),
         (lambda t, y: W * y, ValueError, "requires grad but is not registered"),
+        (lambda t, y: y.mul_(-1), ValueError, "fun writes into y .an operation in place"),
+        (
+            nn.Bilinear(1, 3, 3, dtype=torch.float32),
+            TypeError,
+            r"fun failed at .*: fun\.weight is torch\.float32 on cpu, and the start torch\.float64",
+        ),
     ],
 )
 def test_drifts_that_are_refused(fun, kind, says):
@@ -304,6 +310,7 @@ def test_drifts_that_are_refused(fun, kind, says):
         ("additive", lambda t, y: y.unsqueeze(-1), "use noise='general'"),
         ("diagonal", lambda t, y: y.log(), "the diffusion of y has NaN"),
         ("diagonal", lambda t, y: W * y, "requires grad but is not registered"),
+        ("diagonal", lambda t, y: y.clamp_(0, 1), "diffusion writes into y .an operation in"),
     ],
 )
 def test_diffusions_that_are_refused(noise, diffusion, says):
@@ -314,11 +321,30 @@ def test_diffusions_that_are_refused(noise, diffusion, says):
 
 
 @pytest.mark.parametrize(
+    ("solver", "says"),
+    [
+        (RK4, r"reached NaN or infinity in step 6 \(t = 0\.6\)"),
+        (adjsim.Coupled("rk4", 0.1, rate=1.0), r"reached NaN or infinity in step 6 \(t = 0\.6\)"),
+        (adjsim.Coupled("rk4", 0.1, rate=1.0, exact=True), "NaN or infinity in step 6"),
+        (adjsim.BackwardEuler(0.1), r"rates of the implicit step at t = 0\.6 are NaN or infinite"),
+        (adjsim.ImplicitMidpoint(0.1), r"the implicit step at t = 0\.55 are NaN or infinite"),
+    ],
+    ids=repr,
+)
+def test_rates_that_become_nan_are_an_error_with_the_step(solver, says):
+    ode = ODE(lambda t, y: torch.where(t > 0.52, torch.nan, -y))
+    with pytest.raises(FloatingPointError, match=says):
+        final(ode, torch.ones(2), solver)
+
+
+@pytest.mark.parametrize(
     ("y", "says"),
     [
         (torch.tensor(1.0), r"y has shape \(\); it must be \(\*batch, n\)"),
         (torch.zeros(4, 0), r"y has shape \(4, 0\)"),
         (torch.tensor([1.0, float("nan")]), "y has NaN or infinite entries"),
+        (torch.ones(2).half(), r"y is torch\.float16; a state is float32 or float64"),
+        (torch.ones(2).bfloat16(), r"y is torch\.bfloat16; a state is float32 or float64"),
         (Pair(torch.zeros(4, 1), torch.zeros(3, 2)), r"the axes before the last are the batch"),
         (Pair(torch.zeros(4, 1), torch.zeros(4, 2).half()), "the same dtype and device"),
     ],

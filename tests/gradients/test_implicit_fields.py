@@ -248,6 +248,19 @@ def test_float32():
     torch.testing.assert_close(made.y.double(), exact.y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_a_solution_beyond_a_blow_up_is_refused(solver):
+    """y' = c y^3 from 1 blows up at 1/(2 c). Each step beyond has another, negative root."""
+    for rates in map(torch.tensor, ([50.0], [50.0, 50.0], [50.0, 60.0, -1.0])):
+        ode = ODE(lambda t, y, c=rates: c * y**3)
+        with pytest.raises(RuntimeError, match=r"no unique solution: the field grows too fast"):
+            adjsim.simulate(ode, ode.init(torch.ones(len(rates))), [0.0, 0.3], solver=solver)
+    # A rotation that is far from resolved has eigenvalues 1 - a (0.5 + 200 i), and its one branch.
+    matrix = torch.tensor([[0.5, 200.0], [-200.0, 0.5]])
+    turning = ODE(lambda t, y: y @ matrix)
+    adjsim.simulate(turning, turning.init(torch.ones(2)), [0.0, 0.3], solver=solver)
+
+
 def test_what_is_refused():
     def grows(t, y):
         return y**2 + 1
