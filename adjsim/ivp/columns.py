@@ -28,7 +28,7 @@ from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column,
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.result import OdeResult
-from adjsim.ivp.rhs import RightHandSide, TimeDerivative, as_times, to_numpy
+from adjsim.ivp.rhs import RightHandSide, TimeDerivative, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
 COLUMN_METHODS: dict[str, type[Step]] = {"RK45": DormandPrince, "Rodas4": Rodas4}
@@ -185,9 +185,10 @@ def _stepper(
         raise ValueError(
             f"atol must be a number or of shape ({len(start)},); got {tuple(atol.shape)}."
         )
-    rtol = max(float(options.get("rtol", 1e-3)), SMALLEST_RTOL)
-    if not bool((atol >= 0).all()):
-        raise ValueError(f"atol must not be negative; got {options['atol']}.")
+    rtol = float(options.get("rtol", 1e-3))
+    check_tolerance("rtol", rtol)
+    check_tolerance("atol", to_numpy(atol))
+    rtol = max(rtol, SMALLEST_RTOL)
     return ColumnStepper(
         rate,
         COLUMN_METHODS[method],
@@ -221,7 +222,8 @@ def _check_function(
     rhs: RightHandSide, rate: _Rate, begin: Tensor, start: Tensor, grad: bool
 ) -> None:
     """Refuse a function of another shape, of NumPy, or that mixes columns."""
-    rhs.check(to_numpy(begin), to_numpy(start), grad)
+    given = start.clone()
+    rhs.check(to_numpy(begin), to_numpy(start.clone()), grad)
     if rhs.uses_numpy:
         raise TypeError(
             "fun computes with NumPy, but for y0 of shape (n, batch) it is called with tensors: "
@@ -230,7 +232,12 @@ def _check_function(
     odd = torch.arange(start.shape[1], device=start.device) % 2 == 1
     moved = torch.where(odd, start + NUDGE * (1 + start.abs()), start)
     with torch.no_grad():
-        rates, others = (rate(begin, y)[:, ~odd] for y in (start, moved))
+        rates, others = (rate(begin, y)[:, ~odd] for y in (given, moved))
+    if not torch.equal(given, start):
+        raise ValueError(
+            "fun writes into y (an operation in place, such as y *= 2), which is the state of the "
+            "solution: compute new tensors."
+        )
     scale = torch.finfo(start.dtype).eps ** 0.5 * rates.abs().amax(0)
     wrong = ((rates - others).abs() > scale).any(0).nonzero()
     if len(wrong):

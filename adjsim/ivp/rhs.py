@@ -326,6 +326,12 @@ def as_times(t: Any, like: Tensor) -> Tensor:
     )
 
 
+def check_tolerance(name: str, value: Any) -> None:
+    """Refuse a negative tolerance, and NaN, with which no step would be accepted."""
+    if not np.all(np.asarray(value, float) >= 0):
+        raise ValueError(f"{name} must not be negative; got {value}.")
+
+
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
     """Describe a tensor by its name in a function, or else by its shape."""
     places = (

@@ -16,7 +16,7 @@ from adjsim.ivp.columns import COLUMN_METHODS, as_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
-from adjsim.ivp.rhs import RightHandSide, as_state, as_times, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
 
 # SciPy's solvers replace a smaller rtol by this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -254,6 +254,7 @@ def _adjoint_settings(
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
         options[name] = _array(options[name])
+        check_tolerance(name, options[name])
     rtol = max(float(np.min(options["rtol"])), SMALLEST_RTOL)
     relative, absolute = options.pop("adjoint_rtol", None), options.pop("adjoint_atol", None)
     backward = max(rtol / 10 if relative is None else float(relative), SMALLEST_RTOL)

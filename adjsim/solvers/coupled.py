@@ -364,6 +364,11 @@ def coupling(rate: float, dt: float) -> Fraction:
         if near < 1 and abs(float(near) - gap) <= SIMPLE * gap:
             return 1 - near
         limit *= 2
+    if gap == 1.0:
+        raise ValueError(
+            f"rate = {rate:g} is too large for dt = {dt:g}: the coupling exp(-rate dt) is below "
+            "rounding, and no step could be undone. Use a smaller rate or a smaller dt."
+        )
     raise ValueError(
         f"rate = {rate:g} is too small for dt = {dt:g}: the coupling exp(-rate dt) is within "
         f"{gap:.1g} of 1. Use a larger rate."

@@ -254,6 +254,8 @@ def test_refusals():
         Coupled("rk4", 0.01, rate=-1)
     with pytest.raises(ValueError, match=r"rate = 1e-09 is too small for dt = 0\.001"):
         Coupled("rk4", 0.001, rate=1e-9)
+    with pytest.raises(ValueError, match=r"rate = 1e\+09 is too large for dt = 0\.01"):
+        Coupled("rk4", 0.01, rate=1e9)
     dynamics = ODE(Linear(-1.0))
 
     def run(solver, dynamics=dynamics, state=None):

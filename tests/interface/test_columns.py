@@ -189,12 +189,15 @@ REFUSED = [
     ({"t_eval": torch.zeros(2, 2)}, r"\(times, 3\)"),
     ({"atol": [1e-6, 1e-6, 1e-6]}, r"atol must be a number or of shape \(2,\)"),
     ({"atol": -1.0}, "atol must not be negative; got -1.0"),
+    ({"atol": [1e-6, torch.nan]}, "atol must not be negative; got "),
+    ({"rtol": torch.nan}, "rtol must not be negative; got nan"),
     ({"max_step": 0.0}, "max_step must be positive; got 0.0"),
     ({"first_step": -1.0}, "first_step must be positive; got -1.0"),
     ({"y0": torch.ones(2, 3, dtype=torch.complex128)}, "must be real"),
     ({"y0": torch.ones(2, 0)}, r"y0 has no entries: its shape is \(2, 0\)"),
     ({"fun": lambda t, y: y[:1]}, r"shape \(1, 3\) for a state of shape \(2, 3\)"),
     ({"fun": lambda t, y: y - y.mean(1, keepdim=True)}, "column 0 of y0 changes when only other"),
+    ({"fun": lambda t, y: y.mul_(-1)}, "fun writes into y"),
     ({"fun": lambda t, y: y * torch.rand(())}, "draw no random numbers"),
 ]
 
