@@ -78,6 +78,8 @@ sphinx_gallery_conf = {
 
 def setup(app):
     """Write aliased types by their bare names in signatures, also inside unions."""
+    # It adds files to the pages and reads nothing, but does not say that this is safe.
+    app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
 
     def bare(app, what, name, obj, options, signature, returns):
         clean = [

@@ -196,7 +196,7 @@ def hot_start(dynamics, temperature=0.6):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        pytest.param("BAOAB, friction 10", 10_007, marks=pytest.mark.slow),
+        pytest.param("BAOAB, friction 10", 3007, marks=pytest.mark.slow),
         *(
             pytest.param(name, 100_003, marks=pytest.mark.marathon)
             for name in ("BAB", "BAOAB, friction 1", "BAOAB, friction 10", "NBABN", "BAGAB")
