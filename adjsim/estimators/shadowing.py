@@ -192,7 +192,9 @@ class Shadowing(ChunkedEstimator):
         sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
         parts: list[Chunk] = []
         for part in slices:
-            grads = derivative(steps, states[:, part], found.of(part), self.penalty, parameters)
+            grads = derivative(
+                steps, states[:, part].contiguous(), found.of(part), self.penalty, parameters
+            )
             parts.append(
                 Chunk(
                     mean[part].mean(0).reshape(shape),

@@ -44,12 +44,16 @@ class Cotangents(NamedTuple):
     segments: Segments
 
     def of(self, part: slice) -> Cotangents:
-        """Return the cotangents of some of the trajectories."""
+        """Return the cotangents of some of the trajectories, in the order of memory of a whole."""
         metric, mixed, triangles, removed = self.segments
         segments = Segments(
-            metric[:, part], mixed[:, :, part], triangles[:, part], removed[:, :, part]
+            metric[:, part].contiguous(),
+            mixed[:, :, part].contiguous(),
+            triangles[:, part].contiguous(),
+            removed[:, :, part].contiguous(),
         )
-        return Cotangents(self.basis[:, :, part], self.particular[:, :, part], segments)
+        basis, particular = self.basis[:, :, part], self.particular[:, :, part]
+        return Cotangents(basis.contiguous(), particular.contiguous(), segments)
 
 
 class DivergenceError(RuntimeError):
@@ -72,7 +76,8 @@ def averages(steps: StepMap, states: Tensor) -> Tensor:
     with torch.no_grad():
         # A thousand states at a time bound the memory.
         for part in states[1:].split(1000):
-            value = steps.observe(part).sum(0)
+            # Along the last axis: the order of a sum does not depend on how many there are.
+            value = steps.observe(part).movedim(0, -1).contiguous().sum(-1)
             total = value if total is None else total + value
     assert total is not None
     return total / (len(states) - 1)
@@ -100,8 +105,10 @@ def sweep(
         away = (mean - steps.observe(states[last])).movedim(-1, 0).unsqueeze(-1)
         v = v + f * away / f.square().sum(-1, keepdim=True)
     generator = torch.Generator().manual_seed(seed)
-    shape = (unstable, *states.shape[1:])
+    # The same for every trajectory, so that none depends on those beside it.
+    shape = (unstable, 1, states.shape[-1])
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(states)
+    drawn = drawn.expand(-1, states.shape[1], -1)
     w = _orthonormal(_without_rate(steps, drawn, states[last]))[0]
     ends: list[tuple[Tensor, ...]] = []
     for first in range(last - length, -1, -length):

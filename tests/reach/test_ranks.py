@@ -7,11 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import adjsim
 from adjsim._ranks import RankError, Ranks
 from adjsim._store import StoreError
 from adjsim.fit import fit
+from tests.flows import Lorenz
 from tests.problems import slow_but
 from tests.reach.ranks import AVERAGE, ESTIMATORS, bits, estimate, on_ranks, simulation, square
 
@@ -34,6 +36,45 @@ def test_the_bits_do_not_depend_on_the_ranks(name, size, tmp_path):
         assert all(x[1]["energy_evaluations"] == found[0][1]["energy_evaluations"] for x in found)
     # Chunks of another number of ranks.
     assert estimate(name, 11, 5, 3, str(tmp_path))[0] == expected
+
+
+def shadowed(store):
+    """A chaotic flow and a network, seven replicas in uneven chunks."""
+    lorenz = Lorenz()
+    network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for number, p in enumerate(network.parameters()):
+            p.copy_(torch.linspace(-0.1, 0.2, p.numel()).roll(number).reshape(p.shape))
+    ode = adjsim.ODE(Field(lorenz, network))
+
+    def initial(replicas, generator):
+        near = torch.randn(replicas, 3, generator=generator, dtype=torch.float64)
+        return ode.init(near + torch.tensor([1.0, 1.0, 20.0], dtype=torch.float64))
+
+    made = adjsim.Simulation(ode, initial, [0.0, 4.0], adjsim.RungeKutta("rk4", 0.02))
+    height = adjsim.TimeAverage(lambda s: s.y[..., 2])
+    return bits(
+        adjsim.Shadowing(2, 1.0)(made, height, replicas=7, chunks=3, generator=1, store=store)
+    )
+
+
+class Field(nn.Module):
+    """The sum of an equation and a network of the state."""
+
+    def __init__(self, equation, network):
+        super().__init__()
+        self.equation, self.network = equation, network
+
+    def forward(self, t, y):
+        return self.equation(t, y) + self.network(y)
+
+
+@pytest.mark.slow
+def test_shadowing_has_the_same_bits(tmp_path):
+    """One process sweeps all replicas at once, and ranks their chunks."""
+    expected = shadowed(None)
+    assert on_ranks(2, shadowed, None) == [expected] * 2
+    assert shadowed(str(tmp_path)) == expected
 
 
 def both(store):
