@@ -29,7 +29,7 @@ from adjsim._store import Store, to_bytes
 HERE = Path(__file__).resolve().parent
 RESULT, TABLE = HERE / "scaling.json", HERE.parent / "docs" / "scaling_table.inc"
 # Of alternating launches the least time counts.
-ROUNDS, LAUNCHES = 1, 4
+ROUNDS, LAUNCHES = 1, 3
 # The least efficiency of two processes, and the largest share of time that a store may take.
 LEAST_EFFICIENCY, LARGEST_COST = 0.9, 0.02
 # What is predicted: replicas, steps of each, numbers in a gradient, and processes.
@@ -52,7 +52,7 @@ def liquid() -> tuple[adjsim.Simulation[Any], Any, int, int, int]:
     def initial(replicas: int, generator: Any) -> Any:
         return dynamics.init(lattice.expand(replicas, atoms, 3), generator=generator)
 
-    solver, steps = adjsim.BAOAB(0.002), 3000
+    solver, steps = adjsim.BAOAB(0.002), 2000
     simulation = adjsim.Simulation(dynamics, initial, [0.0, steps * 0.002], solver, compile=True)
     return simulation, adjsim.Final(_spread), 64, 4, steps
 
