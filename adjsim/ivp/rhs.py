@@ -329,7 +329,7 @@ def as_times(t: Any, like: Tensor) -> Tensor:
 def check_tolerance(name: str, value: Any) -> None:
     """Refuse a negative tolerance, and NaN, with which no step would be accepted."""
     if not np.all(np.asarray(value, float) >= 0):
-        raise ValueError(f"{name} must not be negative; got {value}.")
+        raise ValueError(f"{name} must be zero or positive; got {value}.")
 
 
 def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:

@@ -412,7 +412,7 @@ def test_a_failure_has_scipys_words():
             "does not depend on t or y",
         ),
         ({"jac": "finite"}, ValueError, 'jac must be "autodiff"'),
-        ({"rtol": float("nan")}, ValueError, "rtol must not be negative; got nan"),
+        ({"rtol": float("nan")}, ValueError, "rtol must be zero or positive; got nan"),
         (
             {"events": lambda t, y: float(y[0]) - 0.9, "requires_grad": True},
             TypeError,
