@@ -295,18 +295,17 @@ def _check_captured(
 ) -> None:
     """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
-    Drift, diffusion and record are evaluated at the start, and drift and diffusion at the last time
-    too. A tensor that is read in between alone is refused in the backward pass.
+    Drift, diffusion and record are evaluated once, at the start. A tensor that is first read later
+    in the run is refused then.
     """
     if in_transform() or not torch.is_grad_enabled():
         return
     probe = type(state)._make(x.detach().requires_grad_() for x in state)
-    for t in (times[0], times[-1]):
-        for name, rate in dynamics.drift(t, probe)._asdict().items():
-            refuse_captured(rate, dynamics, probe, f"the drift of {name}")
-        if dynamics.stochastic:
-            for name, amplitude in dynamics.diffusion(t, probe)._asdict().items():
-                refuse_captured(amplitude, dynamics, probe, f"the diffusion of {name}")
+    for name, rate in dynamics.drift(times[0], probe)._asdict().items():
+        refuse_captured(rate, dynamics, probe, f"the drift of {name}")
+    if dynamics.stochastic:
+        for name, amplitude in dynamics.diffusion(times[0], probe)._asdict().items():
+            refuse_captured(amplitude, dynamics, probe, f"the diffusion of {name}")
     if record is not None:
         function = record.function if isinstance(record, TimeAverage) else record
         value = function(probe)

@@ -288,7 +288,6 @@ def test_functions_that_are_refused(make, kind, says):
         (lambda t, y: [y], TypeError, "fun must return a tensor for y; got list"),
         (lambda t, y: y / 0, ValueError, "the drift of y has NaN or infinite entries at the start"),
         (lambda t, y: W * y, ValueError, "requires grad but is not registered"),
-        (lambda t, y: y * (W if t > 0.5 else 1), ValueError, "requires grad but is not registered"),
         (lambda t, y: y.mul_(-1), ValueError, "fun writes into y .an operation in place"),
         (
             nn.Bilinear(1, 3, 3, dtype=torch.float32),
