@@ -251,6 +251,24 @@ def test_reversal_beyond_its_tolerance_raises():
     assert 0 < kept.stats["reconstruction_error"] < 1e-6
 
 
+def test_a_tolerance_may_be_huge():
+    """It switches the comparison off, in float32 too, where its square in units of rounding is
+    beyond the largest float.
+    """
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(1.0))
+    start = torch.ones(1, 1, dtype=torch.float32, requires_grad=True)
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(start, torch.zeros_like(start)),
+        [0.0, 1.0],
+        solver=VelocityVerlet(0.1),
+        adjoint=ReversibleAdjoint(tol=1e300),
+    )
+    (slope,) = torch.autograd.grad(run.final.position.sum(), start)
+    # The slope of a linear flow is its value, to rounding of float32.
+    assert float(slope) == pytest.approx(float(run.final.position), rel=1e-5)
+
+
 def test_the_continuous_adjoint_refuses_to_be_differentiated_twice():
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
     start = dynamics.init(*square())
