@@ -16,16 +16,16 @@ from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, st
 from adjsim.dynamics.ode import ODE
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
 from adjsim.estimators.score_function import common_burn_in
+from adjsim.estimators.shadowing_steps import last_finite, refuse_time, step_map
 from adjsim.estimators.shadowing_sweep import (
     Cotangents,
     DivergenceError,
-    StepMap,
     averages,
     derivative,
     sweep,
     trajectory,
 )
-from adjsim.solvers.runge_kutta import RungeKutta, increment
+from adjsim.solvers.runge_kutta import RungeKutta
 
 # The factor by which the particular cotangent may grow along the run, from its largest size in the
 # second half to its smallest in the first quarter. It is about 0.1 where the basis holds all
@@ -171,14 +171,14 @@ class Shadowing(ChunkedEstimator):
         counts, dynamics = self._count(simulation, observable), simulation.dynamics
         y = torch.cat(tuple(x.detach() for x in starts), -1)
         self._refuse(starts, simulation, y.shape[-1])
-        steps, shape = _steps(simulation, observable, starts)
+        steps, shape = step_map(simulation, observable, starts)
         if counts.skip:
-            y = _last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
+            y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
-        _last_finite(states, counts.skip, steps.h)
+        last_finite(states, counts.skip, steps.h)
         for i in torch.linspace(0, counts.steps, 4).long().tolist():
             widths = [x.shape[-1] for x in starts]
-            _refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))
+            refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
         try:
             found = sweep(steps, states, mean, counts.length, self.unstable)
@@ -223,7 +223,7 @@ class Shadowing(ChunkedEstimator):
                 f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
                 f"directions one is that of the flow: at most {n - 1}."
             )
-        _refuse_time(simulation, start)
+        refuse_time(simulation, start)
 
     def _refuse_growth(self, growth: float) -> None:
         if growth > LARGEST_GROWTH:
@@ -293,83 +293,6 @@ class _Counts:
     skip: int
     length: int
     steps: int
-
-
-def _steps(
-    simulation: Simulation[Any], observable: TimeAverage, start: Any
-) -> tuple[StepMap, torch.Size]:
-    """Write the steps as a map of the fields joined into one tensor.
-
-    The second result is the shape of the observable of one system.
-    """
-    assert isinstance(simulation.solver, RungeKutta)
-    dynamics, solver = simulation.dynamics, simulation.solver
-    t, kind = float(simulation.ts[0]), type(start)
-    widths = [x.shape[-1] for x in start]
-
-    def unpack(y: Tensor) -> Any:
-        return kind._make(y.split(widths, -1))
-
-    # The field gets one batch axis, as the states of the simulation have.
-    def step(y: Tensor) -> Tensor:
-        flat = unpack(y.reshape(-1, y.shape[-1]))
-        added = torch.cat(increment(dynamics, solver.tableau, t, solver.dt, flat), -1)
-        return y + added.reshape(y.shape)
-
-    def rate(y: Tensor) -> Tensor:
-        with torch.no_grad():
-            flat = unpack(y.reshape(-1, y.shape[-1]))
-            found = torch.cat(tuple(dynamics.drift(t, flat)), -1).reshape(y.shape)
-        if not bool(found.any(-1).all()):
-            raise ValueError(
-                "a replica is at rest, where the flow has no direction of its own: Shadowing needs "
-                "runs that keep moving. For a fixed point use Pathwise."
-            )
-        return found
-
-    def observe(y: Tensor) -> Tensor:
-        flat = y.reshape(-1, y.shape[-1])
-        value = observable.function(unpack(flat))
-        if value.shape[:1] != flat.shape[:1]:
-            raise ValueError(
-                f"the observable has shape {tuple(value.shape)}; its leading axis must be the "
-                f"{len(flat)} states."
-            )
-        return value.reshape(*y.shape[:-1], -1)
-
-    with torch.no_grad():
-        shape = observable.function(start).shape[1:]
-    return StepMap(step, rate, observe, solver.dt), shape
-
-
-@torch.no_grad()
-def _refuse_time(simulation: Simulation[State], state: State) -> None:
-    """Refuse a field that depends on the time at a state.
-
-    The times are at random, so that no period is missed.
-    """
-    begin, end = float(simulation.ts[0]), float(simulation.ts[-1])
-    shares = torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    first = simulation.dynamics.drift(begin, state)
-    for t in (begin + shares * (end - begin)).tolist():
-        later = simulation.dynamics.drift(t, state)
-        if not all(torch.equal(a, b) for a, b in zip(first, later, strict=True)):
-            raise ValueError(
-                "Shadowing is for fields that do not depend on the time, and the field of this "
-                f"ODE differs between t = {begin:g} and {t:g}."
-            )
-
-
-def _last_finite(states: Tensor, before: int, dt: float) -> Tensor:
-    """Return the last state, or refuse a run that left the finite numbers."""
-    finite = torch.isfinite(states).flatten(1).all(1)
-    if not bool(finite.all()):
-        step = before + int((~finite).nonzero()[0])
-        raise FloatingPointError(
-            f"the simulation reached NaN or infinity in step {step}. Use a smaller dt (it is "
-            f"{dt:g})."
-        )
-    return states[-1]
 
 
 def _growth(found: Cotangents) -> float:
