@@ -81,7 +81,7 @@ def write_cells(
     """
     _check_suffix(path)
     if path.suffix in TETGEN and "tetrahedra" not in cells:
-        # Meshio's reader does not end for such a file.
+        # The file of elements would be empty, and meshio's reader of TetGen files would not end.
         raise ValueError(f"the format of {path.name!r} is for tetrahedra; use .vtu.")
     made = _mesh(vertices, cells, point_data, cell_data)
     # Several formats have the suffix of Gmsh.
@@ -94,7 +94,8 @@ def write_cells(
         except (OSError, ModuleNotFoundError):
             raise
         except Exception as error:
-            # Writers meet cells that they do not know by errors of any kind, some without words.
+            # For cells that they do not know, the writers of meshio raise errors of many types
+            # (AssertionError, TypeError), some without a message.
             reason = str(error) or type(error).__name__
             raise ValueError(f"meshio cannot write {path.name!r} ({reason}); use .vtu.") from error
         _check_kept(path, _read_again(path, temporary, kind), made)
@@ -102,9 +103,10 @@ def write_cells(
 
 @contextmanager
 def _replacing_pair(path: Path) -> Generator[Path, None, None]:
-    """Yield a temporary file beside which a second one is made; they replace an earlier pair.
+    """Yield a temporary file; it and its partner replace an earlier pair of TetGen files.
 
-    The earlier elements are removed first, so that they never refer to other vertices.
+    The earlier file of elements is removed before the vertices are replaced. So elements never
+    stand beside the vertices of another mesh, even if the process is killed in between.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:

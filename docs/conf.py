@@ -78,7 +78,7 @@ sphinx_gallery_conf = {
 
 def setup(app):
     """Write aliased types by their bare names in signatures, also inside unions."""
-    # It adds files to the pages and reads nothing, but does not say that this is safe.
+    # This extension only adds files to pages, but does not declare that parallel reading is safe.
     app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
 
     def bare(app, what, name, obj, options, signature, returns):

@@ -116,7 +116,7 @@ class FieldDynamics(Dynamics[Any]):
             if x._version != before:
                 raise ValueError(
                     f"{what} writes into {name} (an operation in place, such as y *= 2, or an "
-                    "assignment to y[...]), which is the state of the run: compute new tensors."
+                    "assignment to y[...]), and y is the state of the run: compute new tensors."
                 )
         return found
 

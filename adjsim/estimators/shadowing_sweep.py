@@ -44,7 +44,7 @@ class Cotangents(NamedTuple):
     segments: Segments
 
     def of(self, part: slice) -> Cotangents:
-        """Return the cotangents of some of the trajectories, in the order of memory of a whole."""
+        """Return the cotangents of some of the trajectories, contiguous in memory."""
         metric, mixed, triangles, removed = self.segments
         segments = Segments(
             metric[:, part].contiguous(),
@@ -76,7 +76,7 @@ def averages(steps: StepMap, states: Tensor) -> Tensor:
     with torch.no_grad():
         # A thousand states at a time bound the memory.
         for part in states[1:].split(1000):
-            # Along the last axis: the order of a sum does not depend on how many there are.
+            # A sum along the last axis has the same bits for any number of replicas.
             value = steps.observe(part).movedim(0, -1).contiguous().sum(-1)
             total = value if total is None else total + value
     assert total is not None
@@ -105,7 +105,7 @@ def sweep(
         away = (mean - steps.observe(states[last])).movedim(-1, 0).unsqueeze(-1)
         v = v + f * away / f.square().sum(-1, keepdim=True)
     generator = torch.Generator().manual_seed(seed)
-    # The same for every trajectory, so that none depends on those beside it.
+    # One draw for all trajectories, so that none depends on the number of others.
     shape = (unstable, 1, states.shape[-1])
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).to(states)
     drawn = drawn.expand(-1, states.shape[1], -1)

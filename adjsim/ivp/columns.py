@@ -235,7 +235,7 @@ def _check_function(
         rates, others = (rate(begin, y)[:, ~odd] for y in (given, moved))
     if not torch.equal(given, start):
         raise ValueError(
-            "fun writes into y (an operation in place, such as y *= 2), which is the state of the "
+            "fun writes into y (an operation in place, such as y *= 2), and y is the state of the "
             "solution: compute new tensors."
         )
     scale = torch.finfo(start.dtype).eps ** 0.5 * rates.abs().amax(0)

@@ -214,7 +214,7 @@ class Program:
             reason: why numbers are not finite, with the way out, if it is known.
         """
         lattice, copies = self.lattice, self.copies
-        # Copies that move apart do so over many steps; what is not finite was so in one.
+        # Copies move apart over many steps. NaN and infinity come from the rates of one step.
         if copies is not None and all_finite(state) and not copies.together(state):
             return FloatingPointError(copies.describe(state, good, good_time, where, smaller))
         if lattice is not None and all_finite(state):

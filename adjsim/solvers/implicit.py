@@ -253,7 +253,7 @@ class ImplicitSolver(SteppingSolver):
         return Program(tuple(stages), self.dt, self.order, draws)
 
     def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
-        """List the implicit move, and the moves of prescribed vertices to its time and on."""
+        """List the implicit move, with moves of prescribed vertices before and after it."""
         move = ImplicitMove(self.dt, self.theta, self.tol, ModuleTensors(dynamics.potential))
         stream: Any = dynamics.terms["A"]
         if not isinstance(stream, PrescribedStream):
@@ -308,14 +308,15 @@ class BackwardEuler(ImplicitSolver):
     checkpoint_every.
 
     The other terms of the dynamics (friction, damping, a thermostat) act for half a step before
-    and after. Atoms of infinite mass stay, and prescribed vertices are at the end of the step on
-    their path when the force is taken.
+    and after. Atoms of infinite mass stay. Prescribed vertices move to the end of the step on their
+    path first, so the force is that of q'.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
-    relative to the largest entry of y, so scale entries that are much smaller. A step in which a
-    direction grows faster than 1/h has no solution that belongs to it, and is refused.
+    relative to the largest entry of y, so scale entries that are much smaller. A step is refused
+    where an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those
+    of shorter steps.
 
     Args:
         dt: the step h, time.
@@ -348,11 +349,12 @@ class ImplicitMidpoint(ImplicitSolver):
     so :class:`~adjsim.ReversibleAdjoint` applies.
 
     The other terms of the dynamics act for half a step before and after. Atoms of infinite mass
-    stay. A force field that depends on time is evaluated in the middle of the step, where
-    prescribed vertices are on their path.
+    stay. A force field that depends on time is evaluated in the middle of the step, with prescribed
+    vertices at their positions of that time.
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``, with
-    the dense Jacobian of each system.
+    the dense Jacobian of each system. A step is refused where an eigenvalue of the Jacobian is real
+    and above 2/h.
 
     Args:
         dt: the step h, time.

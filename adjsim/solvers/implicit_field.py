@@ -111,12 +111,13 @@ class ImplicitField:
                 share = torch.where(worse, share / 2, share)
             x, residual = tried, new
             if bool((change.abs().amax(-1) <= self._allowed(scale, x)).all()):
+                # An inverse step (a < 0) is compared with the forward run by its adjoint.
                 if a > 0 and _is_beyond_a_fold(matrix):
                     raise RuntimeError(
-                        f"the implicit step at t = {float(t):g} has no unique solution: the field "
-                        "grows too fast for the time of the step (1 - a J has a negative "
-                        f"eigenvalue), or its solution blows up. Use a smaller dt (it is "
-                        f"{self.h:g}), or end the run before."
+                        f"the implicit step at t = {float(t):g} does not continue those of smaller "
+                        "dt: the field grows too fast for the time of the step (1 - theta h J has "
+                        "a negative eigenvalue), or its solution blows up. Use a smaller dt (it is "
+                        f"{self.h:g}), or end the run before this time."
                     )
                 return x, evaluations
         left = (residual.abs().amax(-1) / self._allowed(scale, x)).flatten()
@@ -193,11 +194,12 @@ class _OnceDifferentiable(torch.autograd.Function):
 def _is_beyond_a_fold(matrix: Tensor) -> bool:
     """Return whether a matrix ``1 - a J`` has a negative eigenvalue.
 
-    All are 1 at a = 0. Along the branch of solutions that begins there, one of them changes its
-    sign only where the branch folds back, and beyond there is no solution of it.
+    All eigenvalues are 1 at a = 0. Along the branch of solutions that begins there, a real
+    eigenvalue changes its sign only where the matrix is singular: the branch folds back there, or
+    passes through infinity.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    # Gershgorin's discs, which often spare the eigenvalues.
+    # The left ends of Gershgorin's discs. Where all are positive, eigenvalues are not needed.
     lowest = diagonal + diagonal.abs() - matrix.abs().sum(-1)
     if bool((lowest > 0).all()):
         return False

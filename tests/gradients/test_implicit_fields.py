@@ -253,7 +253,7 @@ def test_a_solution_beyond_a_blow_up_is_refused(solver):
     """y' = c y^3 from 1 blows up at 1/(2 c). Each step beyond has another, negative root."""
     for rates in map(torch.tensor, ([50.0], [50.0, 50.0], [50.0, 60.0, -1.0])):
         ode = ODE(lambda t, y, c=rates: c * y**3)
-        with pytest.raises(RuntimeError, match=r"no unique solution: the field grows too fast"):
+        with pytest.raises(RuntimeError, match=r"does not continue .*: the field grows too fast"):
             adjsim.simulate(ode, ode.init(torch.ones(len(rates))), [0.0, 0.3], solver=solver)
     # A rotation that is far from resolved has eigenvalues 1 - a (0.5 + 200 i), and its one branch.
     matrix = torch.tensor([[0.5, 200.0], [-200.0, 0.5]])
