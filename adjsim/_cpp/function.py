@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adjsim._cpp.calls import Call, Called
-from adjsim._cpp.graph import Lowering
+from adjsim._cpp.graph import Lowering, work_size
 from adjsim._cpp.nests import Task
-from adjsim._cpp.stages import Stage, StoredExpression, fuse, nests
+from adjsim._cpp.stages import Stage, fuse, join, nests
 from adjsim._cpp.values import (
     Buffer,
     Index,
@@ -21,6 +21,7 @@ from adjsim._cpp.values import (
     Lazy,
     Reduced,
     Reinterpreted,
+    StoredExpression,
     Value,
 )
 
@@ -96,20 +97,24 @@ class Function:
             ready = [value for value in remaining if needs[value] & wanted <= done]
             called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
             if called is not None:
-                stages.append(Stage(call=called.lines(self.functions[called])))
+                filled = [x.buffer for x in called.outputs if x.buffer]
+                stages.append(Stage(called.lines(self.functions[called]), filled))
                 done.update(called.outputs)
                 remaining = [value for value in remaining if value not in done]
                 continue
             small = [
                 value for value in ready if all(task.work <= self.large for task in tasks[value])
             ]
-            chosen = small or self._sharing_loop(ready, tasks)
+            # Scalars first, so that a loop that needs one can join the loop before it.
+            scalars = [value for value in small if value.numel == work_size(value) == 1]
+            chosen = scalars or small or self._sharing_loop(ready, tasks)
             stages.append(nests((task for value in chosen for task in tasks[value]), self.threads))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
         stages.append(nests(output_tasks, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += [value for result in results for value in _stored_operands(result)]
+        join(stages, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
         fuse(stages, {value.buffer.name for value in others if value.buffer})
         return stages
 

@@ -18,6 +18,7 @@ from adjsim._cpp.values import (
     Buffer,
     Index,
     Indices,
+    StoredExpression,
     Value,
 )
 
@@ -112,7 +113,8 @@ class Nest:
         self.outer = [f"i{n}" for n in range(len(kept))]
         self.inner = [f"j{n}" for n in range(len(summed))]
         self.length = dict(zip([*self.outer, *self.inner], [*kept, *summed], strict=True))
-        self.body = Body("v")
+        own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
+        self.body = Body("v", own)
         self.results = []
         for task in tasks:
             index = task.index(self.outer, self.inner)
@@ -122,19 +124,23 @@ class Nest:
         """Print the nest."""
         if not self.length:
             return self._single()
-        innermost = self._choose_innermost()
-        if innermost in self.inner:
-            lines = self._rows(innermost)
+        name, limit = self.innermost
+        if name in self.inner:
+            lines = self._rows(name, limit)
         elif self.inner:
-            lines = self._blocks(innermost)
+            lines = self._blocks(name, limit)
         else:
-            lines = self._elements(innermost)
+            lines = self._elements(name, limit)
         return (
             ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
         )
 
-    def _choose_innermost(self) -> str:
-        """Choose the variable of the innermost loop by the number of contiguous accesses."""
+    @cached_property
+    def innermost(self) -> tuple[str, int]:
+        """The variable of the innermost loop, and where that loop ends.
+
+        The variable is chosen by the number of contiguous accesses.
+        """
         places = [at for _, at in self.body.reads] + [
             at for task, _, at in self.results if not task.buffer.variable
         ]
@@ -145,7 +151,8 @@ class Nest:
                 self.length
             ).index(name)
 
-        return max((name for name in self.length if self.length[name] > 1), key=score)
+        name = max((name for name in self.length if self.length[name] > 1), key=score)
+        return name, self._limit(name)
 
     def _limit(self, name: str) -> int:
         """Return the end of the innermost loop.
@@ -199,23 +206,20 @@ class Nest:
             return [f"#pragma omp parallel for schedule(static) num_threads({self.threads})"]
         return []
 
-    def _elements(self, innermost: str) -> list[str]:
+    def _elements(self, innermost: str, limit: int) -> list[str]:
         others = [name for name in self.outer if name != innermost]
         lines = self._parallel_pragma(others) + [self._head(name) for name in others]
         lines += [
             "#pragma omp simd",
-            self._head(innermost, self._limit(innermost)),
+            self._head(innermost, limit),
             *self.body.lines,
         ]
         lines += [f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results]
         return lines + ["}"] * (len(others) + 1)
 
-    def _rows(self, innermost: str) -> list[str]:
+    def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, accumulated in the lanes of a vector."""
-        others, limit = (
-            [name for name in self.inner if name != innermost],
-            self._limit(innermost),
-        )
+        others = [name for name in self.inner if name != innermost]
         sums = [f"s{n}" for n in range(len(self.results))]
         lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
         lines += [
@@ -241,10 +245,9 @@ class Nest:
             )
         return lines + ["}"] * len(self.outer)
 
-    def _blocks(self, innermost: str) -> list[str]:
+    def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
         others = [name for name in self.outer if name != innermost]
-        limit = self._limit(innermost)
         block = min(BLOCK, limit)
         sums = [f"s{k}" for k in range(len(self.results))]
         whole = limit % block == 0

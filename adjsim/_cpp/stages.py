@@ -1,31 +1,22 @@
 """The stages of a function, and values that need no memory because one loop alone reads them.
 
-A stage is a call, or loops that could run in any order. A stored value that is read by one later
-loop, element by element, is computed in that loop instead, so that it is neither written nor read.
-Loops that sum keep their values, since the order of a sum depends on what is read beside it.
+A stage is a call, or loops that could run in any order. A value that reads what an earlier loop has
+just computed, element by element, is computed in that loop too, where these numbers are at hand.
+A stored value that is read by one loop, element by element, is computed in that loop alone, so that
+it is neither written nor read. Loops that sum keep their values, since the order of a sum depends
+on what is read beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from adjsim._cpp.nests import Nest, Task
-from adjsim._cpp.values import Body, Indices, Lazy, Value
+from adjsim._cpp.values import Buffer, StoredExpression, Value
 
 # The lengths of the loops over kept axes and over summed axes.
 Space = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class StoredExpression(Value):
-    """The expression of a stored value, which is evaluated to fill its buffer."""
-
-    def __init__(self, value: Lazy) -> None:
-        super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
-        self.value = value
-
-    def load(self, body: Body, index: Indices) -> str:
-        return self.value.print(body, index)
 
 
 @dataclass(eq=False)
@@ -34,10 +25,12 @@ class Stage:
 
     Attributes:
         call: the statements of the call.
+        called: the buffers that it fills.
         nests: the nests by their spaces.
     """
 
     call: list[str] = field(default_factory=list)
+    called: list[Buffer] = field(default_factory=list)
     nests: dict[Space, Nest] = field(default_factory=dict)
 
     @property
@@ -56,6 +49,56 @@ def nests(tasks: Iterable[Task], threads: int) -> Stage:
     return Stage(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
 
 
+def join(stages: list[Stage], operands: Callable[[Value], Iterable[Buffer]], threads: int) -> None:
+    """Compute values in the earlier nest that computes the last of what they read.
+
+    Args:
+        stages: in the order in which they run; changed in place.
+        operands: the buffers from which a value is computed.
+        threads: the number of threads that share a large nest.
+    """
+    # The stage that fills each buffer, and the space of the nest there that fills it by itself.
+    made: dict[str, tuple[int, Space | None]] = {}
+    for at, stage in enumerate(stages):
+        made |= {buffer.name: (at, None) for buffer in stage.called}
+        groups: dict[tuple[int, Space], list[Task]] = {}
+        for space, nest in stage.nests.items():
+            for task in nest.tasks:
+                found = [made[x.name] for x in operands(task.value) if x.name in made]
+                last = max((i for i, _ in found), default=at)
+                alone = {where for i, where in found if i == last} == {space}
+                host = stages[last].nests.get(space) if alone else None
+                joins = host is not None and _computes_operands(host, task)
+                groups.setdefault((last if joins else at, space), []).append(task)
+        stage.nests.clear()
+        for (where, space), tasks in groups.items():
+            host = stages[where].nests.get(space)
+            joined = [*(host.tasks if host else ()), *tasks]
+            stages[where].nests[space] = Nest(*space, joined, threads)
+            for task in tasks:
+                last, _ = made.get(task.buffer.name, (where, space))
+                made[task.buffer.name] = max(last, where), None if task.begin else space
+
+
+def _computes_operands(nest: Nest, task: Task) -> bool:
+    """Whether a task can join a nest without sums that computes what the task reads.
+
+    The task must read these values element by element, and the innermost loop must stay the same.
+    """
+    if nest.inner or not nest.outer or task.buffer.variable:
+        return False
+    alone = Nest(*task.space, [task], nest.threads)
+    own = {x.buffer.name: x for x in nest.tasks}
+    reads = [(own[b.name], b, at) for b, at in alone.body.reads if b.name in own]
+    return alone.innermost == nest.innermost and all(
+        isinstance(x.value, StoredExpression)
+        and x.buffer is buffer
+        and buffer.dtype.is_floating_point
+        and at == x.target(x.index(nest.outer, nest.inner))
+        for x, buffer, at in reads
+    )
+
+
 def fuse(stages: list[Stage], needed: set[str]) -> None:
     """Compute values in the one nest that reads them.
 
@@ -67,6 +110,9 @@ def fuse(stages: list[Stage], needed: set[str]) -> None:
     for at in reversed(range(len(stages))):
         changed: set[tuple[int, Space]] = set()
         for space, nest in stages[at].nests.items():
+            own = {task.buffer.name for task in nest.tasks}
+            for name in {buffer.name for buffer, _ in nest.body.reads} & own:
+                readers.setdefault(name, set()).add((at, space))
             for task in nest.tasks:
                 found = readers.get(task.buffer.name, set())
                 if len(found) != 1 or task.buffer.name in needed:

@@ -8,7 +8,7 @@ one index to another, so they cost nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -167,11 +167,27 @@ class Lazy(Value, ABC):
     """A tensor whose elements are computed where they are read, unless it is given a buffer."""
 
     def load(self, body: Body, index: Indices) -> str:
-        return body.compute(self, index) if self.buffer is None else super().load(body, index)
+        if self.buffer is None:
+            return body.compute(self, index)
+        if self in body.own:
+            body.reads.append((self.buffer, self.buffer.at(index)))
+            return body.compute(self, index)
+        return super().load(body, index)
 
     @abstractmethod
     def print(self, body: Body, index: Indices) -> str:
         """Return the expression of an element."""
+
+
+class StoredExpression(Value):
+    """The expression of a stored value, which is evaluated to fill its buffer."""
+
+    def __init__(self, value: Lazy) -> None:
+        super().__init__(value.shape, value.dtype, value.operands, strides=value.strides)
+        self.value = value
+
+    def load(self, body: Body, index: Indices) -> str:
+        return body.compute(self.value, index)
 
 
 @dataclass(eq=False)
@@ -294,11 +310,13 @@ class Body:
 
     Attributes:
         name: the prefix of its variables.
+        own: the stored values that this loop itself computes, at the places where it reads them.
         lines: the statements.
         reads: the buffers and offsets that are read.
     """
 
     name: str
+    own: Set[Lazy] = frozenset()
     lines: list[str] = field(default_factory=list)
     reads: list[tuple[Buffer, Index]] = field(default_factory=list)
     _known: dict[tuple[Value, Indices], str] = field(default_factory=dict)

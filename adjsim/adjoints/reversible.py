@@ -123,9 +123,9 @@ def _growth(problem: Problem[State], tol: float) -> ErrorGrowth | None:
 
 def _budget(problem: Problem[State], tol: float) -> tuple[float, float]:
     """Return the growth allowed between stored states, and the steps that rounding allows."""
-    digits = tol / torch.finfo(problem.state[0].dtype).eps
-    # A product of floats overflows to infinity, where a power is an error.
-    return math.log(max(digits, 1.0)) / 3, (digits / 4) * (digits / 4)
+    # A tolerance above one only switches the comparison off: no digit is left beyond that.
+    digits = min(tol, 1.0) / torch.finfo(problem.state[0].dtype).eps
+    return math.log(max(digits, 1.0)) / 3, (digits / 4) ** 2
 
 
 class Resets(History):

@@ -136,10 +136,13 @@ class Cotangents:
             self._differentiate(pending)
 
     def _differentiate(self, pending: list[DeferredVJP]) -> None:
-        weight, x = torch.stack([d.weight for d in pending]), torch.stack([d.x for d in pending])
-        stacked = DeferredVJP(pending[0].module, pending[0].function, weight, x)
+        found = pending[0]
+        if len(pending) > 1:
+            weight = torch.stack([d.weight for d in pending])
+            x = torch.stack([d.x for d in pending])
+            found = DeferredVJP(found.module, found.function, weight, x)
         pending.clear()
-        grads = stacked.gradient(list(self.parameters.values()))
+        grads = found.gradient(list(self.parameters.values()))
         for name, grad in zip(self.parameters, grads, strict=True):
             if grad is not None:
                 self.add_parameter(name, grad)

@@ -43,11 +43,12 @@ class DeferredVJP:
                 parameters.
         """
         with torch.enable_grad():
-            total = (self.weight * self.function(self.x)).sum()
-        refuse_unknown(total, self.module, parameters, f"the force of {type(self.module).__name__}")
-        if not parameters or not total.requires_grad:
+            value = self.function(self.x)
+        refuse_unknown(value, self.module, parameters, f"the force of {type(self.module).__name__}")
+        if not parameters or not value.requires_grad:
             return [None] * len(parameters)
-        return list(torch.autograd.grad(total, parameters, allow_unused=True))
+        weight = self.weight.sum_to_size(value.shape)
+        return list(torch.autograd.grad(value, parameters, weight, allow_unused=True))
 
 
 @dataclass(frozen=True)
