@@ -251,7 +251,7 @@ class Nest:
         block = min(BLOCK, limit)
         sums = [f"s{k}" for k in range(len(self.results))]
         whole = limit % block == 0
-        end = str(block) if whole else f"std::min<int64_t>({block}, {limit} - b)"
+        end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
         lines = self._parallel_pragma(others) + [self._head(name) for name in others]
         lines += [
             f"for (int64_t b = 0; b < {limit}; b += {block}) {{",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from adjsim._cpp.mathematics import FUNCTIONS, PAIRED
 from adjsim._cpp.values import TYPES, UnprintableError
 
 Printer = Callable[..., str]
@@ -50,7 +51,7 @@ def power(x: str, exponent: float) -> str:
     Torch computes the powers 2 and 3 as products too.
     """
     if exponent in (0.5, -0.5):
-        root = f"std::sqrt({x})"
+        root = f"math::sqrt({x})"
         return root if exponent > 0 else f"1 / {root}"
     if exponent == 0:
         return "1"
@@ -77,12 +78,12 @@ EXACT: dict[str, Printer] = {
     "where": lambda c, x, y: f"{c} ? {x} : {y}",
     "masked_fill": lambda x, c, y: f"{c} ? {y} : {x}",
     "abs": lambda x: f"absolute({x})",
-    "sqrt": lambda x: f"std::sqrt({x})",
-    "rsqrt": lambda x: f"1 / std::sqrt({x})",
-    "floor": lambda x: f"std::floor({x})",
-    "ceil": lambda x: f"std::ceil({x})",
-    "trunc": lambda x: f"std::trunc({x})",
-    "round": lambda x: f"std::nearbyint({x})",
+    "sqrt": lambda x: f"math::sqrt({x})",
+    "rsqrt": lambda x: f"1 / math::sqrt({x})",
+    "floor": lambda x: f"math::floor({x})",
+    "ceil": lambda x: f"math::ceil({x})",
+    "trunc": lambda x: f"math::trunc({x})",
+    "round": lambda x: f"math::nearbyint({x})",
     "maximum": lambda x, y: f"({x} > {y} || {x} != {x}) ? {x} : {y}",
     "minimum": lambda x, y: f"({x} < {y} || {x} != {x}) ? {x} : {y}",
     "sign": lambda x: f"({x} > 0) - ({x} < 0)",
@@ -107,164 +108,8 @@ BITWISE: dict[str, Printer] = {
     "bitwise_xor": lambda x, y: f"{x} ^ {y}",
     "bitwise_not": lambda x: f"inverted({x})",
 }
-# Functions that IEEE 754 does not define to the last bit.
-FUNCTIONS = [
-    "exp", "log", "sin", "cos", "tan", "tanh", "sinh", "cosh", "expm1", "log1p", "erf", "erfc",
-    "atan", "asin", "acos", "asinh", "acosh", "atanh", "exp2", "log2", "log10",
-]  # fmt: skip
-# Functions of two numbers.
-PAIRED = ["atan2", "hypot", "pow"]
 TRANSCENDENTAL: dict[str, Printer] = {
     **{name: (lambda x, function=name: f"math::{function}({x})") for name in FUNCTIONS},
     "sigmoid": lambda x: f"1 / (1 + math::exp(-{x}))",
     **{name: (lambda x, y, function=name: f"math::{function}({x}, {y})") for name in PAIRED},
 }
-
-HEADER = """#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <utility>
-namespace {
-template <class T> inline T absolute(T x) { return std::fabs(x); }
-template <> inline int64_t absolute(int64_t x) { return x < 0 ? -x : x; }
-inline bool inverted(bool x) { return !x; }
-inline int64_t inverted(int64_t x) { return ~x; }
-// Torch converts a number outside of the range of int64 to its minimum. The barrier keeps compilers
-// from replacing a conversion to an integer and back by a truncation, which would preserve NaN and
-// the sign of zero.
-template <class T> inline int64_t integer(T x) {
-  int64_t i = x >= (T)-0x1p63 && x < (T)0x1p63 ? (int64_t)x : INT64_MIN;
-  asm("" : "+r"(i));
-  return i;
-}
-// Quotients rounded down or toward zero, and remainders, as torch computes them. Integer division
-// by zero and indices out of range set *refused and return 0; division by -1 negates, and wraps.
-inline int64_t trunc_quotient(int64_t a, int64_t b, int* refused) {
-  if (b == 0) *refused = 2;
-  return b == 0 ? 0 : b == -1 ? -a : a / b;
-}
-inline int64_t floor_rest(int64_t a, int64_t b, int* refused) {
-  if (b == 0) *refused = 2;
-  int64_t r = b == 0 || b == -1 ? 0 : a % b;
-  return r != 0 && (r < 0) != (b < 0) ? r + b : r;
-}
-inline int64_t floor_quotient(int64_t a, int64_t b, int* refused) {
-  int64_t q = trunc_quotient(a, b, refused);
-  return q - (b != 0 && q * b != a && (a < 0) != (b < 0));
-}
-inline int64_t in_range(int64_t i, int64_t least, int64_t length, int* refused) {
-  if (i < least || i >= length) *refused = 3;
-  return i < least || i >= length ? 0 : i < 0 ? i + length : i;
-}
-template <class T> inline T floor_quotient(T a, T b) {
-  if (b == 0) return a / b;
-  T rest = std::fmod(a, b), q = (a - rest) / b;
-  if (rest != 0 && (b < 0) != (rest < 0)) q -= 1;
-  if (q == 0) return std::copysign((T)0, a / b);
-  T down = std::floor(q);
-  return q - down > (T)0.5 ? down + 1 : down;
-}
-template <class T> inline T trunc_quotient(T a, T b) { return std::trunc(a / b); }
-template <class T> inline T floor_rest(T a, T b) {
-  T r = std::fmod(a, b);
-  return r != 0 && (b < 0) != (r < 0) ? r + b : r;
-}
-}
-"""
-
-# The GNU C library has vectorised versions of these functions, with errors of up to 4 units in the
-# last place. GCC calls them in vectorised loops if they are declared to it.
-VECTORISED = f"""
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GLIBC_PREREQ(2, 35)
-#define VECTOR __attribute__((simd("notinbranch")))
-#define ONE(x) VECTOR double x(double) noexcept; VECTOR float x##f(float) noexcept;
-#define TWO(x) VECTOR double x(double, double) noexcept; VECTOR float x##f(float, float) noexcept;
-extern "C" {{
-{" ".join(f"ONE({name})" for name in FUNCTIONS)}
-{" ".join(f"TWO({name})" for name in PAIRED)}
-}}
-#define HAS_VECTORISED
-#endif
-#endif
-namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in (*FUNCTIONS, *PAIRED) if name != "tanh")}
-#ifdef HAS_VECTORISED
-// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to a few units in the last place. The
-// vectorised tanh of doubles takes 1.7 times as long.
-inline double tanh(double x) {{
-  const double e = std::expm1(-2 * std::fabs(x));
-  return std::copysign(e / (2 + e), x);
-}}
-inline float tanh(float x) {{ return std::tanh(x); }}
-#else
-using std::tanh;
-#endif
-}} }}
-"""
-
-# A vectorised function gives other last bits than the scalar one. Which of the two a compiler calls
-# depends on the loop, and on the place of an element in it. So the functions of an exact run are
-# scalar, or made of operations that IEEE 754 defines to the last bit.
-#
-# exp(x) = 2^n exp(r) with n the integer nearest to x / log(2), and r = x - n log(2). Here log(2) is
-# the sum of two numbers, of which the first times n is exact. The Taylor series of exp(r) to the
-# order of 13 leaves an error of 4e-18, since |r| < 0.347. The factor 2^n is applied in two halves,
-# so that neither overflows before the result does.
-#
-# log(x) = n log(2) + log(1 + f) with x = 2^n (1 + f) and 1 + f between sqrt(1/2) and sqrt(2). With
-# s = f / (2 + f), log(1 + f) = f - f^2/2 + s (f^2/2 + R), where R is the series of 2 atanh(s) / s
-# without its first term. It ends with 2 s^22 / 23, since s^2 < 0.0295. Subnormal numbers are
-# multiplied by 2^54 first.
-SCALAR = [name for name in (*FUNCTIONS, *PAIRED) if name not in ("exp", "log")]
-REPRODUCIBLE = f"""
-namespace {{ namespace math {{
-{" ".join(f"using std::{name};" for name in SCALAR)}
-inline double two_to(double shifted) {{
-  int64_t bits;
-  std::memcpy(&bits, &shifted, 8);
-  bits = (bits + 1023) << 52;
-  double result;
-  std::memcpy(&result, &bits, 8);
-  return result;
-}}
-inline double exp(double x) {{
-  // Adding 1.5 * 2^52 rounds a number to an integer, which is then in the last bits of the sum.
-  const double shift = 0x1.8p52;
-  x = x < -746 ? -746 : x > 710 ? 710 : x;
-  const double n = (x * {(1 / math.log(2)).hex()} + shift) - shift;
-  const double r = (x - n * 0x1.62e42fefp-1) - n * 0x1.473de6af278edp-34;
-  double series = {1 / math.factorial(13)!r};
-{chr(10).join(f"  series = series * r + {1 / math.factorial(k)!r};" for k in range(12, 1, -1))}
-  const double first = n * 0.5 + shift;
-  const double second = (n - (first - shift)) + shift;
-  return (1 + (r + r * r * series)) * two_to(first) * two_to(second);
-}}
-inline float exp(float x) {{ return std::exp(x); }}
-inline double log(double x) {{
-  const bool small = x < 0x1p-1022;
-  const double normal = small ? x * 0x1p54 : x;
-  int64_t bits, exponent, fraction;
-  std::memcpy(&bits, &normal, 8);
-  // The difference of the bits of 1 and sqrt(1/2) is added, and sqrt(1/2) is given back below.
-  bits += INT64_C(0x3ff0000000000000) - INT64_C(0x3fe6a09e667f3bcd);
-  fraction = (bits & INT64_C(0xfffffffffffff)) + INT64_C(0x3fe6a09e667f3bcd);
-  // The bits of 2^52 plus an integer are the double of their sum.
-  exponent = (bits >> 52) + INT64_C(0x4330000000000000);
-  double n, f;
-  std::memcpy(&n, &exponent, 8);
-  std::memcpy(&f, &fraction, 8);
-  n = (n - 0x1p52) - (small ? 1077 : 1023);
-  f = f - 1;
-  const double s = f / (2 + f), z = s * s, half = 0.5 * f * f;
-  double series = {2 / 23!r};
-{chr(10).join(f"  series = series * z + {2 / k!r};" for k in range(21, 2, -2))}
-  const double rest = s * (half + z * series) + n * 0x1.473de6af278edp-34;
-  const double value = n * 0x1.62e42fefp-1 - ((half - rest) - f);
-  return x > 0 ? (x < INFINITY ? value : x) : x == 0 ? -INFINITY : NAN;
-}}
-inline float log(float x) {{ return std::log(x); }}
-}} }}
-"""

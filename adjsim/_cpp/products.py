@@ -45,14 +45,14 @@ inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int6
   Vector sum[R][V] = {};
   for (int64_t k = 0; k < K; ++k) {
     Vector row[V];
-    for (int v = 0; v < V; ++v) std::memcpy(&row[v], b + k * bk + v * W, BYTES);
+    for (int v = 0; v < V; ++v) memcpy(&row[v], b + k * bk + v * W, BYTES);
     for (int r = 0; r < R; ++r) {
       const T x = a[r * am + k * ak];
       for (int v = 0; v < V; ++v) sum[r][v] += x * row[v];
     }
   }
   for (int r = 0; r < R; ++r) {
-    if (cn == 1 && columns == V * W) std::memcpy(c + r * cm, sum[r], sizeof sum[r]);
+    if (cn == 1 && columns == V * W) memcpy(c + r * cm, sum[r], sizeof sum[r]);
     else for (int64_t n = 0; n < columns; ++n) c[r * cm + n * cn] = ((const T*)sum[r])[n];
   }
 }

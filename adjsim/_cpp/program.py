@@ -19,8 +19,8 @@ from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.indexing import Checked
 from adjsim._cpp.library import compiled
+from adjsim._cpp.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.once import Once
-from adjsim._cpp.operations import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
@@ -287,7 +287,7 @@ class _Program:
                 rows = torch.Size(buffer.shape).numel() // size
                 lines.append(f"{kind}* {name} = ({kind}*)(memory + {at});")
                 lines.append(
-                    f"for (int64_t r = 0; r < {rows}; ++r) std::memcpy({name} + r * {row}, "
+                    f"for (int64_t r = 0; r < {rows}; ++r) memcpy({name} + r * {row}, "
                     f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));"
                 )
                 at += _bytes(buffer)
@@ -314,7 +314,7 @@ class _Program:
             f"char* work = memory + {at};",
             "int refused = 0;",
             *(line for x in checked.values() for line in x.lines),
-            *(["if (refused) { std::free(block); return refused; }"] if checked else []),
+            *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
             "int64_t iteration = 0;",
             f"while ({call('more', 'k', consts[0])}) {{",
@@ -325,17 +325,17 @@ class _Program:
             ),
             "++iteration;",
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry)};",
-            *(f"std::swap({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
+            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
             f"{call('finish', *current, *consts, *finish_fixed, *results)};",
         ]
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
-            f"char* block = (char*)std::calloc({at + self.work + 64}, 1);",
+            f"char* block = (char*)calloc({at + self.work + 64}, 1);",
             "if (!block) return 1;",
             "char* memory = block + (64 - (uintptr_t)block % 64);",
             *lines,
-            "std::free(block);",
+            "free(block);",
             "return refused;",
             "}",
         ]
@@ -360,9 +360,9 @@ def _stored_row(buffer: Buffer, target: str) -> list[str]:
     kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
     row, width = f"({kind}*){target} + iteration * {count}", buffer.inner
     if not buffer.row:
-        return [f"std::memcpy({row}, {buffer.name}, {count} * sizeof({kind}));"]
+        return [f"memcpy({row}, {buffer.name}, {count} * sizeof({kind}));"]
     return [
-        f"for (int64_t r = 0; r < {count // width}; ++r) std::memcpy({row} + r * {width}, "
+        f"for (int64_t r = 0; r < {count // width}; ++r) memcpy({row} + r * {width}, "
         f"{buffer.name} + r * {buffer.row}, {width} * sizeof({kind}));"
     ]
 

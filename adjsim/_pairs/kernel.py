@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from adjsim._cpp.library import compiled
+from adjsim._cpp.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.nests import PARALLEL_WORK
-from adjsim._cpp.operations import REPRODUCIBLE, VECTORISED
 from adjsim._cpp.values import TYPES
 from adjsim._pairs.exclusions import check_exclusions
 
@@ -27,12 +27,6 @@ NO_BOX, ORTHOGONAL, TILTED = 0, 1, 2
 # exclusion of an atom that there is not.
 OUT_OF_RANGE, NO_SUCH_ATOM = 3, 4
 _ORDER = (FORCE, PRODUCT, ENERGY, SLOPES)
-
-HEADER = """#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-"""
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,9 @@ class Layout:
         """Write the C++ source of the kernel around its formulas."""
         slots = sum(2 if kind == ATOM else 1 for kind in self.kinds)
         squared = " + ".join(f"d[{a}] * d[{a}]" for a in range(self.dim))
-        wrapped = sorted(set(re.findall(r"(?:math|std)::(\w+)|\b(absolute)\(", functions)))
+        wrapped = sorted(set(re.findall(r"math::(\w+)|\b(absolute)\(", functions)))
         names = sorted({a or b for a, b in wrapped})
-        functions = re.sub(r"(math|std)::", "lanes::", functions).replace(
-            "absolute(", "lanes::absolute("
-        )
+        functions = functions.replace("math::", "lanes::").replace("absolute(", "lanes::absolute(")
         return "\n".join(
             [
                 HEADER,
@@ -144,15 +136,13 @@ def _array(name: str, kinds: Sequence[str]) -> str:
 
 def _lanes(names: Sequence[str], exact: bool) -> list[str]:
     """Define functions of vectors by those of numbers."""
-    plain = {"sqrt", "floor", "ceil", "trunc", "nearbyint", "fabs"}
-    lines = ["#include <cmath>", "#include <cstring>", "#include <utility>"]
-    lines += [REPRODUCIBLE if exact else VECTORISED, "namespace lanes {"]
+    lines = [REPRODUCIBLE if exact else VECTORISED, "namespace lanes {"]
     for name in names:
         two = name in ("pow", "atan2")
         if name == "pow":
             lines.append("static inline V pow(V x, V y);")
             lines.append("static inline V pow(V x, REAL y) { return pow(x, splat(y)); }")
-        of = "std::fabs" if name == "absolute" else f"{'std' if name in plain else 'math'}::{name}"
+        of = "math::fabs" if name == "absolute" else f"math::{name}"
         given, call = ("V x, V y", "a[l], b[l]") if two else ("V x", "a[l]")
         second = "REAL b[W]; memcpy(b, &y, sizeof b);" if two else ""
         lines.append(
@@ -357,7 +347,7 @@ def _address(function: Any) -> int:
 def lists(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the library of neighbour lists."""
     parts = (text(name) for name in ("call.h", "cells.cpp", "neighbours.cpp"))
-    source = "\n".join([HEADER, f"#define REAL {TYPES[dtype]}", *parts])
+    source = "\n".join([f"#define REAL {TYPES[dtype]}", *parts])
     library = compiled(source, threads=True)
     library.neighbours_builds.restype = ctypes.c_int64
     return library
