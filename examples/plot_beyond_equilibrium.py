@@ -318,7 +318,7 @@ def quotient(function, *args):
     return (up - down) / (2 * coarse.h)
 
 
-REPLICAS, durations = 4096, np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+REPLICAS, durations = 2048, np.array([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 steps = round(durations[-1] / DT)
 curves = {"sharp": exact(sharp_share, steps), "smooth": exact(smooth_share, steps)}
 found = measure(
@@ -427,13 +427,13 @@ for i, width in enumerate(widths.tolist()):
     rows.append(
         entry(
             pathwise(
-                well(at), blurred(width), replicas=65536, generator=seeded(200 + i)
+                well(at), blurred(width), replicas=32768, generator=seeded(200 + i)
             )
         )
     )
 _, grad, _, error = np.array(rows).T
 score = entry(
-    girsanov(well(at), adjsim.Final(crossed), replicas=65536, generator=seeded(210))
+    girsanov(well(at), adjsim.Final(crossed), replicas=32768, generator=seeded(210))
 )
 sharp = exact(sharp_share, round(at / DT))[1][-1]
 line = np.geomspace(0.03, 0.4, 25)
@@ -702,7 +702,7 @@ def taken(estimator, replicas, seed, **rest):
     return flat(estimate.grad).numpy(), flat(estimate.grad_stderr).numpy()
 
 
-few, many = 1024, 8192
+few, many = 512, 4096
 (grad, error), (quotients, _) = (
     taken(adjsim.Pathwise(), few, 4),
     taken(fine, few, 4, chunks=2),
@@ -853,7 +853,7 @@ def train(estimator, seed):
     )
     for _ in range(ITERATIONS):
         estimate = estimator(
-            simulation, cost(simulation), replicas=1024, chunks=4, generator=generator
+            simulation, cost(simulation), replicas=512, chunks=4, generator=generator
         )
         optimizer.zero_grad()
         estimate.accumulate(dynamics)
@@ -870,7 +870,7 @@ def price(simulation, seed):
     with torch.no_grad():
         run = adjsim.simulate(
             simulation.dynamics,
-            simulation.initial(16384, None),
+            simulation.initial(8192, None),
             simulation.ts,
             solver=simulation.solver,
             generator=seeded(seed),

@@ -160,7 +160,7 @@ plt.show()
 # are large enough for their means to be Gaussian. The uncertainty of the fitted slope
 # follows from it.
 
-CHUNKS, sizes = 64, np.array([1024, 8192, 65536])
+CHUNKS, sizes = 64, np.array([1024, 4096, 16384])
 observable = adjsim.TimeAverage(lambda state: position(state) ** 2, burn_in=RELAXATIONS)
 x = np.log(sizes)
 uncertain = np.sqrt(2 / (CHUNKS - 1) / ((x - x.mean()) ** 2).sum())
@@ -338,7 +338,7 @@ def exact_stationary(b, kT=0.5, h=1e-4):
     return (mean(b + h) - mean(b - h)) / (2 * h)
 
 
-REPLICAS = 8192
+REPLICAS = 4096
 square, last = adjsim.Final(lambda state: position(state) ** 2), adjsim.Final(position)
 lengths = np.array([0.2, 0.4, 0.8, 1.6, 3.2, 6.4])
 in_well = [

@@ -33,7 +33,7 @@ torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two numbers are too few to share between threads
 
 MU, END, KNOWN = 5.0, 10.0, -0.631501703
-RTOLS = [1e-3, 1e-5, 1e-7]
+RTOLS = [1e-3, 1e-5, 1e-6]
 
 
 def field(t, y, mu):
@@ -135,8 +135,6 @@ WAYS = {
 
 
 def measure(gradient, rtol, answers):
-    for warm in ("differentiating torchdiffeq's solver", 'solve_ivp, "checkpoint"'):
-        WAYS[warm](1e-3)  # code and allocators in place
     word, begun = "", time.perf_counter()
     with PeakMemory(torch.device("cpu")) as memory:
         try:
@@ -162,6 +160,8 @@ def apart(gradient, rtol):
 warnings.filterwarnings(
     "ignore", "a gradient at rtol"
 )  # a loose tolerance is tried here on purpose
+for warm in ("differentiating torchdiffeq's solver", 'solve_ivp, "checkpoint"'):
+    WAYS[warm](1e-3)  # the children inherit code and allocators in place
 results = {
     name: [apart(gradient, rtol) for rtol in RTOLS] for name, gradient in WAYS.items()
 }
@@ -178,7 +178,7 @@ for name, rows in results.items():
 # The adjoints that integrate the state backward (torchdiffeq's and "backsolve") either
 # fail, which is the better case, or return a wrong number. The adjoints that read the
 # forward solution ("interpolate" and "checkpoint") are right: the error is below 0.05
-# at a relative tolerance of 1e-3, and below 1e-6 at 1e-7. They take about the time of
+# at a relative tolerance of 1e-3, and below 1e-5 at 1e-6. They take about the time of
 # backpropagation. For so few steps of two numbers, interpolants take less memory than
 # the solvers that are stored as checkpoints.
 
@@ -206,7 +206,7 @@ plt.show()
 for name in ('solve_ivp, "interpolate"', 'solve_ivp, "checkpoint"'):
     errors = [abs(row[0] - KNOWN) for row in results[name]]
     assert errors[0] < 5e-2
-    assert errors[-1] < 1e-6
+    assert errors[-1] < 1e-5
     assert results[name][-1][2] < results["differentiating torchdiffeq's solver"][-1][2]
 for name in ("torchdiffeq's adjoint", 'solve_ivp, "backsolve"'):
     assert not any(
