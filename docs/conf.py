@@ -5,6 +5,7 @@ import re
 from importlib.metadata import version as installed
 
 import matplotlib
+from sphinx.ext.autosummary import autosummary_toc
 
 matplotlib.use("Agg")
 # Examples run in two processes, which would otherwise have a team of threads each.
@@ -77,7 +78,7 @@ sphinx_gallery_conf = {
 
 
 def setup(app):
-    """Write aliased types by their bare names in signatures, also inside unions."""
+    """Write aliased types by their bare names, and leave public names out of the sidebar."""
     # This extension only adds files to pages, but does not declare that parallel reading is safe.
     app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
 
@@ -88,4 +89,11 @@ def setup(app):
         ]
         return clean[0], clean[1]
 
+    def unlisted(app, doctree):
+        for node in list(doctree.findall(autosummary_toc)):
+            node.parent.remove(node)
+
     app.connect("autodoc-process-signature", bare)
+    # The sidebar of each page would list every public name, which takes half of the time of a
+    # build. The page of the API lists them.
+    app.connect("doctree-read", unlisted, priority=400)
