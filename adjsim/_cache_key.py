@@ -14,7 +14,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache, cached_property, partial, partialmethod
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -26,11 +27,12 @@ from types import (
     ModuleType,
 )
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
 # separately.
@@ -40,6 +42,7 @@ _FIXED = {
     "adjsim",
     "beartype",
     "builtins",
+    "enum",
     "functools",
     "itertools",
     "jaxtyping",
@@ -78,6 +81,10 @@ _PLAIN = (
 
 # The commonest of these, looked up in less time.
 _SIMPLE = {type(None), bool, int, str}
+# Dictionaries of what is alive, which are caches: no result depends on what they hold.
+_CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
+# Functions made of names or numbers.
+_GETTERS = (attrgetter, itemgetter, methodcaller)
 # The types of the descriptors of slots in a class.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
 
@@ -139,6 +146,8 @@ class _KeyBuilder:
         if isinstance(x, float):
             return float, x.hex()  # NaN equals itself, and the two zeros differ.
         if isinstance(x, _PLAIN):
+            if isinstance(x, Enum) and _package(type(x)) not in self.fixed:
+                return x.name, self.key(x.value, where), self.key(type(x), where)
             return type(x), x
         if isinstance(x, np.generic):
             return type(x), x.tobytes()
@@ -157,17 +166,21 @@ class _KeyBuilder:
         if id(x) in self.seen:
             return "seen", self.seen[id(x)][0]
         self.seen[id(x)] = (len(self.seen), x)
+        if isinstance(x, _CACHES):
+            return type(x)
+        if isinstance(x, _GETTERS):
+            return type(x), self.key(x.__reduce__()[1:], where)
         if isinstance(x, (tuple, list)):
             return (
-                type(x),
+                self._kind(x, where),
                 self._attributes(x, where),
                 *(self.key(y, f"{where}[{i}]") for i, y in enumerate(x)),
             )
         if isinstance(x, (set, frozenset)):
-            return type(x), frozenset(self.key(y, where) for y in x)
+            return self._kind(x, where), frozenset(self.key(y, where) for y in x)
         if isinstance(x, Mapping):
             items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
-            return type(x), self._attributes(x, where), *items
+            return self._kind(x, where), self._attributes(x, where), *items
         if isinstance(x, nn.Module):
             return Identity(x) if id(x) in self.known else self._foreign_module(x, where)
         if isinstance(x, type):
@@ -204,24 +217,35 @@ class _KeyBuilder:
         found = []
         for kind in kinds:
             for name, value in vars(kind).items():
-                for inside in ("__func__", "__wrapped__", "func", "fget"):
-                    value = getattr(value, inside, value)
+                value = _inside(value)
                 if isinstance(value, FunctionType) or not (
                     name.startswith("__") or isinstance(value, _SLOTS)
                 ):
                     found.append((name, self.key(value, f"{where}.{name}")))
         kind = () if _package(type(x)) in self.fixed else self.key(type(x), where)
-        return Identity(x), kind, *found
+        bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in x.__mro__[1:])
+        return Identity(x), bases, kind, *found
+
+    def _kind(self, x: Any, where: str) -> Any:
+        """Build the key of the class of a container, whose methods may read anything."""
+        kind = type(x)
+        return kind if _package(kind) in self.fixed else self.key(kind, where)
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
             return self.key(x.__func__, where), self.key(x.__self__, where)
         if isinstance(x, partial):
             return self.key(x.func, where), self.key(x.args, where), self.key(x.keywords, where)
-        if not isinstance(x, FunctionType) or _package(x) in self.fixed:
-            return x
+        if not isinstance(x, FunctionType):
+            owner = getattr(x, "__self__", None)
+            if owner is None or isinstance(owner, ModuleType | type):
+                return x
+            return getattr(x, "__name__", type(x)), self.key(owner, where)
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
+        if _package_named(x.__globals__.get("__name__") or "") in self.fixed:
+            # A decorator or a function transform of the package, around what is not fixed.
+            return (x.__code__, cells) if cells else x
         mentioned = _names(x.__code__)
         found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
         modules: set[int] = set()
@@ -324,6 +348,20 @@ def _tensor(x: Tensor) -> Any:
         return *kind, Identity(x), x._version
     content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
+
+
+def _inside(x: Any) -> Any:
+    """Return what an attribute of a class calls: the function of a method or a property."""
+    if isinstance(x, staticmethod | classmethod):
+        return _inside(x.__func__)
+    if isinstance(x, property):
+        return _inside(x.fget)
+    if isinstance(x, cached_property):
+        return _inside(x.func)
+    if isinstance(x, partialmethod):
+        return partial(x.func, *x.args, **x.keywords)
+    # A cache around a function, which has no code of its own.
+    return x if isinstance(x, FunctionType) else getattr(x, "__wrapped__", x)
 
 
 def _package_of(x: ModuleType) -> str:

@@ -56,6 +56,14 @@ def describe_module(module: nn.Module, function: Callable[..., Any] | None) -> d
     }
 
 
+def describe_function(function: Callable[..., Any], where: str) -> str:
+    """Describe a function as far as it can be inspected."""
+    try:
+        return object_fingerprint(function, where)
+    except UninspectableError:
+        return "a function that cannot be inspected"
+
+
 def describe_object(x: Any, where: str) -> str:
     """Describe an object such as a solver.
 

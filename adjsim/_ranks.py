@@ -35,8 +35,6 @@ class Ranks:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        if self.rank < 0:
-            raise RankError("group= is a process group without this process.")
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
@@ -47,6 +45,7 @@ class Ranks:
 
         Raises:
             TypeError: anything else than a process group.
+            RankError: a group without this process.
         """
         if isinstance(group, Ranks):
             return group
@@ -57,6 +56,8 @@ class Ranks:
             if started and not dist.is_initialized():
                 _start()
             group = dist.group.WORLD if dist.is_initialized() else None
+        elif group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise RankError("group= is a process group without this process.")
         elif not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "group must be a process group of torch.distributed, or None; got "

@@ -29,8 +29,8 @@ from adjsim._files import check_writable, replacing
 # of trees. Tuples become lists.
 Tree = Any
 
-FORMAT = "adjsim 1"
-MANIFEST, LOCK, SUFFIX = "manifest.json", "lock", ".safetensors"
+FORMAT = "adjsim 2"
+MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".safetensors", ".claim"
 # Names of the tensors that hold the structure of a tree, and all its bytes.
 STRUCTURE, BYTES = "structure", "bytes"
 
@@ -89,30 +89,37 @@ def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
     return x.permute([axes.index(axis) for axis in range(len(axes))])
 
 
-def to_bytes(tree: Tree) -> bytes:
-    """Write a tree as the bytes of a safetensors file with a checksum."""
+def to_bytes(tree: Tree, label: str = "") -> bytes:
+    """Write a tree as the bytes of a safetensors file with a checksum.
+
+    Args:
+        tree: the tree.
+        label: says what it is; needed to read it.
+    """
     writer = _Writer()
     structure = json.dumps(writer.encode(tree)).encode()
     tensors = {**writer.tensors, STRUCTURE: _as_tensor(structure), BYTES: _as_tensor(writer.bytes)}
-    return save(tensors, {"format": FORMAT, "checksum": _checksum(tensors)})
+    return save(tensors, {"format": FORMAT, "label": label, "checksum": _checksum(tensors, label)})
 
 
-def from_bytes(data: bytes) -> Tree:
+def from_bytes(data: bytes, label: str = "") -> Tree:
     """Read the tree of :func:`to_bytes`.
 
     Raises:
-        StoreError: the bytes are cut short, changed, or something else.
+        StoreError: the bytes are cut short, changed, or something else, or the label differs.
     """
     try:
         tensors = load(data)
         about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        known, checksum = about["format"], about["checksum"]
+        known, there, checksum = about["format"], about.get("label", ""), about["checksum"]
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"is cut short, or was not written by adjsim ({error})") from error
     if known != FORMAT:
         raise StoreError(f"has the format {known!r}, and this version reads {FORMAT!r}")
-    if checksum != _checksum(tensors):
+    if checksum != _checksum(tensors, there):
         raise StoreError("is damaged: its checksum does not fit")
+    if there != label:
+        raise StoreError("is of another computation, or another part of it")
     structure, kept = (tensors[name].numpy().tobytes() for name in (STRUCTURE, BYTES))
     return _decode(json.loads(structure), tensors, kept)
 
@@ -132,8 +139,8 @@ def _as_tensor(data: bytes | bytearray) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _checksum(tensors: Mapping[str, Tensor], label: str) -> str:
+    digest = hashlib.blake2b(label.encode(), digest_size=16)
     for name, x in sorted(tensors.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
@@ -157,6 +164,7 @@ class Store:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._digest: str | None = None
         self._make()
 
     def __repr__(self) -> str:
@@ -178,7 +186,7 @@ class Store:
         """
         path = self.path(name)
         try:
-            return from_bytes(path.read_bytes())
+            return from_bytes(path.read_bytes(), self._label(name))
         except OSError as error:
             raise StoreError(f"'{path}' cannot be read ({error.strerror or error}).") from None
         except StoreError as reason:
@@ -190,7 +198,27 @@ class Store:
         Raises:
             StoreError: the file cannot be written, for example to a full disk.
         """
-        self._replace(self.path(name), to_bytes(tree))
+        self._replace(self.path(name), to_bytes(tree, self._label(name)))
+
+    def claim(self, name: str) -> bool:
+        """Claim a part for this process, and return whether no other process has.
+
+        Raises:
+            StoreError: the claim cannot be written.
+        """
+        path = self.folder / (name + CLAIM)
+        try:
+            os.close(_private(f"{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _unwritten(path, error) from None
+        return True
+
+    def release(self) -> None:
+        """Remove the claims, of which those of processes that have ended would remain."""
+        for path in self.folder.glob("*" + CLAIM):
+            path.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Remove a part, if it is there."""
@@ -222,6 +250,7 @@ class Store:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
             self._check(manifest)
+            self._digest = None
             yield
 
     def _make(self) -> None:
@@ -266,7 +295,25 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise StoreError(
-                f"'{path}' cannot be written ({error.strerror or error}). The parts that were "
-                "written before are whole: run again with the same store to go on."
-            ) from None
+            raise _unwritten(path, error) from None
+
+    def _label(self, name: str) -> str:
+        """Return what a part says of itself: its name, and a hash of the manifest."""
+        if self._digest is None:
+            try:
+                manifest = (self.folder / MANIFEST).read_bytes()
+            except FileNotFoundError:
+                return name
+            except OSError as error:
+                raise StoreError(
+                    f"'{self.folder / MANIFEST}' cannot be read ({error.strerror or error})."
+                ) from None
+            self._digest = hashlib.blake2b(manifest, digest_size=16).hexdigest()
+        return f"{name} {self._digest}"
+
+
+def _unwritten(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"'{path}' cannot be written ({error.strerror or error}). The parts that were written "
+        "before are whole: run again with the same store to go on."
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim._fingerprint import tensor_fingerprint
 from adjsim._inputs import as_number, as_whole
 from adjsim._noise import as_generator, seed_from
 from adjsim._params import refuse_untrainable
@@ -29,7 +30,7 @@ from adjsim.estimators.base import (
     mean_and_stderr,
 )
 from adjsim.estimators.estimate import GradientEstimate
-from adjsim.estimators.sharing import same_generator
+from adjsim.estimators.sharing import describe_estimate, same_generator
 from adjsim.gauss_newton import Target, gauss_newton
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
@@ -168,6 +169,9 @@ def fit(
     source = same_generator(ranks, as_generator(generator))
     runs = [_Runs(make(), size, seed_from(source)) for size in sizes]
     runs[0].estimator.check(simulation, observable)
+    if ranks.size > 1:
+        settings = {"iterations": iterations, "largest_change": largest_change}
+        ranks.agree(_describe(simulation, observable, runs, data, settings))
     history, begun = list[Iteration](), time.perf_counter()
     with progress_bar(progress and ranks.first) as bar:
         task = bar.add_task("fitting", total=iterations * len(runs), doing="")
@@ -250,6 +254,24 @@ class _Evaluation:
     @property
     def errors(self) -> Tensor:
         return self.covariance.diagonal().sqrt()
+
+
+def _describe(
+    simulation: Simulation[State],
+    observable: Observable[State],
+    runs: list[_Runs],
+    data: Target,
+    settings: dict[str, Any],
+) -> dict[str, str]:
+    """Describe a fit by everything that its numbers depend on."""
+    return {
+        **describe_estimate(runs[0].estimator, simulation, observable, None, [], None),
+        "the target": tensor_fingerprint(data.values),
+        "the weight of the target": tensor_fingerprint(data.weight),
+        "the chunks": f"{[run.replicas for run in runs]}",
+        "the seeds": f"{[run.seed for run in runs]}",
+        **{name: f"{x}" for name, x in settings.items()},
+    }
 
 
 def _evaluate(

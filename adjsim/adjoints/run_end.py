@@ -66,16 +66,16 @@ def check_continues(end: RunEnd | None, state: Any, ts: Any, solver: Any, genera
         raise ValueError("continues= takes the start from the trajectory: give None as state.")
     if generator is not None:
         raise ValueError("continues= takes the noise from the trajectory: leave generator out.")
-    described = describe_solver(solver)
-    if described != end.solver:
-        raise ValueError(
-            f"continues= is a run of {end.solver}, and solver is {described}: give the same solver."
-        )
     copies = [name for name in end.fields if not name.endswith("_buffer")]
     if copies:
         raise TypeError(
             f"continues=: the steps of {solver!r} have a second copy of the state, which a "
             "trajectory does not hand on. Run the whole time at once, with store= if it is long."
+        )
+    described = describe_solver(solver)
+    if described != end.solver:
+        raise ValueError(
+            f"continues= is a run of {end.solver}, and solver is {described}: give the same solver."
         )
     begin, now = float(check_times(ts)[0]), end.begin + end.step * solver.dt
     if abs(begin - now) > 1e-3 * solver.dt:

@@ -22,7 +22,8 @@ class Moments:
     The result is one vector in float64: O of every replica, and the means over replicas of O^2, of
     ``du/dtheta``, of ``O du/dtheta`` and of ``dO/dtheta``. Calls change nothing on the object, so a
     compiled loop can average it. The cache of compiled loops is keyed by the averaged function, so
-    one object serves all chunks.
+    one object serves all chunks. The bits of products depend on the start, so all chunks need the
+    same.
 
     Args:
         dynamics: the dynamics with reduced energy u and parameters theta.
@@ -46,12 +47,14 @@ class Moments:
         self.shift = _offset(seen.reshape(len(seen), -1))
         self.names = list(dynamics.trainable())
 
-    def matches(self, dynamics: Dynamics[Any], function: Callable[[Any], Tensor]) -> bool:
-        """Return whether the moments are of these dynamics, parameters and observable."""
+    def equals(self, other: Moments) -> bool:
+        """Return whether two moments are the same function of the state."""
         return (
-            self.dynamics is dynamics
-            and self.function == function
-            and self.names == list(dynamics.trainable())
+            self.dynamics is other.dynamics
+            and self.function == other.function
+            and self.bath == other.bath
+            and self.names == other.names
+            and torch.equal(self.shift, other.shift)
         )
 
     def __call__(self, state: AnyState) -> Tensor:

@@ -33,7 +33,14 @@ from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
 from adjsim.estimators.probes import depends_on_bath, reduced_energy
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
-from adjsim.estimators.sharing import Work, costs_of, describe_estimate, same_generator, shared
+from adjsim.estimators.sharing import (
+    Work,
+    costs_of,
+    describe_estimate,
+    same_generator,
+    shared,
+    unadvanced,
+)
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
@@ -117,7 +124,9 @@ class Reweighting(Estimator):
 
         def describe() -> dict[str, str]:
             seed = "none" if generator is None else tensor_fingerprint(generator.get_state())
-            about = describe_estimate(self, simulation, observable, probe, slices, None)
+            with unadvanced(generator):
+                starts = simulation.starts(replicas, generator)
+            about = describe_estimate(self, simulation, observable, starts, slices, None)
             return {**about, "the generator": seed}
 
         with shared(ranks, store, describe) as work, PeakMemory(device) as memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from adjsim._inputs import as_number
 from adjsim._noise import Noise
-from adjsim._state import State
+from adjsim._state import State, select
 from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -23,6 +25,7 @@ from adjsim.estimators.base import (
 )
 from adjsim.estimators.moments import Moments
 from adjsim.estimators.probes import depends_on_bath
+from adjsim.estimators.sharing import Work
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
 
@@ -65,12 +68,30 @@ class ScoreFunction(ChunkedEstimator):
         if not burn_in >= 0:
             raise ValueError(f"burn_in must be zero or a positive time; got {burn_in}.")
         self.burn_in = burn_in
-        # Kept between calls, since the cache of compiled loops is keyed by this object.
-        self._moments: dict[bool, Moments] = {}
+        # Kept between calls, since the cache of compiled loops is keyed by these objects.
+        self._known: dict[bool, Moments] = {}
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         average = check_stationary(self, simulation, observable)
         common_burn_in(self, self.burn_in, average)
+
+    def run_chunks(
+        self,
+        simulation: Simulation[State],
+        observable: Observable[State],
+        starts: State,
+        slices: list[slice],
+        seed: int | None,
+        work: Work,
+    ) -> list[Chunk]:
+        # The moments of all chunks are about one number, whichever rank runs them.
+        first = select(starts, slices[0])
+
+        def chunk(i: int) -> Chunk:
+            noise = None if seed is None else Noise(seed, slices[i].start)
+            return self.chunk(simulation, observable, select(starts, slices[i]), noise, first)
+
+        return work.chunks(len(slices), chunk, starts[0].device)
 
     def chunk(
         self,
@@ -78,16 +99,33 @@ class ScoreFunction(ChunkedEstimator):
         observable: Observable[State],
         start: State,
         noise: Noise | None,
+        first: State | None = None,
     ) -> Chunk:
         assert isinstance(observable, TimeAverage)
         dynamics, function = simulation.dynamics, observable.function
+        about = start if first is None else first
         bath = depends_on_bath(dynamics, function, start)
-        final, evaluations, found = self._sample(simulation, observable, start, noise, bath)
+        moments = self._moments(dynamics, function, bath, about)
+        final, evaluations, found = self._sample(simulation, observable, start, noise, moments)
         if not bath and depends_on_bath(dynamics, function, final):
-            final, more, found = self._sample(simulation, observable, start, noise, True)
+            moments = self._moments(dynamics, function, True, about)
+            final, more, found = self._sample(simulation, observable, start, noise, moments)
             evaluations += more
         stats = {"energy_evaluations": evaluations, "pairs": found.pop("pairs")}
         return Chunk(found["O"], found["dO"], stats, found)
+
+    def _moments(
+        self,
+        dynamics: Dynamics[State],
+        function: Callable[[State], Tensor],
+        bath: bool,
+        start: State,
+    ) -> Moments:
+        """Make the moments about a start, or return the last ones if they are equal."""
+        moments, last = Moments(dynamics, function, bath, start), self._known.get(bath)
+        if last is None or not last.equals(moments):
+            last = self._known[bath] = moments
+        return last
 
     @torch.no_grad()
     def _sample(
@@ -96,17 +134,14 @@ class ScoreFunction(ChunkedEstimator):
         observable: TimeAverage,
         start: State,
         noise: Noise | None,
-        bath: bool,
+        moments: Moments,
     ) -> tuple[State, int, dict[str, Any]]:
         """Run, and return the final state, the passes over the energy, and the moments.
 
         The run has two parts, whose averages are compared to test for equilibrium.
         """
         assert isinstance(simulation.solver, SteppingSolver)
-        dynamics, function = simulation.dynamics, observable.function
-        moments = self._moments.get(bath)
-        if moments is None or not moments.matches(dynamics, function):
-            moments = self._moments[bath] = Moments(dynamics, function, bath, start)
+        dynamics = simulation.dynamics
         skip, times, dt = (
             common_burn_in(self, self.burn_in, observable),
             check_times(simulation.ts),
@@ -135,7 +170,7 @@ class ScoreFunction(ChunkedEstimator):
             state, evaluations = made.final, evaluations + made.stats["energy_evaluations"]
             pairs = made.stats.get("pairs")
             parts.append((end - max(begin, first - 1), made.record))
-        values = checked(function(state), state)
+        values = checked(observable.function(state), state)
         total = torch.stack([record * (count / (last - first + 1)) for count, record in parts]).sum(
             0
         )

@@ -8,7 +8,6 @@ threads.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,13 +19,11 @@ from torch import Tensor
 
 from adjsim._fingerprint import tensor_fingerprint
 from adjsim._interruption import ending_at_once
-from adjsim._manifest import describe_module, describe_object, versions
+from adjsim._manifest import describe_function, describe_module, describe_object, versions
 from adjsim._ranks import Ranks
 from adjsim._state import AnyState
 from adjsim._store import Store, Tree, moved
 from adjsim._trajectory import Final, TimeAverage
-
-CLAIM = ".claim"
 
 
 @dataclass
@@ -92,11 +89,8 @@ class Work:
         done = self.ranks.exchange(finished)[0]
         yield from done[self.ranks.rank :: self.ranks.size]
         for i in sorted(set(range(count)) - set(done)):
-            try:
-                os.close(os.open(store.folder / (names[i] + CLAIM), os.O_CREAT | os.O_EXCL, 0o644))
-            except FileExistsError:
-                continue
-            yield i
+            if store.claim(names[i]):
+                yield i
 
 
 @contextmanager
@@ -128,9 +122,8 @@ def shared(
         def hold(_: int) -> str:
             kept = Store(store)
             stack.enter_context(kept.held(about))
-            # Claims of processes that have ended.
-            for path in kept.folder.glob("*" + CLAIM):
-                path.unlink()
+            kept.release()
+            stack.callback(kept.release)
             return f"{kept.folder}"
 
         # The other ranks wait for the first one, and raise its error.
@@ -153,11 +146,13 @@ def describe_estimate(
     estimator: Any,
     simulation: Any,
     observable: Any,
-    starts: AnyState,
+    starts: AnyState | None,
     slices: list[slice],
     seed: int | None,
 ) -> dict[str, str]:
     """Describe an estimate by everything that its numbers depend on.
+
+    Without ``starts`` the function that makes them is described, as far as it can be inspected.
 
     Raises:
         StoreError: a part of it cannot be inspected.
@@ -171,7 +166,7 @@ def describe_estimate(
         "the computation": "an estimate",
         **versions(),
         **describe_module(simulation.dynamics, function),
-        **{f"{name} of the starts": tensor_fingerprint(x) for name, x in starts._asdict().items()},
+        **_describe_starts(simulation, starts),
         "the estimator": type(estimator).__name__,
         **{f"{name} of the estimator": describe_object(x, name) for name, x in settings.items()},
         "the observable": f"{type(observable).__name__}{burn_in}",
@@ -181,6 +176,23 @@ def describe_estimate(
         "the seed": f"{seed}",
         "compile": f"{simulation.compile}",
     }
+
+
+def _describe_starts(simulation: Any, starts: AnyState | None) -> dict[str, str]:
+    if starts is None:
+        return {"the starts": describe_function(simulation.initial, "the starts")}
+    return {f"{name} of the starts": tensor_fingerprint(x) for name, x in starts._asdict().items()}
+
+
+@contextmanager
+def unadvanced(generator: torch.Generator | None) -> Generator[None, None, None]:
+    """Give a generator, or torch's default one for None, its state back at the end."""
+    source = torch.default_generator if generator is None else generator
+    state = source.get_state()
+    try:
+        yield
+    finally:
+        source.set_state(state)
 
 
 def costs_of(ranks: Ranks, seconds: float, peak_memory: int) -> dict[str, Any]:

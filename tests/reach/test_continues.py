@@ -150,10 +150,11 @@ def test_arguments_that_do_not_fit_are_refused():
         go_on()
 
 
-def test_steps_with_a_second_copy_are_refused():
+@pytest.mark.parametrize("rate", [1.0, None])
+def test_steps_with_a_second_copy_are_refused(rate):
     field = nn.Linear(2, 2)
     dynamics = adjsim.ODE(lambda t, y: field(y))
-    solver = adjsim.Coupled("rk4", 0.1, rate=1.0)
+    solver = adjsim.Coupled("rk4", 0.1, rate=rate)
     with torch.no_grad():
         run = adjsim.simulate(dynamics, dynamics.init(torch.ones(2)), [0.0, 1.0], solver=solver)
         with pytest.raises(TypeError, match="second copy of the state"):

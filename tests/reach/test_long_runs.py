@@ -94,6 +94,28 @@ def test_a_finished_run_is_read(compiled, tmp_path):
     assert run.stats["resumed_at"] == 0
 
 
+def test_a_sweep_that_was_read_knows_its_error(tmp_path):
+    dynamics = adjsim.Langevin(adjsim.DoubleWell(torch.nn.Parameter(torch.tensor(1.0))), kT=1.0)
+    start = dynamics.init(torch.ones(1, 1), torch.zeros(1, 1))
+
+    def error():
+        run = adjsim.simulate(
+            dynamics,
+            start,
+            torch.linspace(0.0, 3.0, 4),
+            solver=adjsim.BAOAB(0.05),
+            adjoint=adjsim.ReversibleAdjoint(),
+            generator=1,
+            store=tmp_path,
+        )
+        torch.autograd.grad(run.final.position.sum(), dynamics.potential.barrier)
+        return run.stats["reconstruction_error"]
+
+    first = error()
+    assert first > 0
+    assert error() == first
+
+
 def test_a_store_that_was_removed_is_made_again(tmp_path):
     expected = numbers(*run_of(100, "exact"))
     run, dynamics = run_of(100, "exact", tmp_path / "store")

@@ -1,8 +1,11 @@
 """Chunks that are shared among ranks: bits, stores, and faults."""
 
 import os
+import shutil
 import signal
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +39,22 @@ def test_the_bits_do_not_depend_on_the_ranks(name, size, tmp_path):
         assert all(x[1]["energy_evaluations"] == found[0][1]["energy_evaluations"] for x in found)
     # Chunks of another number of ranks.
     assert estimate(name, 11, 5, 3, str(tmp_path))[0] == expected
+
+
+def scored(estimator, seed, store=None):
+    """The score of chunks of one or two replicas, whose starts differ from chunk to chunk."""
+    found = estimator(simulation(), AVERAGE, replicas=24, chunks=16, generator=seed, store=store)
+    return bits(found)
+
+
+def test_a_score_does_not_depend_on_which_chunk_comes_first(tmp_path):
+    expected, used = scored(adjsim.ScoreFunction(), 1), adjsim.ScoreFunction()
+    assert scored(used, 2) != expected
+    assert scored(used, 1) == expected
+    assert scored(used, 1, tmp_path) == expected
+    for path in sorted(tmp_path.glob("chunk-*"))[:5]:
+        path.unlink()
+    assert scored(adjsim.ScoreFunction(), 1, tmp_path) == expected
 
 
 def shadowed(store):
@@ -186,6 +205,51 @@ def test_ranks_that_compute_different_things_are_named(what, says):
             raise found
 
 
+def differing_fit(what):
+    rank = dist.get_rank()
+    made, samples = simulation(kT=0.5), torch.ones(6, 1, 1) + rank * (what == "starts")
+    if what == "parameter":
+        with torch.no_grad():
+            made.dynamics.potential.barrier += rank
+    made.dynamics.kT.requires_grad_(False)
+    if what == "starts":
+        started = lambda n, generator: made.dynamics.init(samples[:n], generator=generator)  # noqa: E731
+        made = replace(made, initial=started)
+    target = [1.0 + rank * (what == "target")]
+    average = adjsim.TimeAverage(lambda s: s.position[:, 0] ** 2)
+    make = partial(adjsim.Reweighting, every=0.1)
+    return fit(made, average, target, make, replicas=6, chunks=3, iterations=1, generator=1)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    slow_but(
+        lambda what, _: what == "starts",
+        [("parameter", "barrier"), ("target", "the target is"), ("starts", "the starts is")],
+    ),
+)
+def test_ranks_that_fit_different_things_are_named(what, says):
+    for found in on_ranks(2, differing_fit, what):
+        with pytest.raises(RankError, match=says):
+            raise found
+
+
+def test_a_store_knows_all_starts_of_its_samples(tmp_path):
+    samples, made = torch.ones(6, 1, 1), simulation()
+    started = lambda n, generator: made.dynamics.init(samples[:n], generator=generator)  # noqa: E731
+    made = replace(made, initial=started)
+
+    def estimated():
+        reweighted = adjsim.Reweighting(every=0.1)
+        return reweighted(made, AVERAGE, replicas=6, chunks=3, generator=1, store=tmp_path)
+
+    first = estimated()
+    assert bits(estimated()) == bits(first)
+    samples[1:] = -1.0
+    with pytest.raises(StoreError, match="position of the starts"):
+        estimated()
+
+
 def failing(rank_of_failure):
     def observe(state):
         if dist.get_rank() == rank_of_failure:
@@ -266,6 +330,20 @@ def test_a_damaged_chunk_is_named(tmp_path):
             raise found
     path.unlink()
     assert estimate("pathwise", 4, 2, 1, str(tmp_path))[0] == expected
+
+
+def test_a_chunk_of_another_estimate_is_named(tmp_path):
+    """Each has a checksum that fits, and is not the chunk that its name says."""
+    ours, other = str(tmp_path / "ours"), str(tmp_path / "other")
+    estimate("pathwise", 4, 2, 1, ours)
+    estimate("pathwise", 4, 2, 2, other)
+    chunks = [
+        tmp_path / name / f"chunk-0000{i}.safetensors" for name, i in (("other", 0), ("ours", 1))
+    ]
+    for foreign in chunks:
+        shutil.copy(foreign, tmp_path / "ours" / "chunk-00000.safetensors")
+        with pytest.raises(StoreError, match=r"chunk-00000.*is of another computation"):
+            estimate("pathwise", 4, 2, 1, ours)
 
 
 def test_a_value_that_is_no_group_is_refused():

@@ -1,5 +1,6 @@
 """Stores: what they hold, and what they refuse."""
 
+import errno
 import json
 import os
 import random
@@ -131,6 +132,20 @@ def test_a_full_disk_leaves_whole_files(tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
     assert store.path("part").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["part.safetensors"]
+
+
+def test_a_claim_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(path, flags):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = Store(tmp_path)
+    assert store.claim("part")
+    assert not store.claim("part")
+    store.release()
+    monkeypatch.setattr("adjsim._store._private", full)
+    with pytest.raises(StoreError, match=r"part.*cannot be written \(No space left on device\)"):
+        store.claim("part")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_not_world_writable(tmp_path):

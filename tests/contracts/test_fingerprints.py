@@ -1,0 +1,159 @@
+"""Fingerprints: each way of writing a function that hides a number or a formula."""
+
+import enum
+import functools
+import operator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim._fingerprint import module_fingerprint, object_fingerprint
+
+
+def times(n):
+    def around(function):
+        @functools.wraps(function)
+        def scaled(*args):
+            return n * function(*args)
+
+        return scaled
+
+    return around
+
+
+def decorated_method(n):
+    class Observed:
+        @times(n)
+        def __call__(self, state):
+            return state.position
+
+    return Observed()
+
+
+def quiet(n):
+    @torch.no_grad()
+    def observed(state):
+        return n * state.position
+
+    return observed
+
+
+def named_as_another(n):
+    @functools.wraps(len)
+    def observed(state):
+        return n * state.position
+
+    return observed
+
+
+def _scaled(n, state):
+    return n * state.position
+
+
+def attribute(kind, n):
+    class Observed:
+        call = kind(_scaled, n) if kind is functools.partial else kind(lambda self, k, s: k * s, n)
+
+        def __call__(self, state):
+            return self.call(state)
+
+    return Observed()
+
+
+def method_of_a_container(base, n):
+    if base is tuple:
+
+        class Weights(NamedTuple):
+            w: float
+
+            def total(self, x, factor=n):
+                return factor * self.w * x
+
+        held = Weights(1.0)
+    else:
+
+        class Table(dict):
+            def total(self, x, factor=n):
+                return factor * x
+
+        held = Table()
+    return lambda state: held.total(state.position)
+
+
+def bound(x, name):
+    method = getattr(x, name)
+    return lambda state: method(state)
+
+
+def member(n):
+    class Kind(enum.Enum):
+        ONE = 1
+
+        @property
+        def factor(self, k=n):
+            return k
+
+    held = Kind.ONE
+    return lambda state: held.factor * state.position
+
+
+def of_base(base):
+    class Same(base):
+        pass
+
+    return Same(1.0, 1.0)
+
+
+PAIRS = {
+    "decorated method": (decorated_method(1), decorated_method(2)),
+    "function under no_grad": (quiet(1), quiet(2)),
+    "function named as another": (named_as_another(1), named_as_another(2)),
+    "cached function": tuple(functools.lru_cache(quiet(n)) for n in (1, 2)),
+    "class attribute: partial": tuple(attribute(functools.partial, n) for n in (1, 2)),
+    "class attribute: partialmethod": tuple(attribute(functools.partialmethod, n) for n in (1, 2)),
+    "method of a named tuple": tuple(method_of_a_container(tuple, n) for n in (1, 2)),
+    "method of a dictionary": tuple(method_of_a_container(dict, n) for n in (1, 2)),
+    "bound builtin": (bound({1: 2}, "get"), bound({1: 3}, "get")),
+    "bound method of a tensor": (bound(torch.ones(1), "mul"), bound(torch.zeros(1), "mul")),
+    "attrgetter": tuple(map(operator.attrgetter, ("position", "momentum"))),
+    "itemgetter": tuple(map(operator.itemgetter, (0, 1))),
+    "property of a member": (member(1), member(2)),
+    "transform": tuple(torch.func.vmap(_scaled, in_dims=(None, n)) for n in (0, 1)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_what_a_function_hides_is_seen(pair):
+    one, other = (object_fingerprint(x, "x") for x in pair)
+    assert one == object_fingerprint(pair[0], "x")
+    assert one != other
+
+
+def test_the_base_of_a_class_is_seen():
+    found = {
+        module_fingerprint(adjsim.Hamiltonian(of_base(base)))
+        for base in (adjsim.LennardJones, adjsim.WCA)
+    }
+    assert len(found) == 2
+
+
+class Caching(nn.Module):
+    """A potential that keeps results as long as their positions live."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = WeakKeyDictionary()
+
+    def forward(self, position):
+        return position.square().sum((-1, -2))
+
+
+def test_a_cache_of_what_is_alive_is_no_part_of_it():
+    potential = Caching()
+    before, key = module_fingerprint(potential), torch.nn.Identity()
+    potential.known[key] = 1.0
+    assert module_fingerprint(potential) == before
