@@ -512,8 +512,20 @@ def elementwise(x: Tensor) -> Tensor:
     return z * y - z
 
 
+def several(x: Tensor) -> Tensor:
+    """Values that are read at several stages, and a number that is needed between them."""
+    y = costly(x)
+    z = costly(y - x)
+    half = (x[0] * x[1] + 1) * x[2]
+    return costly(z * y * half) * y + z * y
+
+
 READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "one loop": elementwise,
+    "several readers": several,
+    "a transposed value": lambda x: (lambda y: costly(y.T * y) * y)(
+        costly(x.reshape(10, 10))
+    ).reshape(100),
     "other places": lambda x: costly(x)[1:] * costly(x)[:-1] + elementwise(x)[:1],
     "a reshaped value": lambda x: elementwise(x).reshape(4, 25)[1] * elementwise(x)[:25],
     "by index": lambda x: (lambda y: y[torch.arange(99, -1, -1)] * y)(elementwise(x)),
@@ -535,11 +547,11 @@ def test_values_that_one_loop_reads_are_not_stored(monkeypatch):
         return library.compiled(source, threads)
 
     monkeypatch.setattr("adjsim._cpp.program.compiled", compiled)
-    for function in (elementwise, lambda x: elementwise(x).sum() * x):
+    for function in (elementwise, several, lambda x: elementwise(x).sum() * x):
         printed(function, numbers(100))
     counts = [source.count("__restrict b") for source in sources]
     # A loop that sums keeps both of the values that it reads.
-    assert counts == [0, 2]
+    assert counts == [0, 0, 2]
 
 
 # Of 13 rows, which are padded: from the beginning, from the end, and columns of different ranges.
