@@ -135,6 +135,8 @@ WAYS = {
 
 
 def measure(gradient, rtol, answers):
+    for warm in ("differentiating torchdiffeq's solver", 'solve_ivp, "checkpoint"'):
+        WAYS[warm](1e-3)  # code and allocators in place, and inherited pages copied
     word, begun = "", time.perf_counter()
     with PeakMemory(torch.device("cpu")) as memory:
         try:
@@ -160,8 +162,6 @@ def apart(gradient, rtol):
 warnings.filterwarnings(
     "ignore", "a gradient at rtol"
 )  # a loose tolerance is tried here on purpose
-for warm in ("differentiating torchdiffeq's solver", 'solve_ivp, "checkpoint"'):
-    WAYS[warm](1e-3)  # the children inherit code and allocators in place
 results = {
     name: [apart(gradient, rtol) for rtol in RTOLS] for name, gradient in WAYS.items()
 }
