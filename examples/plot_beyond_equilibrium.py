@@ -702,7 +702,7 @@ def taken(estimator, replicas, seed, **rest):
     return flat(estimate.grad).numpy(), flat(estimate.grad_stderr).numpy()
 
 
-few, many = 512, 4096
+few, many = 256, 4096
 (grad, error), (quotients, _) = (
     taken(adjsim.Pathwise(), few, 4),
     taken(fine, few, 4, chunks=2),
@@ -841,7 +841,7 @@ class Tabled(adjsim.ForceField):
 # of Girsanov. ``estimate.accumulate(dynamics)`` adds the gradients into ``.grad``, as
 # ``backward()`` does.
 
-ITERATIONS, RATE = 30, 0.2
+ITERATIONS, RATE = 24, 0.2
 
 
 def train(estimator, seed):

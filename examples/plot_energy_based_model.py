@@ -37,7 +37,7 @@ torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # one particle is too little to share between threads
 
 CHAINS, STEPS, DT = 256, 10, 0.03
-ITERATIONS, RATE, EVERY = 240, 1e-2, 20
+ITERATIONS, RATE, EVERY = 240, 1.5e-2, 20
 
 
 def seeded(seed):
