@@ -156,6 +156,7 @@ def well(duration, every_step=False):
         lambda n, g: dynamics.init(START.expand(n, 1, 1)),
         ts,
         adjsim.EulerMaruyama(DT),
+        compile=not every_step,
     )
 
 
