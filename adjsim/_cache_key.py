@@ -81,9 +81,9 @@ _PLAIN = (
 
 # The commonest of these, looked up in less time.
 _SIMPLE = {type(None), bool, int, str}
-# Dictionaries of what is alive, which are caches: no result depends on what they hold.
+# Weak dictionaries are caches: their entries are left out, since no result depends on them.
 _CACHES = (WeakKeyDictionary, WeakValueDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary)
-# Functions made of names or numbers.
+# Callables that hold the names or the numbers that they read.
 _GETTERS = (attrgetter, itemgetter, methodcaller)
 # The types of the descriptors of slots in a class.
 _SLOTS = (GetSetDescriptorType, MemberDescriptorType)
@@ -351,7 +351,7 @@ def _tensor(x: Tensor) -> Any:
 
 
 def _inside(x: Any) -> Any:
-    """Return what an attribute of a class calls: the function of a method or a property."""
+    """Return the function that an attribute of a class calls, such as that of a property."""
     if isinstance(x, staticmethod | classmethod):
         return _inside(x.__func__)
     if isinstance(x, property):
@@ -360,7 +360,7 @@ def _inside(x: Any) -> Any:
         return _inside(x.func)
     if isinstance(x, partialmethod):
         return partial(x.func, *x.args, **x.keywords)
-    # A cache around a function, which has no code of its own.
+    # The wrapper of functools.cache has no code of its own.
     return x if isinstance(x, FunctionType) else getattr(x, "__wrapped__", x)
 
 

@@ -216,7 +216,7 @@ class Store:
         return True
 
     def release(self) -> None:
-        """Remove the claims, of which those of processes that have ended would remain."""
+        """Remove all claims, also those of processes that have ended."""
         for path in self.folder.glob("*" + CLAIM):
             path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """The C++ functions that printed expressions call.
 
-They are declared here one by one: the header ``<cmath>`` alone takes three times as long to compile
-as the loop of a small system.
+They are declared here one by one: the header ``<cmath>`` alone takes longer to compile than the
+loop of a small system.
 """
 
 from __future__ import annotations

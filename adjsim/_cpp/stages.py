@@ -50,7 +50,7 @@ def nests(tasks: Iterable[Task], threads: int) -> Stage:
 
 
 def join(stages: list[Stage], operands: Callable[[Value], Iterable[Buffer]], threads: int) -> None:
-    """Compute values in the earlier nest that computes the last of what they read.
+    """Move each value into the earlier nest that computes the last of its operands.
 
     Args:
         stages: in the order in which they run; changed in place.

@@ -186,7 +186,7 @@ class _SweptRun:
             saved.finish()
             sums.complete()
         if rewind.error is not None:
-            # A sweep that went on from a save has not restored every state itself.
+            # After a resume, earlier processes have restored a part of the states.
             problem.stats["reconstruction_error"] = rewind.error
         start = [sums[name] for name in final._fields]
         if copies is not None:

@@ -186,7 +186,7 @@ def _describe_starts(simulation: Any, starts: AnyState | None) -> dict[str, str]
 
 @contextmanager
 def unadvanced(generator: torch.Generator | None) -> Generator[None, None, None]:
-    """Give a generator, or torch's default one for None, its state back at the end."""
+    """Restore the state of a generator at the end; None stands for torch's default generator."""
     source = torch.default_generator if generator is None else generator
     state = source.get_state()
     try:

@@ -152,7 +152,7 @@ class Caching(nn.Module):
         return position.square().sum((-1, -2))
 
 
-def test_a_cache_of_what_is_alive_is_no_part_of_it():
+def test_entries_of_weak_dictionaries_are_left_out():
     potential = Caching()
     before, key = module_fingerprint(potential), torch.nn.Identity()
     potential.known[key] = 1.0

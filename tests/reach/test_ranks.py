@@ -205,16 +205,22 @@ def test_ranks_that_compute_different_things_are_named(what, says):
             raise found
 
 
+def simulation_from(samples):
+    made = simulation()
+
+    def initial(replicas, generator):
+        return made.dynamics.init(samples[:replicas], generator=generator)
+
+    return replace(made, initial=initial)
+
+
 def differing_fit(what):
     rank = dist.get_rank()
-    made, samples = simulation(kT=0.5), torch.ones(6, 1, 1) + rank * (what == "starts")
+    made = simulation_from(torch.ones(6, 1, 1) + rank * (what == "starts"))
     if what == "parameter":
         with torch.no_grad():
             made.dynamics.potential.barrier += rank
     made.dynamics.kT.requires_grad_(False)
-    if what == "starts":
-        started = lambda n, generator: made.dynamics.init(samples[:n], generator=generator)  # noqa: E731
-        made = replace(made, initial=started)
     target = [1.0 + rank * (what == "target")]
     average = adjsim.TimeAverage(lambda s: s.position[:, 0] ** 2)
     make = partial(adjsim.Reweighting, every=0.1)
@@ -235,9 +241,8 @@ def test_ranks_that_fit_different_things_are_named(what, says):
 
 
 def test_a_store_knows_all_starts_of_its_samples(tmp_path):
-    samples, made = torch.ones(6, 1, 1), simulation()
-    started = lambda n, generator: made.dynamics.init(samples[:n], generator=generator)  # noqa: E731
-    made = replace(made, initial=started)
+    samples = torch.ones(6, 1, 1)
+    made = simulation_from(samples)
 
     def estimated():
         reweighted = adjsim.Reweighting(every=0.1)
