@@ -153,7 +153,8 @@ class Shadowing(ChunkedEstimator):
     ) -> list[Chunk]:
         """Sweep all replicas at once, and take the derivatives of each chunk.
 
-        With several ranks, or a store, each chunk has a sweep of its own.
+        With several ranks, or a store, each chunk has a sweep of its own, whose last bits can
+        differ: a matrix product may be rounded in another way for another number of rows.
         """
         if work.ranks.size > 1 or work.store is not None:
             return super().run_chunks(simulation, observable, starts, slices, seed, work)
