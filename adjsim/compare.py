@@ -28,6 +28,7 @@ from adjsim.estimators.base import Estimator, Observable, Simulation
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import release
 from adjsim.estimators.sharing import same_generator
+from adjsim.solvers.newton import UnsolvedStepError
 from adjsim.solvers.sde import InstabilityError
 
 NOTHING_TO_PLOT = (
@@ -251,7 +252,10 @@ def compare(
                 store=None if store is None else Path(store) / _folder(name),
                 group=ranks,
             )
-        except (ReconstructionError, InstabilityError, FloatingPointError, OverflowError) as error:
+        except (
+            ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError,
+            OverflowError,
+        ) as error:  # fmt: skip
             result.failures[name] = str(error)
     return result
 

@@ -13,7 +13,7 @@ from adjsim.adjoints.error_growth import ErrorGrowth
 from adjsim.adjoints.history import Rewind
 from adjsim.adjoints.recorder import RecordSweep
 from adjsim.adjoints.saves import BackwardSaves, Resumable
-from adjsim.adjoints.stepper import Inputs, Stepper
+from adjsim.adjoints.stepper import Inputs, Stepper, naming
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
 
@@ -83,9 +83,10 @@ class EagerDriver(Resumable):
                 stepper.noise_of(step - 1),
                 rewind.before(step),
             )
-            state = stepper.program.backward(
-                t, state, coefficients, noise, self.forces, cotangents, before
-            )
+            with naming(step):
+                state = stepper.program.backward(
+                    t, state, coefficients, noise, self.forces, cotangents, before
+                )
             state = rewind.restore(step - 1, state)
             if (step - 1) % SETTLE_EVERY == 0:
                 cotangents.complete()

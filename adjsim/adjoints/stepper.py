@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Problem, Program, SteppingSolver, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
+from adjsim.solvers.newton import UnsolvedStepError
 
 # Steps between finiteness checks.
 FINITE_EVERY = 64
@@ -151,14 +153,15 @@ class Stepper:
         return state if program.copies is None else program.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
-        """Run step number ``number``."""
-        return self.program.step(
-            self.clock.time_in_step(number),
-            state,
-            self.coefficients_of(number, inputs),
-            self.noise_of(number),
-            forces,
-        )
+        """Run step number ``number``.
+
+        Raises:
+            UnsolvedStepError: an implicit step has no solution; the message names the step.
+        """
+        coefficients, noise = self.coefficients_of(number, inputs), self.noise_of(number)
+        t = self.clock.time_in_step(number)
+        with naming(number + 1):
+            return self.program.step(t, state, coefficients, noise, forces)
 
     def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
         """Return the coefficients of step number ``number``."""
@@ -307,6 +310,15 @@ class Stepper:
         raise self.program.failure(
             state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
         )
+
+
+@contextmanager
+def naming(step: int) -> Generator[None, None, None]:
+    """Add the number of a step to the message that it has no solution."""
+    try:
+        yield
+    except UnsolvedStepError as reason:
+        raise UnsolvedStepError(f"{reason} This happened in step {step}.") from reason
 
 
 def prepare(

@@ -21,7 +21,7 @@ from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
 from adjsim.solvers.implicit_field import field_program
-from adjsim.solvers.newton import StepMatrix, solve_position
+from adjsim.solvers.newton import StepMatrix, UnsolvedStepError, solve_position
 
 # The letter of the stage that streams and kicks together.
 LETTER = "AB"
@@ -140,13 +140,13 @@ class ImplicitMove:
                 if reversed_
                 else "Use a smaller dt."
             )
-            raise RuntimeError(
+            raise UnsolvedStepError(
                 f"the implicit step at t = {float(context.t):g} has no derivative: the energy has "
                 f"a negative curvature that is too large for the time of the step. {remedy}"
             )
         left = matrix.residual(w, scaled)
         if left > torch.finfo(x.dtype).eps ** 0.5:
-            raise RuntimeError(
+            raise UnsolvedStepError(
                 f"the linear system of the derivative of the implicit step at t = "
                 f"{float(context.t):g} was not solved: a residual of {left:.1e} is left. Use a "
                 "smaller dt."

@@ -13,6 +13,7 @@ from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.solvers.base import Program, Stage
+from adjsim.solvers.newton import UnsolvedStepError
 
 # Largest number of Newton iterations, and of halvings of one of them.
 ITERATIONS, HALVINGS = 60, 12
@@ -70,7 +71,7 @@ class ImplicitField:
         """Solve ``x = y + a f(t, x)``, with the derivative of the solution."""
         start = y.detach()
         x, evaluations = self._newton(t, start, a)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
             return x, evaluations
         matrix = self._matrix(t, x, a)
         self._refuse_coupled(t, x, a, matrix)
@@ -86,9 +87,7 @@ class ImplicitField:
         residual = a * self._rate(t, x)
         scale = y.abs().amax(-1)
         if not bool(torch.isfinite(residual).all()):
-            raise FloatingPointError(
-                f"the rates of the implicit step at t = {float(t):g} are NaN or infinite."
-            )
+            return y + residual, evaluations  # The run refuses the state, and names the step.
         for _ in range(ITERATIONS):
             matrix = self._matrix(t, x, a)
             change, failed = torch.linalg.solve_ex(matrix, residual.unsqueeze(-1))
@@ -113,7 +112,7 @@ class ImplicitField:
             if bool((change.abs().amax(-1) <= self._allowed(scale, x)).all()):
                 # An inverse step (a < 0) is compared with the forward run by its adjoint.
                 if a > 0 and _is_beyond_a_fold(matrix):
-                    raise RuntimeError(
+                    raise UnsolvedStepError(
                         f"the implicit step at t = {float(t):g} does not continue those of smaller "
                         "dt: the field grows too fast for the time of the step (1 - theta h J has "
                         "a negative eigenvalue), or its solution blows up. Use a smaller dt (it is "
@@ -123,7 +122,7 @@ class ImplicitField:
         left = (residual.abs().amax(-1) / self._allowed(scale, x)).flatten()
         worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
         system = f" of system {worst}" if len(left) > 1 else ""
-        raise RuntimeError(
+        raise UnsolvedStepError(
             f"the implicit step{system} at t = {float(t):g} did not converge: its equation has no "
             f"solution near the state, or Newton's method misses it. Use a smaller dt (it is "
             f"{self.h:g})."

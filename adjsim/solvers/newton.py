@@ -136,6 +136,10 @@ class StepMatrix:
         return w - self.a**2 * self.root * along
 
 
+class UnsolvedStepError(RuntimeError):
+    """Raised if the equation of an implicit step, or of its derivative, cannot be solved."""
+
+
 def solve_position(
     forces: ForceEvaluator,
     t: Any,
@@ -157,7 +161,7 @@ def solve_position(
         tol: the largest error of x, relative to the largest coordinate of its system.
 
     Raises:
-        RuntimeError: Newton's method did not converge, or the solution is not unique.
+        UnsolvedStepError: Newton's method did not converge, or the solution is not unique.
     """
     mobile = inverse_mass > 0
     over_root = torch.where(mobile, torch.where(mobile, inverse_mass, 1.0).rsqrt(), 0.0)
@@ -185,14 +189,14 @@ def solve_position(
         done, before = done | (whole & (rate * length <= allowed * scale)), length
         if bool(done.all()):
             if bool(indefinite.any()):
-                raise RuntimeError(
+                raise UnsolvedStepError(
                     f"the implicit step at t = {float(t):g} has no unique solution: the energy has "
                     "a negative curvature that is too large for the time of the step. Use a "
                     "smaller dt."
                 )
             return x
     worst = float((length / scale).max())
-    raise RuntimeError(
+    raise UnsolvedStepError(
         f"the implicit step at t = {float(t):g} did not converge: after {NEWTON_STEPS} Newton "
         f"steps positions still change by {worst:.1e} of their size ({allowed:.1e} is allowed). "
         "Use a smaller dt, or start from a configuration with smaller forces."

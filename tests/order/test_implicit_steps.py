@@ -250,7 +250,7 @@ def test_what_cannot_be_solved_is_an_error():
     well = adjsim.Hamiltonian(adjsim.DoubleWell(parameter(1.0)))
     top = well.init(torch.zeros(1, 1), torch.zeros(1, 1))
     # The curvature on top is -4, so a step is unique up to h^2 = 1/4.
-    with pytest.raises(RuntimeError, match=r"at t = 0\.6 has no unique solution"):
+    with pytest.raises(RuntimeError, match=r"at t = 0\.6 has no unique .* step 1\."):
         run(well, top, [0.0, 0.6], BackwardEuler(0.6))
     run(well, top, [0.0, 0.4], BackwardEuler(0.4))
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_solved_is_an_error():
 
     edge = adjsim.Hamiltonian(Jump())
     beside = edge.init(torch.full((1, 1), 0.011), torch.zeros(1, 1))
-    with pytest.raises(RuntimeError, match=r"at t = 0\.2 did not converge: after 50 Newton steps"):
+    with pytest.raises(RuntimeError, match=r"at t = 0\.2 did not converge: after 50 .* step 2\."):
         run(edge, beside, [0.0, 0.3], BackwardEuler(0.1))
 
 
