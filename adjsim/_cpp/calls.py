@@ -63,6 +63,11 @@ class Address:
     pointer: str
     strides: tuple[int, ...]
 
+    @property
+    def mT(self) -> Address:
+        """The transpose of a matrix."""
+        return Address(self.pointer, self.strides[::-1])
+
 
 def dense_copy(value: Value, strides: Sequence[int]) -> Value:
     """Make a copy of a value that is to be stored without padding, in the order of strides."""

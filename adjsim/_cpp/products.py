@@ -28,43 +28,54 @@ DECLARATIONS = """
 #endif
 namespace { namespace products {
 #ifdef __AVX512F__
-constexpr int BYTES = 64, COLUMNS = 4;
+constexpr int BYTES = 64, COLUMNS = 4, ROWS = 6;
 #else
-constexpr int BYTES = 32, COLUMNS = 2;
+constexpr int BYTES = 32, COLUMNS = 2, ROWS = 6;
 #endif
 template <class T> struct Vectors {
   typedef T Vector __attribute__((vector_size(BYTES)));
+  typedef T Unaligned __attribute__((vector_size(BYTES), aligned(alignof(T)), may_alias));
   static constexpr int64_t lanes = BYTES / sizeof(T);
 };
-// R rows of V vectors of C.
+// R rows of V vectors of C. Only constants index the sums, or they would not stay in registers.
 template <class T, int R, int V>
 inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int64_t bk, T* c,
                  int64_t cm, int64_t cn, int64_t columns) {
   typedef typename Vectors<T>::Vector Vector;
+  typedef typename Vectors<T>::Unaligned Unaligned;
   constexpr int64_t W = Vectors<T>::lanes;
   Vector sum[R][V] = {};
   for (int64_t k = 0; k < K; ++k) {
     Vector row[V];
-    for (int v = 0; v < V; ++v) memcpy(&row[v], b + k * bk + v * W, BYTES);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) row[v] = *(const Unaligned*)(b + k * bk + v * W);
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const T x = a[r * am + k * ak];
+#pragma GCC unroll 8
       for (int v = 0; v < V; ++v) sum[r][v] += x * row[v];
     }
   }
+  const bool whole = cn == 1 && columns == V * W;
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    if (cn == 1 && columns == V * W) memcpy(c + r * cm, sum[r], sizeof sum[r]);
-    else for (int64_t n = 0; n < columns; ++n) c[r * cm + n * cn] = ((const T*)sum[r])[n];
+    T copy[V * W];
+    T* to = whole ? c + r * cm : copy;
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) *(Unaligned*)(to + v * W) = sum[r][v];
+    if (!whole) for (int64_t n = 0; n < columns; ++n) c[r * cm + n * cn] = copy[n];
   }
 }
-template <class T, int V>
+// The rows of V vectors of C, in tiles of R rows, and of fewer at the end.
+template <class T, int V, int R>
 inline void columns_of(int64_t M, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
                        int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns) {
   int64_t m = 0;
-  for (; m + 6 <= M; m += 6)
-    tile<T, 6, V>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
-  for (; m + 2 <= M; m += 2)
-    tile<T, 2, V>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
-  for (; m < M; ++m) tile<T, 1, V>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
+  for (; m + R <= M; m += R)
+    tile<T, R, V>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
+  if constexpr (R > 1)
+    columns_of<T, V, R == 6 ? 4 : R / 2>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn,
+                                         columns);
 }
 // C = A B with element strides. Unless rows of B are whole vectors, they are copied to `padded`.
 template <class T>
@@ -81,9 +92,10 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
     const int64_t taken = vectors >= COLUMNS ? COLUMNS : vectors >= 2 ? 2 : 1;
     const int64_t columns = left < taken * W ? left : taken * W;
     T* out = c + n * cn;
-    if (taken == COLUMNS) columns_of<T, COLUMNS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
-    else if (taken == 2) columns_of<T, 2>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
-    else columns_of<T, 1>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    if (taken == COLUMNS)
+      columns_of<T, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else if (taken == 2) columns_of<T, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else columns_of<T, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     n += columns;
   }
 }
@@ -119,21 +131,36 @@ class MatrixProduct(Call):
         if self.rows * self.inner * self.columns > LARGEST:
             raise UnprintableError(f"a product of {left.shape} and {right.shape} matrices")
         self.inputs = (_stored(left, store), _stored(right, store))
-        per_vector = VECTOR_BYTES // self.dtype.itemsize
-        self.row = -(-self.columns // per_vector) * per_vector
-        in_place = _address(self.inputs[1]).strides[1] == 1 and self.row == self.columns
-        shapes = [(self.rows, self.columns), *([] if in_place else [(self.inner, self.row)])]
-        self.outputs = tuple(map(self._output, shapes))
+        first, second = map(_address, self.inputs)
+        fits = self._is_whole(self.columns, second.strides[1])
+        # The transpose of C from those of A and B, whose rows need no copy.
+        self.transposed = not fits and self._is_whole(self.rows, first.strides[0])
+        self.row = self._padded(self.rows if self.transposed else self.columns)
+        copied = [] if fits or self.transposed else [(self.inner, self.row)]
+        self.outputs = tuple(map(self._output, [(self.rows, self.columns), *copied]))
 
     def lines(self, functions: Sequence[str]) -> list[str]:
         left, right, out, *padded = map(_address, (*self.inputs, *self.outputs))
-        sizes = f"{self.rows}, {self.columns}, {self.inner}"
+        rows, columns = self.rows, self.columns
+        if self.transposed:
+            left, right, out = right.mT, left.mT, out.mT
+            rows, columns = columns, rows
+        sizes = f"{rows}, {columns}, {self.inner}"
         matrices = ", ".join(
             f"{x.pointer}, {x.strides[0]}, {x.strides[1]}" for x in (left, right, out)
         )
         copy = padded[0].pointer if padded else "nullptr"
         kind = TYPES[self.dtype]
         return [f"products::product<{kind}>({sizes}, {matrices}, {copy}, {self.row});"]
+
+    def _padded(self, length: int) -> int:
+        """Round a length up to whole vectors."""
+        per_vector = VECTOR_BYTES // self.dtype.itemsize
+        return -(-length // per_vector) * per_vector
+
+    def _is_whole(self, length: int, stride: int) -> bool:
+        """Return whether rows of this length and stride are whole vectors."""
+        return stride == 1 and length == self._padded(length)
 
     def _output(self, shape: tuple[int, ...]) -> Called:
         strides = (shape[1], 1)
