@@ -77,14 +77,24 @@ inline void columns_of(int64_t M, int64_t K, const T* a, int64_t am, int64_t ak,
     columns_of<T, V, R == 6 ? 4 : R / 2>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn,
                                          columns);
 }
+// Copy B in squares, whose rows and columns stay in the nearest cache.
+template <class T>
+inline void copy(int64_t K, int64_t N, const T* b, int64_t bk, int64_t bn, T* padded, int64_t row) {
+  constexpr int64_t S = 16;
+  for (int64_t k0 = 0; k0 < K; k0 += S)
+    for (int64_t n0 = 0; n0 < N; n0 += S) {
+      const int64_t k1 = k0 + S < K ? k0 + S : K, n1 = n0 + S < N ? n0 + S : N;
+      for (int64_t k = k0; k < k1; ++k)
+        for (int64_t n = n0; n < n1; ++n) padded[k * row + n] = b[k * bk + n * bn];
+    }
+}
 // C = A B with element strides. Unless rows of B are whole vectors, they are copied to `padded`.
 template <class T>
 void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
              int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row) {
   constexpr int64_t W = Vectors<T>::lanes;
   if (padded) {
-    for (int64_t n = 0; n < N; ++n)
-      for (int64_t k = 0; k < K; ++k) padded[k * row + n] = b[k * bk + n * bn];
+    copy(K, N, b, bk, bn, padded, row);
     b = padded, bk = row;
   }
   for (int64_t n = 0; n < N;) {
