@@ -325,7 +325,7 @@ class BackwardEuler(ImplicitSolver):
 
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
-            exceeds m/h^2); the message gives the time.
+            exceeds m/h^2); the message gives the step and the time.
         TypeError: dynamics without stream and kick; ``compile=True``.
     """
 
@@ -363,7 +363,7 @@ class ImplicitMidpoint(ImplicitSolver):
 
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
-            exceeds 4 m/h^2); the message gives the time.
+            exceeds 4 m/h^2); the message gives the step and the time.
         TypeError: dynamics without stream and kick; ``compile=True``.
     """
 
