@@ -24,7 +24,7 @@ from adjsim._cpp.calls import CALLS, Call, Called
 from adjsim._cpp.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
-from adjsim._cpp.products import MatrixProduct
+from adjsim._cpp.products import FEW, MatrixProduct, sum_of_products
 from adjsim._cpp.values import (
     TYPES,
     Arange,
@@ -161,7 +161,12 @@ class Lowering:
         if node.kwargs:
             raise UnprintableError(f"{name} with {', '.join(node.kwargs)}")
         *bias, left, right = args
-        product = self._add_call(MatrixProduct(left, right, meta, self.store))[0]
+        if left.shape[1] <= FEW and meta.dtype.is_floating_point:
+            product: Value = sum_of_products(left, right, meta, self.store)
+            for factor in product.operands:
+                self._store_operand(factor, product.numel)
+        else:
+            product = self._add_call(MatrixProduct(left, right, meta, self.store))[0]
         if not bias:
             return product
         return self._pointwise("add", name, node, meta, [product, bias[0]])

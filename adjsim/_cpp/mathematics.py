@@ -88,6 +88,65 @@ template <class T> inline T floor_rest(T a, T b) {
 """
 
 
+# tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to 2 x / log(2) and
+# r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The
+# polynomial q interpolates at the Chebyshev nodes of |r| <= log(2) / 4; its relative error of p is
+# 4e-17 for doubles and 2e-8 for floats. All operations are defined by IEEE 754 to the last bit, so
+# vectorised and scalar loops agree. Relative errors of tanh are below 5e-16 and 2e-7.
+TANH = {
+    "double": [
+        "0x1.0000000000001p+1", "0x1.5555555555556p+0", "0x1.5555555553d68p-1",
+        "0x1.11111111109b5p-2", "0x1.6c16c17889f3cp-4", "0x1.a01a01a7c2f2cp-6",
+        "0x1.a019b914881bap-8", "0x1.71de0db2eb873p-10", "0x1.28917c9f3a495p-12",
+        "0x1.af389eea54156p-15",
+    ],
+    "float": ["0x1.0p+1", "0x1.5554dep+0", "0x1.55551ap-1", "0x1.120b62p-2", "0x1.6d10fcp-4"],
+}  # fmt: skip
+
+
+def _tanh(
+    kind: str, integer: str, fraction: int, bias: int, largest: int, high: str, low: str
+) -> str:
+    """Print the function of one type.
+
+    Args:
+        kind, integer: the type, and the integer of the same size.
+        fraction, bias: the bits of its fraction, and the bias of its exponent.
+        largest: the number from which on tanh(x) is 1.
+        high, low: parts of log(2) / 2, of which the first times n is exact.
+    """
+    *lower, highest = TANH[kind]
+    return f"""
+inline {kind} tanh({kind} x) {{
+  // Adding 1.5 * 2^{fraction} rounds a number to an integer, which is then in its last bits.
+  const {kind} shift = 0x1.8p{fraction}, rate = {(2 / math.log(2)).hex()};
+  const {kind} y = x > {largest} ? {largest} : x < -{largest} ? -{largest} : x;
+  const {kind} shifted = fused(y, rate, shift), n = shifted - shift;
+  const {kind} r = fused(n, -({kind}){low}, fused(n, -({kind}){high}, y));
+  {kind} q = {highest};
+{chr(10).join(f"  q = fused(q, r, ({kind}){coefficient});" for coefficient in reversed(lower))}
+  const {kind} p = fused(r * r, q, r + r);
+  {integer} bits;
+  memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + {bias}) << {fraction};
+  {kind} power;
+  memcpy(&power, &bits, sizeof bits);
+  const {kind} e = fused(power, p, power - 1);
+  return e / (e + 2);
+}}"""
+
+
+_TANH = f"""
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+inline double fused(double a, double b, double c) {{ return __builtin_fma(a, b, c); }}
+inline float fused(float a, float b, float c) {{ return __builtin_fmaf(a, b, c); }}
+#else
+template <class T> inline T fused(T a, T b, T c) {{ return a * b + c; }}
+#endif
+{_tanh("double", "int64_t", 52, 1023, 20, "0x1.62e42fefp-2", "0x1.473de6af278edp-35")}
+{_tanh("float", "int32_t", 23, 127, 10, "0x1.62e4p-2", "0x1.7f7d1cp-21")}
+"""
+
 _DECLARED = f"""
 #ifndef VECTOR
 #define VECTOR
@@ -124,23 +183,12 @@ VECTORISED = f"""
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GLIBC_PREREQ(2, 35)
 #define VECTOR __attribute__((simd("notinbranch")))
-#define HAS_VECTORISED
 #endif
 #endif
 {_DECLARED}
 namespace {{ namespace math {{
 {_defined(without=["tanh"])}
-#ifdef HAS_VECTORISED
-// With e = exp(-2 |x|) - 1, tanh |x| = -e / (2 + e), to a few units in the last place. The
-// vectorised tanh of doubles takes 1.7 times as long.
-inline double tanh(double x) {{
-  const double e = ::expm1(-2 * fabs(x));
-  return copysign(e / (2 + e), x);
-}}
-inline float tanh(float x) {{ return ::tanhf(x); }}
-#else
-ONE(tanh)
-#endif
+{_TANH}
 }} }}
 """
 
@@ -160,7 +208,8 @@ ONE(tanh)
 REPRODUCIBLE = f"""
 {_DECLARED}
 namespace {{ namespace math {{
-{_defined(without=["exp", "log"])}
+{_defined(without=["exp", "log", "tanh"])}
+{_TANH}
 inline double two_to(double shifted) {{
   int64_t bits;
   memcpy(&bits, &shifted, 8);

@@ -1,7 +1,8 @@
 """Values that depend on the constants of a loop alone.
 
 An operator of torch that is registered in :data:`ONCE` is not part of an iteration. Torch evaluates
-it before the loop begins, and its value is an input of the loop.
+it before the loop begins, and its value is an input of the loop. So are transposed matrices by
+which an iteration multiplies, whose rows are then contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-ONCE: set[Any] = set()
+
+def transposed(x: Tensor) -> Tensor:
+    """Return the transpose of a matrix, with contiguous rows."""
+    return x.mT.contiguous()
+
+
+ONCE: set[Any] = {transposed}
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,12 @@ def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
         graph: the graph.
         constants: its placeholders of the constants of the loop.
     """
+    _name_transposes(graph, constants)
     found: dict[Any, tuple[Node, Once]] = {}
     after = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     for node in [node for node in graph.graph.nodes if node.target in ONCE]:
         source, *settings = node.args
-        while source.target is torch.ops.aten.detach.default:
-            source = source.args[0]
+        source = _undetached(source)
         if source not in constants:
             continue
         key = node.target, constants.index(source), tuple(settings)
@@ -63,3 +71,23 @@ def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
         graph.graph.erase_node(node)
     graph.recompile()
     return [once for _, once in found.values()]
+
+
+def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
+    """Call :func:`transposed` for the transposed constants by which a graph multiplies."""
+    for node in [node for node in graph.graph.nodes if node.target in _PRODUCTS]:
+        factor = _undetached(node.args[-1])
+        if factor.target is not torch.ops.aten.t.default:
+            continue
+        source = _undetached(factor.args[0])
+        if source in constants:
+            with graph.graph.inserting_before(node):
+                made = graph.graph.call_function(transposed, (source,))
+            made.meta["val"] = transposed(factor.args[0].meta["val"])
+            node.replace_input_with(node.args[-1], made)
+
+
+def _undetached(node: Node) -> Node:
+    while node.target is torch.ops.aten.detach.default:
+        (node,) = node.args  # pyright: ignore[reportAssignmentType]
+    return node

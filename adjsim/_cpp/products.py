@@ -13,13 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adjsim._cpp.calls import Address, Call, Called, address_of, dense_copy
-from adjsim._cpp.values import TYPES, UnprintableError, Value, make_buffer
+from adjsim._cpp.values import TYPES, Pointwise, UnprintableError, Value, View, make_buffer
+from adjsim._cpp.views import slicing
 
 # Products of more multiplications are left to torch, whose libraries divide them into blocks for
 # the caches and share them among threads.
 LARGEST = 2**24
+# Products with at most this inner length are computed where they are read.
+FEW = 4
 # Bytes of the vectors of the template on any machine.
 VECTOR_BYTES = 64
+# Bytes of shorter vectors, for products with few columns.
+SHORT_VECTORS = (16, 32)
 
 DECLARATIONS = """
 #if defined(__GNUC__) && !defined(__clang__)
@@ -32,18 +37,19 @@ constexpr int BYTES = 64, COLUMNS = 4, ROWS = 6;
 #else
 constexpr int BYTES = 32, COLUMNS = 2, ROWS = 6;
 #endif
-template <class T> struct Vectors {
-  typedef T Vector __attribute__((vector_size(BYTES)));
-  typedef T Unaligned __attribute__((vector_size(BYTES), aligned(alignof(T)), may_alias));
-  static constexpr int64_t lanes = BYTES / sizeof(T);
+template <class T, int B> struct Vectors {
+  typedef T Vector __attribute__((vector_size(B)));
+  typedef T Unaligned __attribute__((vector_size(B), aligned(alignof(T)), may_alias));
+  static constexpr int64_t lanes = B / sizeof(T);
 };
-// R rows of V vectors of C. Only constants index the sums, or they would not stay in registers.
-template <class T, int R, int V>
+// R rows of V vectors of B bytes of C. Only constants index the sums, or they would not stay in
+// registers.
+template <class T, int R, int V, int B>
 inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int64_t bk, T* c,
                  int64_t cm, int64_t cn, int64_t columns) {
-  typedef typename Vectors<T>::Vector Vector;
-  typedef typename Vectors<T>::Unaligned Unaligned;
-  constexpr int64_t W = Vectors<T>::lanes;
+  typedef typename Vectors<T, B>::Vector Vector;
+  typedef typename Vectors<T, B>::Unaligned Unaligned;
+  constexpr int64_t W = Vectors<T, B>::lanes;
   Vector sum[R][V] = {};
   for (int64_t k = 0; k < K; ++k) {
     Vector row[V];
@@ -66,16 +72,16 @@ inline void tile(int64_t K, const T* a, int64_t am, int64_t ak, const T* b, int6
     if (!whole) for (int64_t n = 0; n < columns; ++n) c[r * cm + n * cn] = copy[n];
   }
 }
-// The rows of V vectors of C, in tiles of R rows, and of fewer at the end.
-template <class T, int V, int R>
+// The rows of V vectors of B bytes of C, in tiles of R rows, and of fewer at the end.
+template <class T, int V, int R, int B = BYTES>
 inline void columns_of(int64_t M, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
                        int64_t bk, T* c, int64_t cm, int64_t cn, int64_t columns) {
   int64_t m = 0;
   for (; m + R <= M; m += R)
-    tile<T, R, V>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
+    tile<T, R, V, B>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn, columns);
   if constexpr (R > 1)
-    columns_of<T, V, R == 6 ? 4 : R / 2>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm, cn,
-                                         columns);
+    columns_of<T, V, R == 6 ? 4 : R / 2, B>(M - m, K, a + m * am, am, ak, b, bk, c + m * cm, cm,
+                                            cn, columns);
 }
 // Copy B in squares, whose rows and columns stay in the nearest cache.
 template <class T>
@@ -88,11 +94,12 @@ inline void copy(int64_t K, int64_t N, const T* b, int64_t bk, int64_t bn, T* pa
         for (int64_t n = n0; n < n1; ++n) padded[k * row + n] = b[k * bk + n * bn];
     }
 }
-// C = A B with element strides. Unless rows of B are whole vectors, they are copied to `padded`.
+// C = A B with element strides. Unless rows of B are whole vectors, they are copied to `padded`. A
+// few columns are a shorter vector, of which a processor may multiply more at a time.
 template <class T>
 void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak, const T* b,
              int64_t bk, int64_t bn, T* c, int64_t cm, int64_t cn, T* padded, int64_t row) {
-  constexpr int64_t W = Vectors<T>::lanes;
+  constexpr int64_t W = Vectors<T, BYTES>::lanes;
   if (padded) {
     copy(K, N, b, bk, bn, padded, row);
     b = padded, bk = row;
@@ -105,6 +112,10 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
     if (taken == COLUMNS)
       columns_of<T, COLUMNS, ROWS>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     else if (taken == 2) columns_of<T, 2, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else if (columns <= Vectors<T, 16>::lanes)
+      columns_of<T, 1, 8, 16>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
+    else if (columns <= Vectors<T, 32>::lanes)
+      columns_of<T, 1, 8, 32>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     else columns_of<T, 1, 8>(M, K, a, am, ak, b + n, bk, out, cm, cn, columns);
     n += columns;
   }
@@ -114,6 +125,38 @@ void product(int64_t M, int64_t N, int64_t K, const T* a, int64_t am, int64_t ak
 #pragma GCC pop_options
 #endif
 """
+
+
+def sum_of_products(
+    left: Value, right: Value, example: torch.Tensor, store: Callable[..., None]
+) -> Pointwise:
+    """Return a product of small inner length, each element by a sum that is not stored.
+
+    Args:
+        left, right: the matrices, as values.
+        example: an example of the product.
+        store: stores a value.
+    """
+    (rows, inner), columns = left.shape, right.shape[1]
+    address = address_of(right)
+    if address is None or address.strides[1] > 1:
+        right = dense_copy(right, (columns, 1))
+        store(right)
+    factors = [View((rows, 1), left.dtype, (left,), map=slicing(1, k, 1)) for k in range(inner)]
+    factors += [
+        View((1, columns), right.dtype, (right,), map=slicing(0, k, 1)) for k in range(inner)
+    ]
+
+    def expression(*x: str) -> str:
+        total = f"{x[0]} * {x[inner]}"
+        for a, b in zip(x[1:inner], x[inner + 1 :], strict=True):
+            total = f"math::fused({a}, {b}, {total})"
+        return total
+
+    strides = tuple(example.stride())
+    return Pointwise(
+        tuple(example.shape), example.dtype, tuple(factors), strides=strides, expression=expression
+    )
 
 
 class MatrixProduct(Call):
@@ -164,9 +207,10 @@ class MatrixProduct(Call):
         return [f"products::product<{kind}>({sizes}, {matrices}, {copy}, {self.row});"]
 
     def _padded(self, length: int) -> int:
-        """Round a length up to whole vectors."""
-        per_vector = VECTOR_BYTES // self.dtype.itemsize
-        return -(-length // per_vector) * per_vector
+        """Round a length up to whole vectors, or to a shorter one."""
+        size = length * self.dtype.itemsize
+        vector = next((x for x in SHORT_VECTORS if size <= x), VECTOR_BYTES)
+        return -(-size // vector) * vector // self.dtype.itemsize
 
     def _is_whole(self, length: int, stride: int) -> bool:
         """Return whether rows of this length and stride are whole vectors."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from adjsim._cpp import library
+from adjsim._cpp.mathematics import TANH
 from adjsim._cpp.operations import FUNCTIONS
 from adjsim._cpp.program import Part, Parts, Rows, program
 from adjsim._cpp.values import UnprintableError
@@ -292,10 +294,26 @@ def test_functions_agree_to_the_last_bits(exact):
         )
 
 
-def test_functions_of_float32_agree_to_the_last_bits():
-    x = numbers(1000, dtype=torch.float32)
-    found, wanted = (f(x) for f in (lambda x: printed(torch.exp, x), torch.exp))
-    torch.testing.assert_close(found, wanted, rtol=4 * 1.2e-7, atol=0)
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("function", [torch.exp, torch.tanh], ids=["exp", "tanh"])
+def test_functions_of_float32_agree_to_the_last_bits(function, exact):
+    parts = [numbers(1000), 20 * numbers(900, seed=1), torch.tensor(SPECIAL)]
+    x = torch.cat(parts).to(torch.float32)
+    found, wanted = printed(function, x, exact=exact), function(x)
+    # Torch's float32 underflows to zero where the printed exp gives subnormal numbers.
+    torch.testing.assert_close(found, wanted, rtol=4 * 1.2e-7, atol=1.2e-38, equal_nan=True)
+
+
+@pytest.mark.parametrize(("kind", "bits", "error"), [("double", 53, 5e-17), ("float", 24, 3e-8)])
+def test_polynomials_of_tanh(kind, bits, error):
+    """exp(2 r) - 1 by rational numbers, of which 40 terms of the series are exact enough."""
+    q = [Fraction(float.fromhex(x)) for x in TANH[kind]]
+    assert all(c.numerator.bit_length() <= bits for c in q)
+    for i in range(-50, 51):
+        r = Fraction(math.log(2) / 4) * i / 50
+        found = 2 * r + r**2 * sum(c * r**k for k, c in enumerate(q))
+        wanted = sum((2 * r) ** k / math.factorial(k) for k in range(1, 40))
+        assert abs(found - wanted) <= Fraction(error) * abs(wanted)
 
 
 @pytest.mark.parametrize("name", ["exp", "log", "tan", "pow"])
