@@ -54,29 +54,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The entries of the carry that a loop stores before each of its iterations.
-
-    Attributes:
-        entries: how many, of the last entries.
-        capacity: the largest number of iterations.
-    """
-
-    entries: int = 0
-    capacity: int = 0
-
-
-NO_ROWS = Rows()
-
-
-@dataclass(frozen=True)
 class Parts:
     """The graphs of a loop.
 
     Attributes:
         start: (constants, carry) to (number of the first iteration, carry).
         more: (number of an iteration, number of steps) to whether the iteration is run.
-        body: (number, carry, constants) to (next number, carry).
+        body: (number, carry, constants) to (next number, carry, rows); rows are the tensors that
+            each iteration stores.
         finish: (carry, constants) to the final carry.
     """
 
@@ -92,30 +77,30 @@ def program(
     carry: Sequence[Tensor],
     exact: bool,
     threads: int,
-    rows: Rows = NO_ROWS,
+    capacity: int = 0,
 ) -> Compiled:
     """Compile a loop to a function of constants and carry.
 
-    It returns the final carry, and of each stored entry of the carry a tensor
-    ``(capacity, *shape)`` whose row k is the entry before iteration k.
+    It returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)`` whose row
+    n was stored by the n-th iteration.
 
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors; the first constant is the number of steps.
         exact: whether functions such as exp must have the same bits wherever they are computed.
         threads: the number of threads that share large loops.
-        rows: the stored entries of the carry.
+        capacity: the largest number of iterations of a loop that stores rows.
 
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.
     """
-    text = _Program(parts, constants, carry, exact, threads, rows.entries)
+    rows = stored_examples(parts, len(carry))
+    text = _Program(parts, constants, carry, exact, threads, rows)
     library = compiled(text.source, text.parallel)
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
     shapes = [(x.shape, x.dtype) for x in carry]
-    stored = shapes[len(shapes) - rows.entries :]
-    shapes += [(torch.Size((rows.capacity, *shape)), dtype) for shape, dtype in stored]
+    shapes += [(torch.Size((capacity, *x.shape)), x.dtype) for x in rows]
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * len(shapes)
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
@@ -137,6 +122,12 @@ def program(
         return results[: len(carry)], results[len(carry) :]
 
     return loop
+
+
+def stored_examples(parts: Parts, carry_size: int) -> list[Tensor]:
+    """Return examples of the tensors that an iteration stores."""
+    (output,) = (node for node in parts.body.graph.graph.nodes if node.op == "output")
+    return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
 
 
 def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -164,11 +155,11 @@ class _Program:
         carry: Sequence[Tensor],
         exact: bool,
         threads: int,
-        stored: int,
+        stored: Sequence[Tensor],
     ) -> None:
         if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
             raise UnprintableError("tensors of other types, or not on the CPU")
-        self.threads, self.stored = threads, stored
+        self.threads = threads
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.addresses: list[int] = []
@@ -180,12 +171,13 @@ class _Program:
         carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
         current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
         next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
         number = Buffer("k", torch.int64, (), (), variable=True)
         count = Buffer("count", torch.int64, (), (), variable=True)
         start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
         self._function("more", parts.more, [number, count], [], "bool")
         body_fixed = self._function(
-            "body", parts.body, [number, *current, *consts], next_carry, "int64_t"
+            "body", parts.body, [number, *current, *consts], [*next_carry, *rows], "int64_t"
         )
         finish_fixed = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
         all_constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
@@ -203,6 +195,7 @@ class _Program:
                     carry_in,
                     current,
                     next_carry,
+                    rows,
                 ),
             ]
         )
@@ -275,6 +268,7 @@ class _Program:
         carry_in: list[Buffer],
         current: list[Buffer],
         next_carry: list[Buffer],
+        rows: list[Buffer],
     ) -> list[str]:
         constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
         lines, at = [], 0
@@ -284,10 +278,10 @@ class _Program:
                 lines.append(f"const {kind} {name} = *(const {kind}*)in[{i}];")
             elif buffer.row:
                 size, row = buffer.inner, buffer.row
-                rows = torch.Size(buffer.shape).numel() // size
+                count = torch.Size(buffer.shape).numel() // size
                 lines.append(f"{kind}* {name} = ({kind}*)(memory + {at});")
                 lines.append(
-                    f"for (int64_t r = 0; r < {rows}; ++r) memcpy({name} + r * {row}, "
+                    f"for (int64_t r = 0; r < {count}; ++r) memcpy({name} + r * {row}, "
                     f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));"
                 )
                 at += _bytes(buffer)
@@ -318,13 +312,9 @@ class _Program:
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
             "int64_t iteration = 0;",
             f"while ({call('more', 'k', consts[0])}) {{",
-            *(
-                line
-                for i, buffer in enumerate(current[len(current) - self.stored :])
-                for line in _stored_row(buffer, f"out[{len(current) + i}]")
-            ),
+            *(_row(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
             "++iteration;",
-            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry)};",
+            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
             *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
             f"{call('finish', *current, *consts, *finish_fixed, *results)};",
@@ -355,16 +345,10 @@ def _constant_buffer(name: str, x: Tensor) -> Buffer:
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
 
 
-def _stored_row(buffer: Buffer, target: str) -> list[str]:
-    """Print the copy of a buffer, without padding, to a row of a target."""
+def _row(buffer: Buffer, target: str) -> str:
+    """Print the declaration of the row of a target that an iteration fills."""
     kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
-    row, width = f"({kind}*){target} + iteration * {count}", buffer.inner
-    if not buffer.row:
-        return [f"memcpy({row}, {buffer.name}, {count} * sizeof({kind}));"]
-    return [
-        f"for (int64_t r = 0; r < {count // width}; ++r) memcpy({row} + r * {width}, "
-        f"{buffer.name} + r * {buffer.row}, {width} * sizeof({kind}));"
-    ]
+    return f"{kind}* {buffer.name} = ({kind}*){target} + iteration * {count};"
 
 
 def _bytes(buffer: Buffer) -> int:

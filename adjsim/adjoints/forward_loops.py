@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -222,6 +223,14 @@ class ForwardLoops(Resumable):
 
         return LoopSpec(start, more, body, finish)
 
+    @staticmethod
+    def storing_spec(
+        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+    ) -> LoopSpec[LoopConstants, ForwardCarry]:
+        """Specify an iteration that stores the state before its step."""
+        spec = ForwardLoops.spec(driver, averaging, kind, loop)
+        return replace(spec, rows=lambda constants, k, carry: carry.state)
+
 
 def _is_refused(carry: ForwardCarry) -> bool:
     return any(bool((x < 0).any()) for x in carry.margin)
@@ -233,4 +242,4 @@ def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
 
 
 FORWARD = MakeSpec(False, ForwardLoops.spec)
-STORING = MakeSpec(False, ForwardLoops.spec, stores=True)
+STORING = MakeSpec(False, ForwardLoops.storing_spec)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from adjsim._cpp.program import Compiled, Parts, Rows, last_inputs
+from adjsim._cpp.program import Compiled, Parts, last_inputs, stored_examples
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -30,18 +30,19 @@ OPTIONS = {
 
 
 def compile_with_inductor(
-    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], short: bool, rows: Rows
+    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], short: bool, capacity: int
 ) -> Compiled:
     """Compile a loop by torch's Inductor.
 
     A loop that stores rows returns to Python after each iteration, since torch's ``while_loop``
-    would copy all rows in each.
+    would copy all rows in each. So does a loop with an operation that only checks its operands, as
+    ``torch.linalg.solve`` has one: Inductor does not compile it inside a ``while_loop``.
 
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors.
         short: whether contiguous rows are shorter than a vector.
-        rows: the stored entries of the carry.
+        capacity: the largest number of iterations of a loop that stores rows.
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor
@@ -49,6 +50,7 @@ def compile_with_inductor(
 
     constants_size, carry_size = len(constants), len(carry)
     start, more, body, finish = parts.start, parts.more, parts.body, parts.finish
+    rows = stored_examples(parts, carry_size)
 
     def loop(*values: Tensor) -> list[Tensor]:
         fixed = values[:constants_size]
@@ -70,9 +72,11 @@ def compile_with_inductor(
         return body.graph(*values, *at_body)
 
     examples = [*constants, *carry]
-    if rows.entries:
+    checks = any(node.op == "call_function" and node.is_impure() for node in body.graph.graph.nodes)
+    stepwise = bool(rows) or checks
+    if stepwise:
         examples = [constants[0].clone(), *carry, *constants]
-    function = iteration if rows.entries else loop
+    function = iteration if stepwise else loop
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
     like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
@@ -90,12 +94,14 @@ def compile_with_inductor(
     ) -> tuple[list[Tensor], list[Tensor]]:
         at_start, _, at_finish = last_inputs((start, body, finish), constants)
         k, *state = start.graph(*constants, *carry, *at_start)
-        stored = carry[carry_size - rows.entries :]
-        found = [x.new_empty((rows.capacity, *x.shape)) for x in stored]
-        for i in range(int(constants[0])):
-            for row, x in zip(found, state[carry_size - rows.entries :], strict=True):
-                row[i] = x
+        found = [torch.empty((capacity, *x.shape), dtype=x.dtype, device=k.device) for x in rows]
+        i = 0
+        while bool(more.graph(k, constants[0])[0]):
             k, *state = compiled(k, *state, *constants)
+            for row, x in zip(found, state[carry_size:], strict=True):
+                row[i] = x
+            del state[carry_size:]
+            i += 1
         return finish.graph(*state, *constants, *at_finish), found
 
-    return run_iterations if rows.entries else run_loop
+    return run_iterations if stepwise else run_loop

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from adjsim._cache_key import UninspectableError, cache_key
-from adjsim._cpp.program import Rows
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
@@ -98,12 +97,10 @@ class MakeSpec:
         make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
             whether the loop averages, the class of the states, and the loop, which counts energy
             evaluations.
-        stores: whether the loop stores the state before each step.
     """
 
     backward: bool
     make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
-    stores: bool = False
 
 
 class LoopRunner:
@@ -346,7 +343,6 @@ class LoopRunner:
         short = self.row < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
-        rows = Rows(len(carry.state), self.capacity) if spec.stores else Rows()
         within = partial(self._within, spec.backward, loop)
         loop.function, loop.path = compile_loop(
             specification,
@@ -356,7 +352,7 @@ class LoopRunner:
             exact=self.exact,
             short=short,
             what=what,
-            rows=rows,
+            capacity=self.capacity,
         )
         return loop
 

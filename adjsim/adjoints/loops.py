@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim._cpp.decompositions import decompositions
 from adjsim._cpp.once import take_once
-from adjsim._cpp.program import NO_ROWS, Part, Parts, Rows, program
+from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
 from adjsim._pairs.merging import merge_pairs
 from adjsim.adjoints.inductor import compile_with_inductor
@@ -56,12 +56,15 @@ class LoopSpec(Generic[Constants, Carry]):
         more: returns, for ``k`` and the number of steps, whether to run another iteration.
         body: runs one iteration and returns the next ``k`` and the carry.
         finish: runs after the last iteration and returns the final carry.
+        rows: returns the tensors that an iteration stores; None: it stores none. The arguments are
+            those of ``body``.
     """
 
     start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
     more: Callable[[Tensor, Tensor], Tensor]
     body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry]]
     finish: Callable[[Constants, Carry], Carry]
+    rows: Callable[[Constants, Tensor, Carry], Sequence[Tensor]] | None = None
 
 
 def compile_loop(
@@ -73,7 +76,7 @@ def compile_loop(
     exact: bool,
     short: bool,
     what: str,
-    rows: Rows = NO_ROWS,
+    capacity: int = 0,
 ) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
     """Compile a loop to a function of its constants and carry.
 
@@ -87,7 +90,7 @@ def compile_loop(
         exact: whether functions such as exp must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
-        rows: the entries of the carry that are stored before each iteration.
+        capacity: the largest number of iterations of a loop that stores rows.
 
     Returns:
         the loop, and how it was compiled: "C++", or "Inductor" with the reason.
@@ -109,10 +112,10 @@ def compile_loop(
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            k, next_carry = spec.body(
-                traced, k, tree_unflatten(list(values[:carry_size]), carry_tree)
-            )
-        return [k, *tree_leaves(next_carry)]
+            given = tree_unflatten(list(values[:carry_size]), carry_tree)
+            rows = () if spec.rows is None else spec.rows(traced, k, given)
+            k, next_carry = spec.body(traced, k, given)
+        return [k, *tree_leaves(next_carry), *rows]
 
     def finish(*values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
@@ -135,7 +138,7 @@ def compile_loop(
             try:
                 compiled, path = (
                     program(
-                        parts, constants_list, carry_list, exact, torch.get_num_threads(), rows
+                        parts, constants_list, carry_list, exact, torch.get_num_threads(), capacity
                     ),
                     "C++",
                 )
@@ -150,7 +153,7 @@ def compile_loop(
                         stacklevel=2,
                     )
                 compiled, path = (
-                    compile_with_inductor(parts, constants_list, carry_list, short, rows),
+                    compile_with_inductor(parts, constants_list, carry_list, short, capacity),
                     f"Inductor ({reason})",
                 )
     except Exception as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 from adjsim._cpp import library
 from adjsim._cpp.mathematics import TANH
 from adjsim._cpp.operations import FUNCTIONS
-from adjsim._cpp.program import Part, Parts, Rows, program
+from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.values import UnprintableError
 from adjsim.adjoints import loops
 from adjsim.adjoints.loops import LoopSpec, compile_loop
@@ -444,6 +444,7 @@ def test_rows_hold_the_carry_before_each_iteration(width):
             more=lambda k, count: k < count,
             body=lambda given, k, carry: (k + 1, (carry[0] + 1, 2 * carry[1])),
             finish=lambda given, carry: carry,
+            rows=lambda given, k, carry: (carry[1],),
         ),
         nullcontext,
         Constants(torch.tensor(4), ()),
@@ -451,7 +452,7 @@ def test_rows_hold_the_carry_before_each_iteration(width):
         exact=False,
         short=False,
         what="a test",
-        rows=Rows(1, 5),
+        capacity=5,
     )
     assert path == "C++"
     (_, last), (rows,) = loop(Constants(torch.tensor(4), ()), (torch.zeros(2), x))
