@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adjsim._cpp.values import Buffer, Index, Indices, Pointwise, Value, View
+from adjsim._cpp.values import Buffer, Gathered, Index, Indices, Pointwise, Value, View
 
 
 @dataclass(eq=False)
@@ -90,12 +90,23 @@ def address_of(value: Value) -> Address | None:
         found = _offset(value, index) if length > 1 else origin
         assert found is not None
         strides.append(found[1].const - begin.const)
-    return Address(f"({buffer.name} + {begin.const})", tuple(strides))
+    return Address(f"({buffer.name} + {begin})", tuple(strides))
 
 
 def _offset(value: Value, index: Indices) -> tuple[Buffer, Index] | None:
-    while isinstance(value, View) and value.buffer is None:
-        value, index = value.operands[0], value.map(index)
-    if value.buffer is None:
-        return None
+    while value.buffer is None:
+        if isinstance(value, View):
+            value, index = value.operands[0], value.map(index)
+        elif isinstance(value, Gathered) and (place := _scalar(value.operands[1:])) is not None:
+            number, axis = value.operands[1], value.axis
+            value = value.operands[0]
+            index = (*index[:axis], place, *index[axis + len(number.shape) :])
+        else:
+            return None
     return value.buffer, Index() if value.buffer.variable else value.buffer.at(index)
+
+
+def _scalar(numbers: Sequence[Value]) -> Index | None:
+    """Return the index that one stored number is; None for other index tensors."""
+    buffer = numbers[0].source.buffer if len(numbers) == 1 and numbers[0].numel == 1 else None
+    return Index(0, ((buffer.name, 1),)) if buffer is not None and buffer.variable else None

@@ -43,6 +43,7 @@ class Function:
         threads: the number of threads that share large loops.
         result: a value that the function returns in addition.
         first_function: the number of the first function that is called.
+        rows: the buffers of stored values that the caller reads.
 
     Attributes:
         lines: the statements.
@@ -56,8 +57,9 @@ class Function:
         threads: int,
         result: Value | None = None,
         first_function: int = 0,
+        rows: Sequence[Buffer] = (),
     ) -> None:
-        self.large, self.threads = lowering.large, threads
+        self.large, self.threads, self.rows = lowering.large, threads, rows
         self.scratch: list[Buffer] = []
         self.functions = {
             call: [f"functions[{first_function + i}]" for i in range(at, at + len(call.addresses))]
@@ -67,7 +69,9 @@ class Function:
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
         stages = self._order(tasks, output_tasks, [] if result is None else [result])
         self.scratch = [
-            value.buffer for value in tasks if value.buffer and not value.buffer.variable
+            value.buffer
+            for value in tasks
+            if value.buffer and not value.buffer.variable and value.buffer not in rows
         ]
         self.lines = [line for stage in stages for line in stage.lines]
 
@@ -81,6 +85,7 @@ class Function:
             for root in (*results, *(task.value for task in output_tasks))
             for value in _stored_operands(root) & tasks.keys()
         ]
+        todo += [value for value in tasks if value.buffer in self.rows]
         while todo:
             value = todo.pop()
             if value not in wanted:
@@ -115,7 +120,8 @@ class Function:
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += [value for result in results for value in _stored_operands(result)]
         join(stages, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
-        fuse(stages, {value.buffer.name for value in others if value.buffer})
+        names = {value.buffer.name for value in others if value.buffer}
+        fuse(stages, names | {buffer.name for buffer in self.rows})
         return stages
 
     def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:

@@ -89,7 +89,8 @@ template <class T> inline T floor_rest(T a, T b) {
 
 
 # tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to 2 x / log(2) and
-# r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The
+# r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The error of
+# log(2) / 2, times n, is harmless: tanh depends on exp(2 x) the less, the larger abs(n) is. The
 # polynomial q interpolates at the Chebyshev nodes of |r| <= log(2) / 4; its relative error of p is
 # 4e-17 for doubles and 2e-8 for floats. All operations are defined by IEEE 754 to the last bit, so
 # vectorised and scalar loops agree. Relative errors of tanh are below 5e-16 and 2e-7.
@@ -104,25 +105,23 @@ TANH = {
 }  # fmt: skip
 
 
-def _tanh(
-    kind: str, integer: str, fraction: int, bias: int, largest: int, high: str, low: str
-) -> str:
+def _tanh(kind: str, integer: str, fraction: int, bias: int, largest: int) -> str:
     """Print the function of one type.
 
     Args:
         kind, integer: the type, and the integer of the same size.
         fraction, bias: the bits of its fraction, and the bias of its exponent.
         largest: the number from which on tanh(x) is 1.
-        high, low: parts of log(2) / 2, of which the first times n is exact.
     """
     *lower, highest = TANH[kind]
     return f"""
 inline {kind} tanh({kind} x) {{
   // Adding 1.5 * 2^{fraction} rounds a number to an integer, which is then in its last bits.
   const {kind} shift = 0x1.8p{fraction}, rate = {(2 / math.log(2)).hex()};
+  const {kind} distance = {(math.log(2) / 2).hex()};
   const {kind} y = x > {largest} ? {largest} : x < -{largest} ? -{largest} : x;
   const {kind} shifted = fused(y, rate, shift), n = shifted - shift;
-  const {kind} r = fused(n, -({kind}){low}, fused(n, -({kind}){high}, y));
+  const {kind} r = fused(n, -distance, y);
   {kind} q = {highest};
 {chr(10).join(f"  q = fused(q, r, ({kind}){coefficient});" for coefficient in reversed(lower))}
   const {kind} p = fused(r * r, q, r + r);
@@ -143,8 +142,8 @@ inline float fused(float a, float b, float c) {{ return __builtin_fmaf(a, b, c);
 #else
 template <class T> inline T fused(T a, T b, T c) {{ return a * b + c; }}
 #endif
-{_tanh("double", "int64_t", 52, 1023, 20, "0x1.62e42fefp-2", "0x1.473de6af278edp-35")}
-{_tanh("float", "int32_t", 23, 127, 10, "0x1.62e4p-2", "0x1.7f7d1cp-21")}
+{_tanh("double", "int64_t", 52, 1023, 20)}
+{_tanh("float", "int32_t", 23, 127, 10)}
 """
 
 _DECLARED = f"""

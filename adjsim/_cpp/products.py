@@ -186,8 +186,10 @@ class MatrixProduct(Call):
         self.inputs = (_stored(left, store), _stored(right, store))
         first, second = map(_address, self.inputs)
         fits = self._is_whole(self.columns, second.strides[1])
-        # The transpose of C from those of A and B, whose rows need no copy.
-        self.transposed = not fits and self._is_whole(self.rows, first.strides[0])
+        # The transpose of C from those of A and B, whose rows need no copy, or are longer vectors.
+        self.transposed = self._is_whole(self.rows, first.strides[0]) and not (
+            fits and self.columns * self.dtype.itemsize >= VECTOR_BYTES
+        )
         self.row = self._padded(self.rows if self.transposed else self.columns)
         copied = [] if fits or self.transposed else [(self.inner, self.row)]
         self.outputs = tuple(map(self._output, [(self.rows, self.columns), *copied]))

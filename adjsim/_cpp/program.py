@@ -11,17 +11,27 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from adjsim._cpp.calls import Called, address_of
 from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.indexing import Checked
 from adjsim._cpp.library import compiled
 from adjsim._cpp.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.once import Once
-from adjsim._cpp.values import TYPES, Body, Buffer, UnprintableError, make_buffer
+from adjsim._cpp.values import (
+    TYPES,
+    Body,
+    Buffer,
+    Pointwise,
+    UnprintableError,
+    Value,
+    make_buffer,
+)
 
 # A compiled loop of constants and carry, which returns the final carry and the rows.
 Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
@@ -99,29 +109,44 @@ def program(
     library = compiled(text.source, text.parallel)
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
-    shapes = [(x.shape, x.dtype) for x in carry]
-    shapes += [(torch.Size((capacity, *x.shape)), x.dtype) for x in rows]
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
-    OutputPointers = ctypes.c_void_p * len(shapes)
+    OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
 
     def loop(
         constants: Sequence[Tensor], carry: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
+        stored = _empty_rows(capacity, rows)
         fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(
             InputPointers(*(x.data_ptr() for x in inputs)),
-            OutputPointers(*(x.data_ptr() for x in results)),
+            OutputPointers(*(x.data_ptr() for x in (*results, *stored))),
             functions,
         )
         if status:
             error, message = STATUS[status]
             raise error(message)
-        return results[: len(carry)], results[len(carry) :]
+        return results, stored
 
     return loop
+
+
+def _empty_rows(capacity: int, examples: Sequence[Tensor]) -> list[Tensor]:
+    """Return new tensors in one block of memory, one for each example.
+
+    Where memory is new to a process, its first access takes longer than writing it. The C library
+    keeps one block for the next run, but not several. NumPy asks for large pages.
+    """
+    sizes = [-(-capacity * x.numel() * x.dtype.itemsize // 64) * 64 for x in examples]
+    block = torch.from_numpy(np.empty(sum(sizes) + 64, dtype=np.uint8))
+    block = block[-block.data_ptr() % 64 :][: sum(sizes)]
+    parts = zip(block.split(sizes), examples, strict=True)
+    return [
+        part[: capacity * x.numel() * x.dtype.itemsize].view(x.dtype).view(capacity, *x.shape)
+        for part, x in parts
+    ]
 
 
 def stored_examples(parts: Parts, carry_size: int) -> list[Tensor]:
@@ -177,7 +202,7 @@ class _Program:
         start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
         self._function("more", parts.more, [number, count], [], "bool")
         body_fixed = self._function(
-            "body", parts.body, [number, *current, *consts], [*next_carry, *rows], "int64_t"
+            "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
         )
         finish_fixed = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
         all_constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
@@ -203,11 +228,18 @@ class _Program:
         self.fixed = len(all_constants) - len(constants)
 
     def _function(
-        self, name: str, part: Part, inputs: list[Buffer], outputs: list[Buffer], result: str | None
+        self,
+        name: str,
+        part: Part,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+        result: str | None,
+        rows: Sequence[Buffer] = (),
     ) -> list[Buffer]:
         """Print the function of one graph.
 
-        It writes the outputs. If ``result`` is a C++ type, it returns the first output.
+        It writes the outputs and, after them, the rows. If ``result`` is a C++ type, it returns the
+        first output.
 
         Returns:
             the buffers of its last inputs: captured tensors, and values of constants alone.
@@ -218,7 +250,11 @@ class _Program:
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large)
         kept = lowering.outputs[1:] if result else lowering.outputs
-        targets = [Output(v, b) for v, b in zip(kept, outputs, strict=True)]
+        targets = [
+            Output(v, b)
+            for v, b in zip(kept, [*outputs, *rows], strict=True)
+            if b not in rows or not _store_in(v, b)
+        ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         function = Function(
             lowering,
@@ -226,6 +262,7 @@ class _Program:
             self.threads,
             lowering.outputs[0] if result else None,
             len(self.addresses),
+            rows,
         )
         for call in lowering.calls:
             self.addresses += call.addresses
@@ -245,7 +282,7 @@ class _Program:
             lines += [*body.lines, f"return {text};"]
         self.work = max(self.work, at)
         names = [_parameter(b, const=True) for b in inputs] + [
-            _parameter(b, const=False) for b in outputs
+            _parameter(b, const=False) for b in (*outputs, *rows)
         ]
         names += [_parameter(x.buffer, const=True) for x in self.checked[name].values()]
         self.functions.append(
@@ -349,6 +386,23 @@ def _row(buffer: Buffer, target: str) -> str:
     """Print the declaration of the row of a target that an iteration fills."""
     kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
     return f"{kind}* {buffer.name} = ({kind}*){target} + iteration * {count};"
+
+
+def _store_in(value: Value, buffer: Buffer) -> bool:
+    """Store a value in a buffer if it is stored in the same layout anyway."""
+    source, address = value.source, address_of(value)
+    if (
+        not isinstance(source, (Called, Pointwise))
+        or source.buffer is None
+        or source.buffer.variable
+        or address is None
+        or address.pointer != f"({source.buffer.name} + 0)"
+        or address.strides != buffer.strides
+        or source.buffer.size != buffer.size
+    ):
+        return False
+    source.buffer = buffer
+    return True
 
 
 def _bytes(buffer: Buffer) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from adjsim.adjoints.history import Rewind, StatesRewind
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import RecordSweep
+from adjsim.adjoints.saved_tensors import SavedTensors
 from adjsim.adjoints.saves import BackwardSaves
 from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
 from adjsim.dynamics.forces import ForceEvaluator
@@ -161,9 +163,17 @@ class BackwardLoops:
                 coefficients = self.constants.coefficients
                 start = driver.state_before(self.constants, k, kind)
                 before = self.program.states_before(t, start, coefficients, noise, self.forces)
-                self.state = self.program.backward(
-                    t, self.state, coefficients, noise, self.forces, self.sums, before
-                )
+                stored, counted = driver.saved_by(self.constants, k, kind), dict(self.stats)
+                saved = SavedTensors(stored)
+                with saved.hooks() if stored else nullcontext():
+                    self.state = self.program.backward(
+                        t, self.state, coefficients, noise, self.forces, self.sums, before
+                    )
+                if stored:
+                    saved.check()
+                    # The step is not run again, and that half of its evaluations does not count.
+                    for name, count in counted.items():
+                        self.stats[name] -= (self.stats[name] - count) // 2
 
             def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k, if there is one.
@@ -223,7 +233,7 @@ class BackwardLoops:
 
         def body(
             constants: LoopConstants, k: Tensor, carry: BackwardCarry
-        ) -> tuple[Tensor, BackwardCarry]:
+        ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
             sweep = Sweep(constants, carry)
             if shared:
                 sweep.traverse_unless(k == constants.steps, early, k)
@@ -238,7 +248,7 @@ class BackwardLoops:
             found = sweep.carry()
             loop.evaluations_per_step = sweep.stats["energy_evaluations"]
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
-            return k - 1, found
+            return k - 1, found, ()
 
         def finish(constants: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
             return carry
@@ -250,4 +260,4 @@ def _sum(known: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(clone(like)) if known is None else clone(known)
 
 
-BACKWARD = MakeSpec(True, BackwardLoops.spec)
+BACKWARD = MakeSpec(BackwardLoops.spec, differentiates=True, backward=True)

@@ -72,10 +72,8 @@ class Checkpoints(History):
         length: steps of a segment.
     """
 
-    inverts = False
-
     def __init__(self, stepper: Stepper, length: int) -> None:
-        self.stepper, self.length = stepper, length
+        self.stepper, self.length, self.kept = stepper, length, length
         self.stored: dict[int, AnyState] = {}
 
     def stops(self, stepper: Stepper) -> Iterable[int]:

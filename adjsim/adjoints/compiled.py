@@ -39,13 +39,14 @@ class CompiledDriver:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
-        stored: whether the backward pass reads stored states, instead of inverting the steps.
+        kept: the number of steps before which states are stored at a time; 0: the backward pass
+            inverts the steps.
     """
 
     def __init__(
-        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], kept: int = 0
     ) -> None:
-        self.runner = LoopRunner(stepper, inputs, problem, stored)
+        self.runner = LoopRunner(stepper, inputs, problem, kept)
 
     def forward(
         self,

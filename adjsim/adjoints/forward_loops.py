@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,14 @@ from adjsim.adjoints.history import StoredStates
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, sum_dtype
+from adjsim.adjoints.saved_tensors import saving_step
 from adjsim.adjoints.saves import Resumable
 from adjsim.dynamics.base import Dynamics
+from adjsim.solvers.base import Program
+
+# Runs a step, with the arguments of Program.step after the program. It returns the state after it,
+# and what it stores besides the state before it; None: it stores nothing.
+TakeStep = Callable[..., tuple[AnyState, Sequence[Tensor] | None]]
 
 
 class ForwardCarry(NamedTuple):
@@ -134,7 +140,8 @@ class ForwardLoops(Resumable):
             self._no_margin(state, start),
             tuple(map(driver.pack, state)),
         )
-        spec = FORWARD if self.stored is None else STORING
+        stores = SAVING if driver.saves_tensors else STORING
+        spec = FORWARD if self.stored is None else stores
         return driver.run(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
@@ -172,9 +179,17 @@ class ForwardLoops(Resumable):
 
     @staticmethod
     def spec(
-        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+        take_step: TakeStep,
+        driver: LoopRunner,
+        averaging: bool,
+        kind: type[AnyState],
+        loop: Loop,
     ) -> LoopSpec[LoopConstants, ForwardCarry]:
-        """Specify an iteration: one step."""
+        """Specify an iteration: one step.
+
+        ``take_step`` runs it and returns what it saves, besides the state before it; None: nothing
+        is stored, not even this state.
+        """
 
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
             k = torch.zeros_like(constants.steps)
@@ -193,15 +208,14 @@ class ForwardLoops(Resumable):
 
         def body(
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
-        ) -> tuple[Tensor, ForwardCarry]:
+        ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
             stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
             state = kind._make(map(driver.unpack, carry.state))
             known = (position_of(state), driver.unpack(carry.force[0])) if carry.force else None
             program = driver.program.with_spacings(constants.spacings)
             forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
-            state = program.step(
-                t, state, constants.coefficients, driver.noise_of(constants, k), forces
-            )
+            noise = driver.noise_of(constants, k)
+            state, saved = take_step(program, t, state, constants.coefficients, noise, forces)
             total = carry.total
             if averaging:
                 value = driver.recorder.value(driver.stepper.from_lattice(state))
@@ -216,20 +230,13 @@ class ForwardLoops(Resumable):
             if margin and (found := _margin(driver, t(1.0), state)) is not None:
                 margin = (clone(torch.minimum(margin[0], found)),)
             packed = tuple(map(driver.pack, state))
-            return k + 1, ForwardCarry(total, force, growth, margin, packed)
+            rows = () if saved is None else (*carry.state, *saved)
+            return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
 
         def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
             return carry
 
         return LoopSpec(start, more, body, finish)
-
-    @staticmethod
-    def storing_spec(
-        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
-    ) -> LoopSpec[LoopConstants, ForwardCarry]:
-        """Specify an iteration that stores the state before its step."""
-        spec = ForwardLoops.spec(driver, averaging, kind, loop)
-        return replace(spec, rows=lambda constants, k, carry: carry.state)
 
 
 def _is_refused(carry: ForwardCarry) -> bool:
@@ -241,5 +248,14 @@ def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
     return dynamics.margin(t, driver.stepper.from_lattice(state))
 
 
-FORWARD = MakeSpec(False, ForwardLoops.spec)
-STORING = MakeSpec(False, ForwardLoops.storing_spec)
+def _step(program: Program, *arguments: Any) -> tuple[AnyState, None]:
+    return program.step(*arguments), None
+
+
+def _storing_step(program: Program, *arguments: Any) -> tuple[AnyState, tuple[()]]:
+    return program.step(*arguments), ()
+
+
+FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))
+STORING = MakeSpec(partial(ForwardLoops.spec, _storing_step))
+SAVING = MakeSpec(partial(ForwardLoops.spec, saving_step), differentiates=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -71,12 +70,13 @@ class History(Saved):
     Attributes:
         growth: the growth of errors, to which drivers add that of their steps; None where the
             stored steps do not depend on it.
-        inverts: whether a compiled sweep inverts steps, instead of reading the states before them.
+        kept: the number of steps before which compiled loops store states at a time, for a sweep to
+            read; 0: a compiled sweep inverts steps.
         states: receives the states before all steps of a compiled run; None: none are stored.
     """
 
     growth: ErrorGrowth | None = None
-    inverts: ClassVar[bool] = True
+    kept: int = 0
     states: StoredStates | None = None
 
     def stops(self, stepper: Stepper) -> Iterable[int]:

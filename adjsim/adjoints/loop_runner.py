@@ -26,9 +26,11 @@ from adjsim.adjoints.loops import (
     leaves,
 )
 from adjsim.adjoints.recorder import Recorder
+from adjsim.adjoints.saved_tensors import MOST_STEPS
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem
 from adjsim.solvers.clock import Clock
+from adjsim.solvers.drift_move import DriftMove
 
 # Largest number of noise entries passed to a loop at once: four megabytes of float64.
 NOISE_PER_LOOP = 2**19
@@ -51,7 +53,7 @@ class LoopConstants(NamedTuple):
         noise: the noise of its steps; empty without noise.
         average: in a backward loop, the cotangent of a time average at each step; else empty.
         states: in a backward loop that reads stored states, the fields of the states before its
-            steps; else empty.
+            steps, and what these steps have saved; else empty.
     """
 
     steps: Tensor
@@ -93,14 +95,17 @@ class MakeSpec:
     """A factory of loop specifications.
 
     Attributes:
-        backward: whether the loop is a backward loop, whose parameters and coefficients are leaves.
         make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
             whether the loop averages, the class of the states, and the loop, which counts energy
             evaluations.
+        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
+            then leaves.
+        backward: whether it is a loop of the backward pass.
     """
 
-    backward: bool
     make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
+    differentiates: bool = False
+    backward: bool = False
 
 
 class LoopRunner:
@@ -110,11 +115,12 @@ class LoopRunner:
         stepper: the steps.
         inputs: the inputs of the run.
         problem: the problem that is run.
-        stored: whether backward loops read stored states, instead of inverting the steps.
+        kept: the number of steps before which states are stored at a time; 0: backward loops invert
+            the steps.
     """
 
     def __init__(
-        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], stored: bool = False
+        self, stepper: Stepper, inputs: Inputs, problem: Problem[State], kept: int = 0
     ) -> None:
         assert isinstance(stepper.clock, Clock)
         self.stepper, self.problem, self.program, self.clock = (
@@ -137,9 +143,13 @@ class LoopRunner:
         self.length = (
             max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
         )
-        self.stored = stored
-        self.capacity = max(1, min(FINITE_EVERY, STATES_PER_LOOP // state[0].numel()))
-        if stored:
+        self.stored = kept > 0
+        self.saves_tensors = 0 < kept <= MOST_STEPS and any(
+            isinstance(move, DriftMove) for _, move in self.program.moves
+        )
+        most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
+        self.capacity = max(1, min(most, STATES_PER_LOOP // state[0].numel()))
+        if self.stored:
             self.length = min(self.length, self.capacity)
         # The last move of a step that writes the position, or the first field of any other state.
         self.last_position_move = max(
@@ -258,18 +268,22 @@ class LoopRunner:
 
     def state_before(self, constants: LoopConstants, k: Tensor, kind: type[State]) -> State:
         """Return the stored state before step number ``k`` of the loop."""
-        rows = (x.index_select(0, k.reshape(1)).squeeze(0) for x in constants.states)
-        return kind._make(map(self.unpack, rows))
+        rows = constants.states[: len(kind._fields)]
+        return kind._make(self.unpack(_row(x, k)) for x in rows)
+
+    def saved_by(self, constants: LoopConstants, k: Tensor, kind: type[AnyState]) -> list[Tensor]:
+        """Return what step number ``k`` of the loop has saved besides the state before it."""
+        return [_row(x, k) for x in constants.states[len(kind._fields) :]]
 
     @contextmanager
     def _within(
-        self, backward: bool, loop: Loop, constants: LoopConstants
+        self, differentiates: bool, loop: Loop, constants: LoopConstants
     ) -> Generator[LoopConstants, None, None]:
         """Make a context that runs the dynamics with the tensors of a trace.
 
-        In a backward loop, tensors that need a gradient are leaves.
+        Where autograd runs in the loop, tensors that need a gradient are leaves.
         """
-        if backward:
+        if differentiates:
             leaves = [
                 x.detach().requires_grad_(i in self.tensors.wanted)
                 for i, x in enumerate(constants.parameters)
@@ -299,7 +313,7 @@ class LoopRunner:
     ) -> Loop:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.backward else ()
+        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.differentiates else ()
         solver, threads = self.problem.solver, torch.get_num_threads()
         key = (
             spec,
@@ -343,7 +357,7 @@ class LoopRunner:
         short = self.row < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
-        within = partial(self._within, spec.backward, loop)
+        within = partial(self._within, spec.differentiates, loop)
         loop.function, loop.path = compile_loop(
             specification,
             within,
@@ -379,3 +393,7 @@ class LoopRunner:
         # The backward pass begins with the noise that the forward pass ended with.
         self._last_noise = (first, count, padded)
         return (padded,)
+
+
+def _row(rows: Tensor, k: Tensor) -> Tensor:
+    return rows.index_select(0, k.reshape(1)).squeeze(0)

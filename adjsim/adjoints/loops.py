@@ -54,17 +54,15 @@ class LoopSpec(Generic[Constants, Carry]):
     Attributes:
         start: runs before the first iteration and returns its number ``k`` and the initial carry.
         more: returns, for ``k`` and the number of steps, whether to run another iteration.
-        body: runs one iteration and returns the next ``k`` and the carry.
+        body: runs one iteration and returns the next ``k``, the carry and the tensors that the
+            iteration stores.
         finish: runs after the last iteration and returns the final carry.
-        rows: returns the tensors that an iteration stores; None: it stores none. The arguments are
-            those of ``body``.
     """
 
     start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
     more: Callable[[Tensor, Tensor], Tensor]
-    body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry]]
+    body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry, Sequence[Tensor]]]
     finish: Callable[[Constants, Carry], Carry]
-    rows: Callable[[Constants, Tensor, Carry], Sequence[Tensor]] | None = None
 
 
 def compile_loop(
@@ -112,9 +110,9 @@ def compile_loop(
 
     def body(k: Tensor, *values: Tensor) -> list[Tensor]:
         with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            given = tree_unflatten(list(values[:carry_size]), carry_tree)
-            rows = () if spec.rows is None else spec.rows(traced, k, given)
-            k, next_carry = spec.body(traced, k, given)
+            k, next_carry, rows = spec.body(
+                traced, k, tree_unflatten(list(values[:carry_size]), carry_tree)
+            )
         return [k, *tree_leaves(next_carry), *rows]
 
     def finish(*values: Tensor) -> list[Tensor]:

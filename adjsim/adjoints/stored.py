@@ -28,10 +28,8 @@ class AllStates(History):
         stepper: the steps of the run.
     """
 
-    inverts = False
-
     def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
+        self.stepper, self.kept = stepper, stepper.clock.last
         self._rows: StoredStates = {}
         self.states = self._rows
         self.last: AnyState | None = None

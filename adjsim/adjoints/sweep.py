@@ -81,9 +81,7 @@ class _SweptRun:
         # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = (
-            CompiledDriver(stepper, inputs, problem, not history.inverts)
-            if problem.compile
-            else None
+            CompiledDriver(stepper, inputs, problem, history.kept) if problem.compile else None
         )
 
     def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:

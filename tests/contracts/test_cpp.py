@@ -39,6 +39,7 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
         body=lambda given, k, carry: (
             k + 1,
             (function(*given.inputs).detach().clone(memory_format=torch.contiguous_format),),
+            (),
         ),
         finish=lambda given, carry: carry,
     )
@@ -442,9 +443,8 @@ def test_rows_hold_the_carry_before_each_iteration(width):
         LoopSpec(
             start=lambda given, carry: (torch.zeros_like(given.steps), carry),
             more=lambda k, count: k < count,
-            body=lambda given, k, carry: (k + 1, (carry[0] + 1, 2 * carry[1])),
+            body=lambda given, k, carry: (k + 1, (carry[0] + 1, 2 * carry[1]), (carry[1],)),
             finish=lambda given, carry: carry,
-            rows=lambda given, k, carry: (carry[1],),
         ),
         nullcontext,
         Constants(torch.tensor(4), ()),

@@ -1,0 +1,135 @@
+"""Tensors that a compiled step saves for its backward pass.
+
+The backward pass over a step needs the numbers that autograd saves when it runs the step, such as
+the activations of a network. A loop that stores only the state before each step computes them
+again. This costs a third of the matrix products of a network's gradient. Where few steps are stored
+at a time, the loop stores what autograd saves too, and the backward pass reads it.
+
+Forward and backward loops trace the same step, so autograd saves the same tensors in the same
+order. A tensor is worth its memory if matrix products precede it; others, such as the elementwise
+functions of a saved tensor, are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
+
+from adjsim._cpp.products import FEW
+from adjsim._state import State, detached
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.sources import Coefficients
+from adjsim.solvers.base import Program, TimeInStep
+
+# Largest number of steps that are stored at a time for the steps to save tensors.
+MOST_STEPS = 100
+# Largest number of entries that a step saves: a megabyte of float64.
+MOST_ENTRIES = 2**17
+# Multiplications for an entry above which it is saved.
+WORTH = 32
+
+
+class SavedTensors:
+    """The saved tensors of one step, while it is traced.
+
+    Args:
+        stored: in a backward loop, what the forward loop has stored; None: a forward loop.
+
+    Attributes:
+        rows: in a forward loop, what it is to store.
+    """
+
+    def __init__(self, stored: Sequence[Tensor] | None = None) -> None:
+        self.stored, self.rows = stored, list[Tensor]()
+        self._numbers: dict[Node, int] = {}
+        self._orders: list[list[int]] = []
+        self._entries = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves tensors here."""
+        return saved_tensors_hooks(self._save, self._restore)
+
+    def check(self) -> None:
+        """Refuse a backward step that has not read all that the forward step has stored."""
+        if self.stored is not None and len(self._orders) != len(self.stored):
+            raise RuntimeError("a step saves other tensors backward than forward.")
+
+    def _save(self, x: Tensor) -> Tensor | int:
+        node = _node(x)
+        number = self._numbers.get(node)
+        if number is not None:
+            return number
+        size = self._entries + x.numel()
+        if (
+            not x.is_floating_point()
+            or size > MOST_ENTRIES
+            or self._multiplications(node) < WORTH * x.numel()
+        ):
+            return x
+        # Rows are stored in the order of the tensor's axes in memory.
+        order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+        row = x.detach().permute(order)
+        number = len(self._orders)
+        if self.stored is None:
+            self.rows.append(row)
+        elif number >= len(self.stored) or self.stored[number].shape != row.shape:
+            raise RuntimeError("a step saves other tensors backward than forward.")
+        self._numbers[node], self._entries = number, size
+        self._orders.append(order)
+        return number
+
+    def _restore(self, saved: Tensor | int) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        rows, order = self.rows if self.stored is None else self.stored, self._orders[saved]
+        return rows[saved].permute([order.index(axis) for axis in range(len(order))])
+
+    def _multiplications(self, node: Node) -> int:
+        """Count those of the matrix products that give a tensor from saved ones."""
+        total, seen, todo = 0, {node}, [node]
+        while todo:
+            node = todo.pop()
+            if node.target in _PRODUCTS:
+                left: Any = node.args[-2]
+                inner = left.meta["val"].shape[-1]
+                total += inner * node.meta["val"].numel() if inner > FEW else 0
+            found = {x for x in node.all_input_nodes if x not in self._numbers} - seen
+            seen |= found
+            todo += found
+        return total
+
+
+def saving_step(
+    program: Program,
+    time: TimeInStep,
+    state: State,
+    coefficients: Mapping[str, Coefficients],
+    noise: Sequence[Tensor] | None,
+    forces: ForceEvaluator,
+) -> tuple[State, list[Tensor]]:
+    """Run a step while it is traced, and return what autograd saves."""
+    saved = SavedTensors()
+    leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+    with torch.enable_grad(), saved.hooks():
+        after = program.step(time, leaves, coefficients, noise, forces)
+    return detached(after), saved.rows
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _node(x: Tensor) -> Node:
+    """Return the operation of the current trace that has computed a tensor."""
+    # Importing the tracer takes a while, and most runs do not need it.
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode: Any = get_proxy_mode()
+    node = get_proxy_slot(x, mode.tracer).proxy.node
+    while node.target is torch.ops.aten.detach.default:
+        node = node.args[0]
+    return node

@@ -1,0 +1,150 @@
+"""Compiled gradients that read what autograd saved in the forward steps, against eager ones."""
+
+from __future__ import annotations
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor, nn
+
+import adjsim
+from adjsim import CheckpointAdjoint, DirectAdjoint, RungeKutta, TimeAverage
+from adjsim.adjoints import loop_runner, saved_tensors
+from tests.fields import Pair
+from tests.gradients.test_table import agree
+
+TIMES = [0.0, 0.2, 0.55]
+
+
+@pytest.fixture(autouse=True)
+def _unchecked():
+    """The type checks of the tests cannot be written down."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+class Wide(nn.Module):
+    """A network whose second layer is worth to be saved; the first is too short for it."""
+
+    def __init__(self, activation: nn.Module, width: int = 40, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(
+            nn.Linear(3, width), activation, nn.Linear(width, width), activation
+        )
+        self.last = nn.Linear(width, 3)
+        self.decay = nn.Parameter(torch.tensor(0.3))
+        self.double()
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return torch.cos(t).to(y) * self.last(self.layers(y)) - self.decay * y
+
+
+class WidePair(nn.Module):
+    """The same network on a named tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = Wide(nn.Tanh())
+
+    def forward(self, t: Tensor, y: Pair) -> Pair:
+        found = self.whole(t, torch.cat(tuple(y), -1))
+        return Pair(found[..., :1], found[..., 1:])
+
+
+def start(*batch: int) -> Tensor:
+    drawn = torch.Generator().manual_seed(3)
+    return torch.randn(*batch, 3, generator=drawn, dtype=torch.float64)
+
+
+def gradients(dynamics, y, solver, adjoint, compile, record=None):
+    """The gradient with respect to start and parameters, and the evaluations that it took."""
+    begin = tuple(x.clone().requires_grad_() for x in y)
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(type(y)._make(begin) if isinstance(y, Pair) else begin[0]),
+        TIMES,
+        solver=solver,
+        adjoint=adjoint,
+        record=record,
+        generator=4,
+        compile=compile,
+    )
+    loss = sum((1 + i) * x.square().sum() for i, x in enumerate(run.final))
+    if record is not None:
+        loss = loss + run.record.sum()
+    named = dict(dynamics.named_parameters())
+    found = torch.autograd.grad(loss, [*named.values(), *begin], retain_graph=True)
+    evaluations = run.stats["energy_evaluations"]
+    again = torch.autograd.grad(loss, [*named.values(), *begin])
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    return dict(zip([*named, *map(str, range(len(y)))], found, strict=True)), evaluations
+
+
+def sde(activation: nn.Module) -> adjsim.SDE:
+    """Two networks, one of them under the noise."""
+    return adjsim.SDE(Wide(activation), Wide(nn.Sigmoid(), 33, seed=5))
+
+
+EULER, RK4 = adjsim.EulerMaruyama(0.05), RungeKutta("rk4", 0.05)
+ROWS = {
+    "ode": (lambda: adjsim.ODE(Wide(nn.Tanh())), (start(4),), RK4),
+    "ode, many systems": (lambda: adjsim.ODE(Wide(nn.SiLU())), (start(20),), RK4),
+    "ode, two axes": (lambda: adjsim.ODE(Wide(nn.ReLU())), (start(2, 3),), RK4),
+    "ode, named": (lambda: adjsim.ODE(WidePair()), Pair(*start(4).split([1, 2], -1)), RK4),
+    "sde": (lambda: sde(nn.Tanh()), (start(4),), EULER),
+    "sde, many systems": (lambda: sde(nn.Softplus()), (start(20),), EULER),
+    "sde, Heun": (lambda: sde(nn.Tanh()), (start(4),), adjsim.StochasticHeun(0.05)),
+}
+
+
+@pytest.mark.parametrize("average", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("ode", "sde, many systems") else pytest.mark.slow)
+        for name in ROWS
+    ],
+)
+def test_equal_to_eager_gradients(name, average):
+    """A direct gradient counts as many evaluations as backpropagation: no step is run again."""
+    make, y, solver = ROWS[name]
+    dynamics = make()
+    record = TimeAverage(lambda state: state[0].square().mean(-1)) if average else None
+    direct, evaluations = gradients(dynamics, y, solver, DirectAdjoint(), False, record)
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint(3)):
+        found, count = gradients(dynamics, y, solver, adjoint, True, record)
+        # The same operations, in other orders of their sums.
+        agree(found, direct, 1e-12)
+        if isinstance(adjoint, DirectAdjoint):
+            assert count == evaluations
+
+
+@pytest.mark.parametrize("limit", ["steps", "entries", "no entries"])
+def test_without_memory_for_them(limit, monkeypatch):
+    """Long runs store states alone; of a step that saves too much, the first tensors are saved."""
+    if limit == "steps":
+        monkeypatch.setattr(loop_runner, "MOST_STEPS", 10)
+    else:
+        entries = 2 * 4 * 40 if limit == "entries" else 0
+        monkeypatch.setattr(saved_tensors, "MOST_ENTRIES", entries)
+    make, y, solver = ROWS["ode"]
+    dynamics = make()
+    direct, evaluations = gradients(dynamics, y, solver, DirectAdjoint(), False)
+    found, count = gradients(dynamics, y, solver, DirectAdjoint(), True)
+    agree(found, direct, 1e-12)
+    # Four stages of eleven steps are run again.
+    assert count - evaluations == (0 if limit == "entries" else 4 * 11)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x + x[-1:]])
+def test_tensors_that_the_backward_step_does_not_save(change, monkeypatch):
+    """Its trace would read numbers of other tensors."""
+    known = loop_runner.LoopRunner.saved_by
+    monkeypatch.setattr(
+        loop_runner.LoopRunner, "saved_by", lambda *arguments: change(known(*arguments))
+    )
+    make, y, solver = ROWS["ode"]
+    with pytest.raises(adjsim.CompileError, match="saves other tensors backward than forward"):
+        gradients(make(), y, solver, DirectAdjoint(), True)
