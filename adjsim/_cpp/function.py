@@ -7,6 +7,7 @@ only one later loop reads, element by element, is then computed in that loop and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ from adjsim._cpp.values import (
     StoredExpression,
     Value,
 )
+
+# The names of buffers in printed statements.
+_NAME = re.compile(r"\b[br]\d+\b")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Function:
 
     Attributes:
         lines: the statements.
-        scratch: the buffers of stored values, which the caller allocates.
+        scratch: the buffers that stored values share, which the caller allocates.
     """
 
     def __init__(
@@ -68,12 +72,12 @@ class Function:
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
         stages = self._order(tasks, output_tasks, [] if result is None else [result])
-        self.scratch = [
+        buffers = [
             value.buffer
             for value in tasks
             if value.buffer and not value.buffer.variable and value.buffer not in rows
         ]
-        self.lines = [line for stage in stages for line in stage.lines]
+        self.scratch, self.lines = _share([list(stage.lines) for stage in stages], buffers)
 
     def _order(
         self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
@@ -180,3 +184,44 @@ def _stored_operands(value: Value, below: bool = False) -> set[Value]:
         if value.buffer is None or isinstance(value, Reinterpreted):
             todo.extend(value.operands)
     return found
+
+
+def _share(
+    stages: Sequence[Sequence[str]], buffers: Sequence[Buffer]
+) -> tuple[list[Buffer], list[str]]:
+    """Let buffers that are not needed at the same time share memory, which then stays in caches.
+
+    Args:
+        stages: the statements of each stage.
+        buffers: the buffers that they use.
+
+    Returns:
+        the buffers that are left, and the statements with their names. One name for one memory
+        keeps its pointer the only one to it, as ``__restrict`` promises.
+    """
+    known = {buffer.name: buffer for buffer in buffers}
+    uses = [
+        [x for x in dict.fromkeys(_NAME.findall("\n".join(lines))) if x in known]
+        for lines in stages
+    ]
+    last = {name: at for at, names in enumerate(uses) for name in names}
+    left: list[Buffer] = []
+    free: list[Buffer] = []
+    shared: dict[str, Buffer] = {}
+    for at, names in enumerate(uses):
+        for name in names:
+            if name not in shared:
+                shared[name] = _smallest(free, known[name])
+                (free.remove if shared[name] in free else left.append)(shared[name])
+        free += [shared[name] for name in names if last[name] == at]
+    return left, [
+        _NAME.sub(lambda x: shared[x[0]].name if x[0] in shared else x[0], line)
+        for lines in stages
+        for line in lines
+    ]
+
+
+def _smallest(free: Sequence[Buffer], buffer: Buffer) -> Buffer:
+    """Return the smallest free buffer that is large enough, or the given one."""
+    fit = [x for x in free if x.dtype == buffer.dtype and x.size >= buffer.size]
+    return min(fit, key=lambda x: x.size, default=buffer)
