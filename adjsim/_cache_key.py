@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
-# separately.
-_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+# separately. Hooks are inspected where there are any.
+_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
     "adjsim",
@@ -194,7 +195,11 @@ class _KeyBuilder:
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module of the dynamics."""
         name = type(x).__name__
-        attributes = {key: value for key, value in vars(x).items() if key not in _MODULE_ATTRIBUTES}
+        attributes = {
+            key: value
+            for key, value in vars(x).items()
+            if key not in _MODULE_ATTRIBUTES or (value and key in _HOOKS)
+        }
         parts = tuple(
             (path, Identity(part)) for path, part in x._modules.items() if part is not None
         )
@@ -214,6 +219,9 @@ class _KeyBuilder:
 
     def _class(self, x: type, where: str) -> Any:
         kinds = [kind for kind in x.__mro__ if _package(kind) not in self.fixed]
+        if not kinds and _package(type(x)) in self.fixed:
+            # Such a class does not change.
+            return Identity(x), x.__module__
         found = []
         for kind in kinds:
             for name, value in vars(kind).items():

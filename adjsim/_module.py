@@ -8,9 +8,10 @@ run. The copies are put into the module while it runs, so one thread at a time m
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,6 +28,14 @@ _locks_lock = Lock()
 V = TypeVar("V")
 
 
+@dataclass
+class _Used(Generic[V]):
+    """A value of a cache, and the number of its last use."""
+
+    value: V
+    last_use: int
+
+
 class ModuleCache(Generic[V]):
     """A thread-safe cache by module and key of the most recently used values.
 
@@ -36,25 +45,27 @@ class ModuleCache(Generic[V]):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._values: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, V]] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[nn.Module, dict[Hashable, _Used[V]]] = WeakKeyDictionary()
+        self._uses = itertools.count()
         self._lock = Lock()
 
     def get(self, module: nn.Module, key: Hashable) -> V | None:
         """Return the value, or None."""
         with self._lock:
-            known = self._values.get(module)
-            if known is None or key not in known:
+            # One look-up, since a long key takes long to hash and to compare.
+            found = self._values.get(module, {}).get(key)
+            if found is None:
                 return None
-            known.move_to_end(key)
-            return known[key]
+            found.last_use = next(self._uses)
+            return found.value
 
     def put(self, module: nn.Module, key: Hashable, value: V) -> None:
         """Store a value, and remove the least recently used one if there are too many."""
         with self._lock:
-            known = self._values.setdefault(module, OrderedDict())
-            known[key] = value
+            known = self._values.setdefault(module, {})
+            known[key] = _Used(value, next(self._uses))
             while len(known) > self.capacity:
-                known.popitem(last=False)
+                del known[min(known, key=lambda key: known[key].last_use)]
 
     def count(self, module: nn.Module) -> int:
         """Count the values of a module."""
@@ -193,7 +204,12 @@ def _locks_of(*modules: nn.Module) -> list[Any]:
 
 @contextmanager
 def _acquired(locks: Sequence[Any]) -> Generator[None, None, None]:
-    with ExitStack() as stack:
+    held: list[Any] = []
+    try:
         for lock in locks:
-            stack.enter_context(lock)
+            lock.acquire()
+            held.append(lock)
         yield
+    finally:
+        for lock in held:
+            lock.release()

@@ -90,36 +90,50 @@ class Noise:
         step += self.begin
         return self._block(step // STEPS, replicas, dof, like)[step % STEPS]
 
-    def span(self, step: int, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the numbers of ``count`` steps from ``step`` on, ``(count, replicas, dof)``."""
-        replicas, dof = shape
-        first, last = step + self.begin, step + self.begin + count
-        blocks = [
-            self._block(i, replicas, dof, like)
-            for i in range(first // STEPS, (last - 1) // STEPS + 1)
-        ]
-        return torch.cat(blocks)[first % STEPS :][:count]
+    def span(
+        self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
+    ) -> list[Tensor]:
+        """Return the numbers of ``count`` steps from ``step`` on, in parts of several steps.
 
-    def _block(self, block: int, replicas: int, dof: int, like: Tensor) -> Tensor:
-        """Return a block of steps.
+        Args:
+            step, count: the first step and the number of steps.
+            shape: ``(replicas, dof)``; a part has the shape ``(steps, replicas, dof)``.
+            like: a tensor, for its dtype and device.
+            end: the number of steps of the run, after which no numbers are drawn.
+        """
+        replicas, dof = shape
+        first, last, end = step + self.begin, step + self.begin + count, end + self.begin
+        return [
+            self._block(at // STEPS, replicas, dof, like, min(STEPS, end - at))[
+                max(0, first - at) : last - at
+            ]
+            for at in range(first - first % STEPS, last, STEPS)
+        ]
+
+    def _block(
+        self, block: int, replicas: int, dof: int, like: Tensor, steps: int = STEPS
+    ) -> Tensor:
+        """Return the first steps of a block.
 
         The last two blocks are cached, for steps that use their neighbours' noise.
         """
-        key = (block, replicas, dof, like.dtype, like.device)
+        key = (block, steps, replicas, dof, like.dtype, like.device)
         if key not in self._blocks:
             if len(self._blocks) > 1:
                 del self._blocks[next(iter(self._blocks))]
             start, count = self.first * dof, replicas * dof
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
-            tiles = [self._tile(block, column) for column in range(first, last + 1)]
+            tiles = [self._tile(block, column, steps) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
+            rows = torch.from_numpy(np.concatenate(tiles, axis=1)[:, offset : offset + count])
             # A copy, since a view would keep whole tiles alive.
-            rows = np.concatenate(tiles, axis=1)[:, offset : offset + count].copy()
-            self._blocks[key] = torch.from_numpy(rows).to(like).reshape(STEPS, replicas, dof)
+            copied = rows.to(like.device, like.dtype, copy=True)
+            self._blocks[key] = copied.reshape(steps, replicas, dof)
         return self._blocks[key]
 
-    def _tile(self, block: int, column: int) -> np.ndarray:
+    def _tile(self, block: int, column: int, steps: int) -> np.ndarray:
+        """Draw the first steps of a tile; their numbers do not depend on how many steps follow."""
         key = np.array(
             [self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64
         )
-        return np.random.Generator(np.random.Philox(key=key)).standard_normal((STEPS, ELEMENTS))
+        return np.random.Generator(np.random.Philox(key=key)).standard_normal((steps, ELEMENTS))

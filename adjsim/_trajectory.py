@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number, as_tensor, describe_type, refuse_uncalled_class
-from adjsim._state import State, detached
+from adjsim._state import State, detached, in_transform
 
 
 @dataclass(frozen=True)
@@ -218,9 +219,15 @@ def check_times(ts: Any) -> Tensor:
             "ts must list the initial time and at least one save time; got shape "
             f"{tuple(times.shape)}."
         )
-    if not bool(torch.isfinite(times).all()) or not bool((times[1:] > times[:-1]).all()):
+    values = _numbers(times)
+    if not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
         raise ValueError("ts must be finite and increase.")
     return times
+
+
+def _numbers(times: Tensor) -> list[float]:
+    # In a function transform a tensor has no memory from which all numbers could be read at once.
+    return [float(t) for t in times] if in_transform() else times.tolist()
 
 
 def step_numbers(times: Tensor, dt: float) -> list[int]:
@@ -229,18 +236,21 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
     Raises:
         ValueError: a save time off the grid of dt by more than a thousandth of a step.
     """
-    exact = (times - times[0]) / dt
-    steps = exact.round()
-    worst = int((exact - steps).abs().argmax())
-    if float((exact - steps)[worst].abs()) > 1e-3:
-        low = float(times[0]) + math.floor(float(exact[worst])) * dt
+    values = _numbers(times)
+    first = values[0]
+    exact = [(t - first) / dt for t in values]
+    steps = [round(x) for x in exact]
+    errors = [abs(x - step) for x, step in zip(exact, steps, strict=True)]
+    worst = errors.index(max(errors))
+    if errors[worst] > 1e-3:
+        low = first + math.floor(exact[worst]) * dt
         raise ValueError(
-            f"ts[{worst}] = {float(times[worst]):.12g} is not an integer number of steps of dt = "
+            f"ts[{worst}] = {values[worst]:.12g} is not an integer number of steps of dt = "
             f"{dt:g} after ts[0]; the nearest are {low:.12g} and {low + dt:.12g}."
         )
-    if bool((steps[1:] <= steps[:-1]).any()):
+    if any(b <= a for a, b in pairwise(steps)):
         raise ValueError(f"two save times fall on one step of dt = {dt:g}.")
-    return [int(n) for n in steps]
+    return steps
 
 
 def first_averaged_step(burn_in: float, dt: float, last: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from adjsim._inputs import (
 from adjsim._manifest import Saving
 from adjsim._module import ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
-from adjsim._params import refuse_captured
+from adjsim._params import refuse_unknown
 from adjsim._state import State, as_state, detached, in_transform
 from adjsim._store import Store
 from adjsim._trajectory import (
@@ -205,8 +206,12 @@ def assemble(
 ) -> Problem[State]:
     """Check the parts of a run against each other, and return them as one problem."""
     dynamics.check(state)
-    dynamics.check_rates(float(times[0]), state)
-    _check_captured(dynamics, state, times, record)
+    graph = torch.is_grad_enabled() and not in_transform()
+    # Leaves, whose graph shows which other tensors the rates depend on.
+    start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
+    rates, tensors = dynamics.check_rates(float(times[0]), start), ModuleTensors(dynamics)
+    if graph:
+        _check_captured(dynamics, tensors, start, rates, record)
     if isinstance(solver, SteppingSolver):
         if compile and not solver.compiles:
             raise TypeError(
@@ -214,9 +219,7 @@ def assemble(
                 "operations: leave compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
-    problem = Problem(
-        dynamics, ModuleTensors(dynamics), state, times, solver, record, noise, progress, compile
-    )
+    problem = Problem(dynamics, tensors, state, times, solver, record, noise, progress, compile)
     if noise is not None:
         problem.stats["seed"] = noise.seed
     paths = pair_paths(dynamics.potential, state[0].detach())
@@ -291,24 +294,30 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
 
 
 def _check_captured(
-    dynamics: Dynamics[State], state: State, times: torch.Tensor, record: Record[State]
+    dynamics: Dynamics[State],
+    tensors: ModuleTensors,
+    start: State,
+    rates: Mapping[str, torch.Tensor],
+    record: Record[State],
 ) -> None:
     """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
 
-    Drift, diffusion and record are evaluated once, at the start. A tensor that is first read later
-    in the run is refused then.
+    A tensor that is first read later in the run is refused then.
+
+    Args:
+        dynamics: the physics.
+        tensors: its tensors.
+        start: the start as leaves that require grad.
+        rates: drift and diffusion at these leaves, by descriptions of them.
+        record: the record of the run.
     """
-    if in_transform() or not torch.is_grad_enabled():
-        return
-    probe = type(state)._make(x.detach().requires_grad_() for x in state)
-    for name, rate in dynamics.drift(times[0], probe)._asdict().items():
-        refuse_captured(rate, dynamics, probe, f"the drift of {name}")
-    if dynamics.stochastic:
-        for name, amplitude in dynamics.diffusion(times[0], probe)._asdict().items():
-            refuse_captured(amplitude, dynamics, probe, f"the diffusion of {name}")
+    values = dict(rates)
     if record is not None:
         function = record.function if isinstance(record, TimeAverage) else record
-        value = function(probe)
+        value = function(start)
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
-        refuse_captured(value, dynamics, probe, "the record")
+        values["the record"] = value
+    known = [*start, *tensors.trainable(tensors.tensors).values()]
+    for what, value in values.items():
+        refuse_unknown(value, dynamics, known, what)

@@ -386,10 +386,13 @@ class LoopRunner:
             return ()
         if self._last_noise is not None and self._last_noise[:2] == (first, count):
             return (self._last_noise[2],)
-        drawn_steps = count + self.program.noise_steps - 1
-        drawn = packed(self.stepper.noise.of_steps(first, drawn_steps), self.batch, leading=2)
-        padded = drawn.new_empty((self.length + self.program.noise_steps - 1, *drawn.shape[1:]))
-        padded[:drawn_steps] = drawn
+        more = self.program.noise_steps - 1
+        drawn = [
+            packed(part, self.batch, leading=2)
+            for part in self.stepper.noise.of_steps(first, count + more)
+        ]
+        padded = drawn[0].new_empty((self.length + more, *drawn[0].shape[1:]))
+        torch.cat(drawn, out=padded[: count + more])
         # The backward pass begins with the noise that the forward pass ended with.
         self._last_noise = (first, count, padded)
         return (padded,)

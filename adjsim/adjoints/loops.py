@@ -10,7 +10,7 @@ are not supported in C++, torch's Inductor compiles them instead
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import RLock
@@ -166,7 +166,7 @@ def compile_loop(
 
     def loop(constants: Constants, carry: Carry) -> tuple[Carry, list[Tensor]]:
         values, stored = compiled(leaves(constants), leaves(carry))
-        return tree_unflatten(values, carry_tree), stored
+        return filled(carry, iter(values)), stored
 
     return loop, path
 
@@ -231,8 +231,23 @@ def leaves(tree: Any) -> list[Tensor]:
     """
     if isinstance(tree, Tensor):
         return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree
-    return [x for part in parts for x in leaves(part)]
+    found: list[Tensor] = []
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
+
+
+def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return nested tuples and dictionaries with other tensors, in the order of :func:`leaves`."""
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {key: filled(part, tensors) for key, part in tree.items()}
+    parts = [filled(part, tensors) for part in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
 def clone(x: Tensor) -> Tensor:

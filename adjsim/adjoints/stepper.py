@@ -53,6 +53,7 @@ class StepNoise:
         batch: the shape of the batch.
         shape: the shape of one draw for one system, such as ``(atoms, dim)``.
         like: a field, for its dtype and device.
+        end: the number of steps whose draws the run uses.
     """
 
     noise: Noise
@@ -61,19 +62,22 @@ class StepNoise:
     batch: torch.Size
     shape: torch.Size
     like: Tensor
+    end: int
 
     def of_step(self, step: int) -> tuple[Tensor, ...]:
         """Return the noise that step number ``step`` uses, the same in every call."""
         return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
 
-    def of_steps(self, step: int, count: int) -> Tensor:
-        """Return the draws of ``count`` steps from number ``step``.
+    def of_steps(self, step: int, count: int) -> list[Tensor]:
+        """Return the draws of ``count`` steps from number ``step``, in parts of several steps.
 
-        Their shape is ``(count, draws, *batch, *shape)``.
+        The shape of a part is ``(steps, draws, *batch, *shape)``.
         """
-        rows = self.noise.span(step, count, self._rows, self.like)
-        drawn = rows.reshape(count, *self.batch, self.draws, *self.shape)
-        return drawn.movedim(1 + len(self.batch), 1)
+        axes = len(self.batch)
+        return [
+            rows.reshape(len(rows), *self.batch, self.draws, *self.shape).movedim(1 + axes, 1)
+            for rows in self.noise.span(step, count, self._rows, self.like, self.end)
+        ]
 
     def _drawn(self, step: int) -> Sequence[Tensor]:
         drawn = self.noise(step, self._rows, self.like)
@@ -371,6 +375,7 @@ def prepare(
             dynamics.batch_shape(state),
             dynamics.draw_shape(float(problem.times[0]), state),
             state[0].detach(),
+            clock.last + program.noise_steps - 1,
         )
     if end is not None and end.check_every != (None if growth is None else growth.check_every):
         raise ValueError(

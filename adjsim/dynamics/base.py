@@ -27,6 +27,7 @@ from adjsim._state import (
     check_fields,
     check_kind,
     check_position,
+    in_transform,
     position_of,
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
@@ -214,9 +215,21 @@ class Dynamics(nn.Module, Generic[State]):
         check_position(position_of(state))
         check_fields(state)
 
-    def check_rates(self, t: float, state: AnyState) -> None:
-        """Refuse, before any work, a start at which the equations have no finite value."""
+    def check_rates(self, t: float, state: State) -> dict[str, Tensor]:
+        """Refuse, before any work, a start at which the equations have no finite value.
+
+        Returns:
+            drift and diffusion at the start, by descriptions of them, with their graphs; it may be
+            empty where no graph is recorded.
+        """
         check_potential(self.potential, position_of(state))
+        if in_transform() or not torch.is_grad_enabled():
+            return {}
+        at = torch.tensor(t, dtype=torch.float64)
+        found = named_rates("drift", self.drift(at, state))
+        if self.stochastic:
+            found |= named_rates("diffusion", self.diffusion(at, state))
+        return found
 
     def describe_first_step(self, t: float, state: AnyState) -> str | None:
         """Return why the first step from a state is not finite; None if its rates are finite."""
@@ -259,6 +272,11 @@ class Dynamics(nn.Module, Generic[State]):
     def trainable(self) -> dict[str, Tensor]:
         """Collect everything registered that requires grad, by name."""
         return trainable(self)
+
+
+def named_rates(what: str, rates: AnyState) -> dict[str, Tensor]:
+    """Return the fields of a drift or a diffusion by descriptions of them."""
+    return {f"the {what} of {name}": rate for name, rate in rates._asdict().items()}
 
 
 class MassiveDynamics(Dynamics[MomentumState]):

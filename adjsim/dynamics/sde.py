@@ -162,17 +162,15 @@ class SDE(FieldDynamics):
     def noisy_fields(self, t: Any, state: AnyState) -> list[bool]:
         return [True] * len(state)
 
-    def check_rates(self, t: float, state: AnyState) -> None:
-        super().check_rates(t, state)
+    def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
+        rates = super().check_rates(t, state)
         if in_transform():
-            return
-        found = self.checked("diffusion", state, lambda start: self.amplitudes(t, start))
-        for name, g in zip(state._fields, found, strict=True):
-            if not bool(torch.isfinite(g).all()):
-                raise ValueError(
-                    f"the diffusion of {name} has NaN or infinite entries at the start."
-                )
+            return rates
+        rates |= self.checked_rates(
+            "diffusion", "diffusion", state, lambda start: self.diffusion(t, start)
+        )
         self.check_noise(t, state)
+        return rates
 
     def check_noise(self, t: float, state: AnyState) -> None:
         if self.noise != "additive" or in_transform():

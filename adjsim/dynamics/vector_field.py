@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, describe_type, refuse_uncalled_class
-from adjsim._state import AnyState, FieldState, as_state, check_fields, in_transform
+from adjsim._state import AnyState, FieldState, as_state, check_fields, in_transform, is_finite
 from adjsim._typing import Seed
-from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.base import Dynamics, named_rates
 
 Value = TypeVar("Value")
 
@@ -82,13 +82,30 @@ class FieldDynamics(Dynamics[Any]):
                     "equal."
                 )
 
-    def check_rates(self, t: float, state: AnyState) -> None:
+    def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
         rate: Any = self.terms["Y"]
-        reason = self.checked(rate.name, state, lambda start: self.describe_first_step(t, start))
-        if reason is not None and not in_transform():
-            raise ValueError(reason)
+        return self.checked_rates("drift", rate.name, state, lambda start: self.drift(t, start))
 
-    @torch.no_grad()
+    def checked_rates(
+        self, what: str, name: str, state: AnyState, evaluate: Callable[[Any], AnyState]
+    ) -> dict[str, Tensor]:
+        """Evaluate a drift or a diffusion at the start, and refuse numbers that are not finite.
+
+        Args:
+            what: "drift" or "diffusion".
+            name: the name of the function in errors of :meth:`checked`.
+            state: the start.
+            evaluate: computes the drift or the diffusion.
+
+        Returns:
+            its fields, by descriptions of them.
+        """
+        found = named_rates(what, self.checked(name, state, evaluate))
+        reason = None if in_transform() else _describe_not_finite(found)
+        if reason is not None:
+            raise ValueError(reason)
+        return found
+
     def checked(self, what: str, state: AnyState, evaluate: Callable[[Any], Value]) -> Value:
         """Evaluate a function at a copy of the start, which it must not change.
 
@@ -98,7 +115,7 @@ class FieldDynamics(Dynamics[Any]):
         """
         if in_transform():
             return evaluate(state)
-        start = type(state)._make(x.detach().clone() for x in state)
+        start = type(state)._make(x.clone() for x in state)
         written = [x._version for x in start]
         try:
             found = evaluate(start)
@@ -123,13 +140,15 @@ class FieldDynamics(Dynamics[Any]):
     @torch.no_grad()
     def describe_first_step(self, t: float, state: AnyState) -> str | None:
         start: Any = type(state)._make(x.detach() for x in state)
-        rates = self.drift(t, start)
-        if in_transform():
-            return None
-        for name, rate in zip(state._fields, rates, strict=True):
-            if not bool(torch.isfinite(rate).all()):
-                return f"the drift of {name} has NaN or infinite entries at the start."
-        return None
+        return _describe_not_finite(named_rates("drift", self.drift(t, start)))
+
+
+def _describe_not_finite(rates: Mapping[str, Tensor]) -> str | None:
+    """Describe rates at a start that are not finite; return None if all are."""
+    for what, rate in rates.items():
+        if not is_finite(rate):
+            return f"{what} has NaN or infinite entries at the start."
+    return None
 
 
 def check_function(name: str, function: Any) -> None:

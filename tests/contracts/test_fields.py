@@ -301,6 +301,24 @@ def test_drifts_that_are_refused(fun, kind, says):
         final(ODE(fun), start(), RK4)
 
 
+def test_the_checks_of_the_start_share_one_evaluation():
+    calls = []
+    sde = SDE(
+        lambda t, y: calls.append("drift") or -y, lambda t, y: calls.append("diffusion") or 0.1 * y
+    )
+    y = start().requires_grad_()
+    adjsim.simulate(sde, sde.init(y), [0.0, 0.5], solver=adjsim.EulerMaruyama(0.1), generator=1)
+    assert calls.count("drift") == calls.count("diffusion") == 1 + 5
+
+
+def test_large_numbers_are_finite_though_their_sum_is_not():
+    ode, y = ODE(lambda t, y: -y), torch.full((4, 1), 1e308, dtype=torch.float64)
+    assert torch.equal(ode.init(y).y, y)
+    y[2] = torch.inf
+    with pytest.raises(ValueError, match="y has NaN or infinite entries at the start"):
+        ode.init(y)
+
+
 @pytest.mark.parametrize(
     ("noise", "diffusion", "says"),
     [

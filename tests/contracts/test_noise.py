@@ -26,6 +26,17 @@ def test_it_does_not_depend_on_the_order_of_asking():
     assert torch.equal(Noise(11)(70, (7, 6), LIKE), forward[70])
 
 
+def test_spans_have_the_noise_of_their_steps_wherever_the_run_ends():
+    steps = [Noise(2)(k, (5, 70), LIKE) for k in range(2 * STEPS + 9)]
+    for begin in (0, 7):
+        for end in (40, STEPS, 2 * STEPS + 2):
+            noise = Noise(2, begin=begin)
+            for first, count in ((0, 5), (3, end - 3), (end - 1, 1)):
+                found = torch.cat(noise.span(first, count, (5, 70), LIKE, end))
+                expected = torch.stack(steps[begin + first :][:count])
+                assert torch.equal(found, expected)
+
+
 def test_seeds_and_tiles_differ_and_are_normal():
     wide = Noise(0)(0, (1, 3 * ELEMENTS), LIKE).flatten()
     assert stats.kstest(wide.numpy(), "norm").pvalue > 1e-3

@@ -85,6 +85,7 @@ CHANGES = {
     "written data": lambda potential: potential.plain.data.mul_(1.5),
     "module in a list": lambda potential: potential.inner[0].weight.data.mul_(1.5),
     "mode": lambda potential: potential.eval(),
+    "hook": lambda potential: potential.register_forward_hook(lambda module, q, energy: 2 * energy),
     "class attribute": change_class,
     "global": change_global,
 }
