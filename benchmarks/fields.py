@@ -115,7 +115,7 @@ CASES: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
         ["dtype", "", "ms", "of torchdiffeq's best", "of diffrax's best", "error of gradient"],
         neural_ode,
     ),
-    "sde": (["dtype", "", "ms", "of torchsde's best"], neural_sde),
+    "sde": (["dtype", "", "ms", "of torchsde's best", "error of gradient"], neural_sde),
     "memory": (["", f"{SHORT} steps, MiB", f"{LONG} steps, MiB"], memory),
     "columns": (
         ["method (of the loop)", "", "one call, s", "loop, s", "ratio", "largest difference"],

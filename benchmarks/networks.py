@@ -180,7 +180,7 @@ def neural_ode() -> list[list[str]]:
     return rows
 
 
-def own_sde(solver: Any, adjoint: Adjoint) -> Task:
+def own_sde(solver: Any, adjoint: Adjoint, compile: bool = True) -> Task:
     network, y0 = Network(), start()
     dynamics = adjsim.SDE(network, network.g)
     return Task(
@@ -193,7 +193,7 @@ def own_sde(solver: Any, adjoint: Adjoint) -> Task:
                 solver=solver,
                 adjoint=adjoint,
                 generator=1,
-                compile=True,
+                compile=compile,
             ).final.y
         ),
     )
@@ -209,7 +209,11 @@ def of_torchsde(solve: Callable[..., Any], method: str, sde_type: str, **options
 
 
 def neural_sde() -> list[list[str]]:
-    """Rows of dtype, method, milliseconds, ratio to the best of torchsde."""
+    """Rows of dtype, method, milliseconds, ratio to the best of torchsde, error.
+
+    The error is that of the gradient on the same path, against uncompiled steps in float64.
+    torchsde draws other paths.
+    """
     rows: list[list[str]] = []
     reversible = partial(
         of_torchsde,
@@ -233,9 +237,15 @@ def neural_sde() -> list[list[str]]:
         sides: dict[str, Side] = {what: task.side for what, task in tasks.items()}
         times = {what: x["gradient"] for what, x in measure(sides, ROUNDS // 2).items()}
         theirs = min(seconds for what, seconds in times.items() if "sdeint" in what)
+        torch.set_default_dtype(torch.float64)
+        exact = own_sde(euler, adjsim.DirectAdjoint(), compile=False).gradient()
         for what, seconds in times.items():
-            target = "" if "sdeint" in what else f" (target {TARGET_SDE})"
-            rows.append([name, what, f"{1e3 * seconds:.1f}", f"{seconds / theirs:.2f}{target}"])
+            ratio, error = f"{seconds / theirs:.2f}", ""
+            if "sdeint" not in what:
+                ratio += f" (target {TARGET_SDE})"
+                found = tasks[what].gradient().double()
+                error = f"{float((found - exact).norm() / exact.norm()):.1e}"
+            rows.append([name, what, f"{1e3 * seconds:.1f}", ratio, error])
     torch.set_default_dtype(torch.float64)
     return rows
 

@@ -8,6 +8,7 @@ one set and writes the other.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -112,12 +113,13 @@ def program(
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
+    spare: list[np.ndarray] = []
 
     def loop(
         constants: Sequence[Tensor], carry: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
-        stored = _empty_rows(capacity, rows)
+        stored = _empty_rows(capacity, rows, spare)
         fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(
@@ -133,20 +135,31 @@ def program(
     return loop
 
 
-def _empty_rows(capacity: int, examples: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors in one block of memory, one for each example.
+def _empty_rows(capacity: int, examples: Sequence[Tensor], spare: list[np.ndarray]) -> list[Tensor]:
+    """Return new tensors, one for each example, in one block of memory.
 
-    Where memory is new to a process, its first access takes longer than writing it. The C library
-    keeps one block for the next run, but not several. NumPy asks for large pages.
+    The first access of memory that is new to the process takes longer than writing it. So the block
+    goes to ``spare`` when the tensors are no longer in use, and the next run of the loop takes it.
     """
     sizes = [-(-capacity * x.numel() * x.dtype.itemsize // 64) * 64 for x in examples]
-    block = torch.from_numpy(np.empty(sum(sizes) + 64, dtype=np.uint8))
-    block = block[-block.data_ptr() % 64 :][: sum(sizes)]
-    parts = zip(block.split(sizes), examples, strict=True)
+    try:
+        memory = spare.pop()
+    except IndexError:
+        memory = np.empty(sum(sizes) + 64, dtype=np.uint8)
+    lent = memory[:]
+    weakref.finalize(lent, _give_back, spare, memory).atexit = False
+    block = torch.from_numpy(lent)
+    parts = block[-block.data_ptr() % 64 :][: sum(sizes)].split(sizes)
     return [
         part[: capacity * x.numel() * x.dtype.itemsize].view(x.dtype).view(capacity, *x.shape)
-        for part, x in parts
+        for part, x in zip(parts, examples, strict=True)
     ]
+
+
+def _give_back(spare: list[np.ndarray], memory: np.ndarray) -> None:
+    """Keep the memory of tensors that are no longer in use, if none is kept yet."""
+    if not spare:
+        spare.append(memory)
 
 
 def stored_examples(parts: Parts, carry_size: int) -> list[Tensor]:

@@ -2,12 +2,12 @@
 
 The backward pass over a step needs the numbers that autograd saves when it runs the step, such as
 the activations of a network. A loop that stores only the state before each step computes them
-again. This costs a third of the matrix products of a network's gradient. Where few steps are stored
-at a time, the loop stores what autograd saves too, and the backward pass reads it.
+again, with a quarter of the matrix products of a network's gradient. Where few steps are stored at
+a time, the loop stores what autograd saves too, and the backward pass reads it.
 
 Forward and backward loops trace the same step, so autograd saves the same tensors in the same
-order. A tensor is worth its memory if matrix products precede it; others, such as the elementwise
-functions of a saved tensor, are computed again.
+order. A tensor is worth its memory if a matrix product or a function such as tanh precedes it;
+others, such as products of saved tensors, are computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
+from adjsim._cpp.operations import FUNCTIONS
 from adjsim._cpp.products import FEW
 from adjsim._state import State, detached
 from adjsim.dynamics.forces import ForceEvaluator
@@ -30,7 +31,8 @@ from adjsim.solvers.base import Program, TimeInStep
 MOST_STEPS = 100
 # Largest number of entries that a step saves: a megabyte of float64.
 MOST_ENTRIES = 2**17
-# Multiplications for an entry above which it is saved.
+# Multiplications for an entry from which on it is saved, and those that a function such as tanh
+# takes the time of.
 WORTH = 32
 
 
@@ -90,7 +92,7 @@ class SavedTensors:
         return rows[saved].permute([order.index(axis) for axis in range(len(order))])
 
     def _multiplications(self, node: Node) -> int:
-        """Count those of the matrix products that give a tensor from saved ones."""
+        """Count those of the products and functions that give a tensor from saved ones."""
         total, seen, todo = 0, {node}, [node]
         while todo:
             node = todo.pop()
@@ -98,6 +100,8 @@ class SavedTensors:
                 left: Any = node.args[-2]
                 inner = left.meta["val"].shape[-1]
                 total += inner * node.meta["val"].numel() if inner > FEW else 0
+            elif node.target in _COSTLY:
+                total += WORTH * node.meta["val"].numel()
             found = {x for x in node.all_input_nodes if x not in self._numbers} - seen
             seen |= found
             todo += found
@@ -121,6 +125,7 @@ def saving_step(
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
 
 
 def _node(x: Tensor) -> Node:
