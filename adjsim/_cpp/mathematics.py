@@ -88,9 +88,9 @@ template <class T> inline T floor_rest(T a, T b) {
 """
 
 
-# tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to 2 x / log(2) and
-# r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The error of
-# log(2) / 2, times n, is harmless: tanh depends on exp(2 x) the less, the larger abs(n) is. The
+# For x >= 0, tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to 2 x / log(2)
+# and r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The error
+# of log(2) / 2, times n, is harmless: tanh depends on exp(2 x) the less, the larger n is. The
 # polynomial q interpolates at the Chebyshev nodes of |r| <= log(2) / 4; its relative error of p is
 # 4e-17 for doubles and 2e-8 for floats. All operations are defined by IEEE 754 to the last bit, so
 # vectorised and scalar loops agree. Relative errors of tanh are below 5e-16 and 2e-7.
@@ -119,7 +119,7 @@ inline {kind} tanh({kind} x) {{
   // Adding 1.5 * 2^{fraction} rounds a number to an integer, which is then in its last bits.
   const {kind} shift = 0x1.8p{fraction}, rate = {(2 / math.log(2)).hex()};
   const {kind} distance = {(math.log(2) / 2).hex()};
-  const {kind} y = x > {largest} ? {largest} : x < -{largest} ? -{largest} : x;
+  const {kind} size = fabs(x), y = size > {largest} ? {largest} : size;
   const {kind} shifted = fused(y, rate, shift), n = shifted - shift;
   const {kind} r = fused(n, -distance, y);
   {kind} q = {highest};
@@ -131,7 +131,7 @@ inline {kind} tanh({kind} x) {{
   {kind} power;
   memcpy(&power, &bits, sizeof bits);
   const {kind} e = fused(power, p, power - 1);
-  return e / (e + 2);
+  return copysign(e / (e + 2), x);
 }}"""
 
 
