@@ -88,12 +88,13 @@ template <class T> inline T floor_rest(T a, T b) {
 """
 
 
-# For x >= 0, tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to 2 x / log(2)
-# and r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where p = exp(2 r) - 1 = 2 r + r^2 q(r). The error
-# of log(2) / 2, times n, is harmless: tanh depends on exp(2 x) the less, the larger n is. The
-# polynomial q interpolates at the Chebyshev nodes of |r| <= log(2) / 4; its relative error of p is
-# 4e-17 for doubles and 2e-8 for floats. All operations are defined by IEEE 754 to the last bit, so
-# vectorised and scalar loops agree. Relative errors of tanh are below 5e-16 and 2e-7.
+# For x >= 0, tanh(x) = e / (e + 2) with e = exp(2 x) - 1. With n the integer nearest to
+# 2 x / log(2) and r = x - n log(2) / 2, e = 2^n p + (2^n - 1), where
+# p = exp(2 r) - 1 = 2 r + r^2 q(r). The error of log(2) / 2, times n, is harmless: tanh depends on
+# exp(2 x) the less, the larger n is. The polynomial q interpolates at the Chebyshev nodes of
+# |r| <= log(2) / 4, and makes relative errors of p of 4e-17 for doubles and 2e-8 for floats.
+# IEEE 754 defines all operations to the last bit, so vectorised and scalar loops agree. Relative
+# errors of tanh are below 5e-16 and 2e-7.
 TANH = {
     "double": [
         "0x1.0000000000001p+1", "0x1.5555555555556p+0", "0x1.5555555553d68p-1",

@@ -87,7 +87,7 @@ def _name_transposes(graph: GraphModule, constants: Sequence[Node]) -> None:
             node.replace_input_with(node.args[-1], made)
 
 
-def _undetached(node: Node) -> Node:
+def _undetached(node: Any) -> Any:
     while node.target is torch.ops.aten.detach.default:
-        (node,) = node.args  # pyright: ignore[reportAssignmentType]
+        node = node.args[0]
     return node

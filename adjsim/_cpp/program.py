@@ -141,6 +141,8 @@ def _empty_rows(capacity: int, examples: Sequence[Tensor], spare: list[np.ndarra
     The first access of memory that is new to the process takes longer than writing it. So the block
     goes to ``spare`` when the tensors are no longer in use, and the next run of the loop takes it.
     """
+    if not examples:
+        return []
     sizes = [-(-capacity * x.numel() * x.dtype.itemsize // 64) * 64 for x in examples]
     try:
         memory = spare.pop()

@@ -28,7 +28,10 @@ class DirectAdjoint(Adjoint):
     steps use :class:`ReversibleAdjoint` or :class:`CheckpointAdjoint`, which give the same numbers.
 
     With ``compile=True`` the state before each step stays in memory, and the compiled backward pass
-    evaluates each step again. Such a gradient has no graph, so it cannot be differentiated again.
+    evaluates each step again. In runs of up to 100 steps of an :class:`~adjsim.ODE` or an
+    :class:`~adjsim.SDE` the activations stay in memory too, up to a megabyte of float64 a step, and
+    nothing is evaluated again. A compiled gradient has no graph, so it cannot be differentiated
+    again.
     """
 
     def check(self, problem: Problem[State]) -> None:

@@ -268,12 +268,12 @@ class LoopRunner:
 
     def state_before(self, constants: LoopConstants, k: Tensor, kind: type[State]) -> State:
         """Return the stored state before step number ``k`` of the loop."""
-        rows = constants.states[: len(kind._fields)]
+        rows = constants.states[: _width(kind)]
         return kind._make(self.unpack(_row(x, k)) for x in rows)
 
     def saved_by(self, constants: LoopConstants, k: Tensor, kind: type[AnyState]) -> list[Tensor]:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
-        return [_row(x, k) for x in constants.states[len(kind._fields) :]]
+        return [_row(x, k) for x in constants.states[_width(kind) :]]
 
     @contextmanager
     def _within(
@@ -400,3 +400,8 @@ class LoopRunner:
 
 def _row(rows: Tensor, k: Tensor) -> Tensor:
     return rows.index_select(0, k.reshape(1)).squeeze(0)
+
+
+def _width(kind: Any) -> int:
+    """Return the number of fields of a class of states."""
+    return len(kind._fields)

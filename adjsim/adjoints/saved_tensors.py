@@ -134,7 +134,7 @@ def _node(x: Tensor) -> Node:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
-    node = get_proxy_slot(x, mode.tracer).proxy.node
+    node: Any = get_proxy_slot(x, mode.tracer).proxy.node
     while node.target is torch.ops.aten.detach.default:
         node = node.args[0]
     return node
