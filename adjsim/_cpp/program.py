@@ -8,29 +8,25 @@ one set and writes the other.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim._cpp.calls import Called, address_of
 from adjsim._cpp.function import Function, Output
 from adjsim._cpp.graph import Lowering
 from adjsim._cpp.indexing import Checked
 from adjsim._cpp.library import compiled
 from adjsim._cpp.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim._cpp.once import Once
+from adjsim._cpp.rows import RowMemory, declaration, store_in, stored_examples
 from adjsim._cpp.values import (
     TYPES,
     Body,
     Buffer,
-    Pointwise,
     UnprintableError,
-    Value,
     make_buffer,
 )
 
@@ -105,7 +101,7 @@ def program(
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.
     """
-    rows = stored_examples(parts, len(carry))
+    rows = stored_examples(parts.body.graph, len(carry))
     text = _Program(parts, constants, carry, exact, threads, rows)
     library = compiled(text.source, text.parallel)
     run = library.run
@@ -113,13 +109,13 @@ def program(
     InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
     OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
     functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
-    spare: list[np.ndarray] = []
+    memory = RowMemory(capacity, rows)
 
     def loop(
         constants: Sequence[Tensor], carry: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
-        stored = _empty_rows(capacity, rows, spare)
+        stored = memory.take()
         fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(
@@ -133,41 +129,6 @@ def program(
         return results, stored
 
     return loop
-
-
-def _empty_rows(capacity: int, examples: Sequence[Tensor], spare: list[np.ndarray]) -> list[Tensor]:
-    """Return new tensors, one for each example, in one block of memory.
-
-    The first access of memory that is new to the process takes longer than writing it. So the block
-    goes to ``spare`` when the tensors are no longer in use, and the next run of the loop takes it.
-    """
-    if not examples:
-        return []
-    sizes = [-(-capacity * x.numel() * x.dtype.itemsize // 64) * 64 for x in examples]
-    try:
-        memory = spare.pop()
-    except IndexError:
-        memory = np.empty(sum(sizes) + 64, dtype=np.uint8)
-    lent = memory[:]
-    weakref.finalize(lent, _give_back, spare, memory).atexit = False
-    block = torch.from_numpy(lent)
-    parts = block[-block.data_ptr() % 64 :][: sum(sizes)].split(sizes)
-    return [
-        part[: capacity * x.numel() * x.dtype.itemsize].view(x.dtype).view(capacity, *x.shape)
-        for part, x in zip(parts, examples, strict=True)
-    ]
-
-
-def _give_back(spare: list[np.ndarray], memory: np.ndarray) -> None:
-    """Keep the memory of tensors that are no longer in use, if none is kept yet."""
-    if not spare:
-        spare.append(memory)
-
-
-def stored_examples(parts: Parts, carry_size: int) -> list[Tensor]:
-    """Return examples of the tensors that an iteration stores."""
-    (output,) = (node for node in parts.body.graph.graph.nodes if node.op == "output")
-    return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
 
 
 def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -268,7 +229,7 @@ class _Program:
         targets = [
             Output(v, b)
             for v, b in zip(kept, [*outputs, *rows], strict=True)
-            if b not in rows or not _store_in(v, b)
+            if b not in rows or not store_in(v, b)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         function = Function(
@@ -364,7 +325,7 @@ class _Program:
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
             "int64_t iteration = 0;",
             f"while ({call('more', 'k', consts[0])}) {{",
-            *(_row(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
+            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
             "++iteration;",
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
             *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
@@ -395,29 +356,6 @@ def _constant_buffer(name: str, x: Tensor) -> Buffer:
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
-
-
-def _row(buffer: Buffer, target: str) -> str:
-    """Print the declaration of the row of a target that an iteration fills."""
-    kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
-    return f"{kind}* {buffer.name} = ({kind}*){target} + iteration * {count};"
-
-
-def _store_in(value: Value, buffer: Buffer) -> bool:
-    """Store a value in a buffer if it is stored in the same layout anyway."""
-    source, address = value.source, address_of(value)
-    if (
-        not isinstance(source, (Called, Pointwise))
-        or source.buffer is None
-        or source.buffer.variable
-        or address is None
-        or address.pointer != f"({source.buffer.name} + 0)"
-        or address.strides != buffer.strides
-        or source.buffer.size != buffer.size
-    ):
-        return False
-    source.buffer = buffer
-    return True
 
 
 def _bytes(buffer: Buffer) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from adjsim._cpp.program import Compiled, Parts, last_inputs, stored_examples
+from adjsim._cpp.program import Compiled, Parts, last_inputs
+from adjsim._cpp.rows import stored_examples
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++
@@ -50,7 +51,7 @@ def compile_with_inductor(
 
     constants_size, carry_size = len(constants), len(carry)
     start, more, body, finish = parts.start, parts.more, parts.body, parts.finish
-    rows = stored_examples(parts, carry_size)
+    rows = stored_examples(body.graph, carry_size)
 
     def loop(*values: Tensor) -> list[Tensor]:
         fixed = values[:constants_size]

@@ -19,6 +19,7 @@ from adjsim._cpp import library
 from adjsim._cpp.mathematics import TANH
 from adjsim._cpp.operations import FUNCTIONS
 from adjsim._cpp.program import Part, Parts, program
+from adjsim._cpp.rows import RowMemory
 from adjsim._cpp.values import UnprintableError
 from adjsim.adjoints import loops
 from adjsim.adjoints.loops import LoopSpec, compile_loop
@@ -710,3 +711,19 @@ def test_libraries_without_a_folder_that_can_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("ADJSIM_CACHE", ".")
     (tmp_path / library.path_of(source, False).name).write_text("")
     assert library.compiled(source, False).run(None, None) == 42
+
+
+def test_memory_of_rows_is_lent_once():
+    """To the next run only when no part of it is in use."""
+    memory = RowMemory(3, [torch.zeros(5), torch.zeros(2, 2, dtype=torch.float32)])
+    first, second = memory.take(), memory.take()
+    assert [x.shape for x in first] == [(3, 5), (3, 2, 2)]
+    places = {x.data_ptr() for x in (*first, *second)}
+    assert len(places) == 4
+    assert all(place % 64 == 0 for place in places)
+    kept, address = first[1][2], first[0].data_ptr()
+    del first
+    third = memory.take()
+    assert third[0].data_ptr() not in places
+    del kept
+    assert memory.take()[0].data_ptr() == address
