@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from adjsim._cpp.values import Buffer, Gathered, Index, Indices, Pointwise, Value, View
+from adjsim._cpp.values import (
+    Buffer,
+    Gathered,
+    Index,
+    Indices,
+    Pointwise,
+    Reinterpreted,
+    Value,
+    View,
+)
 
 
 @dataclass(eq=False)
@@ -78,26 +87,52 @@ def dense_copy(value: Value, strides: Sequence[int]) -> Value:
 
 def address_of(value: Value) -> Address | None:
     """Return where a value is in memory; None if it is not stored, or not with fixed strides."""
-    origin = _offset(value, tuple(Index() for _ in value.shape))
+    place = _place(value)
+    if place is None:
+        return None
+    buffer, begin, strides = place
+    if buffer.variable:
+        return Address(f"&{buffer.name}", (0,) * len(value.shape)) if value.numel == 1 else None
+    return Address(f"({buffer.name} + {begin})", strides)
+
+
+def in_place(value: Value) -> Value | None:
+    """Return a selected part of a constant as a value that is in memory.
+
+    The part is selected by one stored number, such as a row by the number of an iteration. Its
+    place stays the same if the given value is stored later. None is returned for other values.
+    """
+    place = _place(value, selected=True)
+    if place is None or place[0].variable or not place[0].constant:
+        return None
+    buffer, begin, strides = place
+    memory = Buffer(f"({buffer.name} + {begin})", value.dtype, value.shape, strides)
+    return Reinterpreted(value.shape, value.dtype, (value,), memory, strides)
+
+
+def _place(value: Value, selected: bool = False) -> tuple[Buffer, Index, tuple[int, ...]] | None:
+    """Return the buffer of a value, the offset of its first element in it, and its strides.
+
+    With ``selected``, the value may be a part that one stored number selects.
+    """
+    origin = _offset(value, tuple(Index() for _ in value.shape), selected)
     if origin is None:
         return None
     buffer, begin = origin
-    if buffer.variable:
-        return Address(f"&{buffer.name}", (0,) * len(value.shape)) if value.numel == 1 else None
     strides: list[int] = []
     for axis, length in enumerate(value.shape):
         index = tuple(Index(int(a == axis)) for a in range(len(value.shape)))
-        found = _offset(value, index) if length > 1 else origin
+        found = _offset(value, index, selected) if length > 1 else origin
         assert found is not None
         strides.append(found[1].const - begin.const)
-    return Address(f"({buffer.name} + {begin})", tuple(strides))
+    return buffer, begin, tuple(strides)
 
 
-def _offset(value: Value, index: Indices) -> tuple[Buffer, Index] | None:
+def _offset(value: Value, index: Indices, selected: bool) -> tuple[Buffer, Index] | None:
     while value.buffer is None:
         if isinstance(value, View):
             value, index = value.operands[0], value.map(index)
-        elif isinstance(value, Gathered) and (place := _scalar(value.operands[1:])) is not None:
+        elif selected and isinstance(value, Gathered) and (place := _scalar(value.operands[1:])):
             number, axis = value.operands[1], value.axis
             value = value.operands[0]
             index = (*index[:axis], place, *index[axis + len(number.shape) :])

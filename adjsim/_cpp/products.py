@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adjsim._cpp.calls import Address, Call, Called, address_of, dense_copy
+from adjsim._cpp.calls import Address, Call, Called, address_of, dense_copy, in_place
 from adjsim._cpp.values import TYPES, Pointwise, UnprintableError, Value, View, make_buffer
 from adjsim._cpp.views import slicing
 
@@ -225,6 +225,8 @@ class MatrixProduct(Call):
 
 
 def _stored(value: Value, store: Callable[..., None]) -> Value:
+    if address_of(value) is None and (part := in_place(value)) is not None:
+        return part
     if address_of(value) is None:
         store(value)
     if address_of(value) is None:

@@ -229,7 +229,7 @@ class _Program:
         targets = [
             Output(v, b)
             for v, b in zip(kept, [*outputs, *rows], strict=True)
-            if b not in rows or not store_in(v, b)
+            if b not in rows or not store_in(v, b, rows)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
         function = Function(

@@ -6,6 +6,7 @@ writes.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim._cpp.calls import Called, address_of
+from adjsim._cpp.calls import Address, Called, address_of
 from adjsim._cpp.values import TYPES, Buffer, Pointwise, Value
 
 # Bytes to whose multiples rows are aligned.
@@ -33,20 +34,26 @@ def declaration(buffer: Buffer, target: str) -> str:
     return f"{kind}* {buffer.name} = ({kind}*){target} + iteration * {count};"
 
 
-def store_in(value: Value, buffer: Buffer) -> bool:
-    """Store a value in a row if it is stored in that layout anyway; return whether it is."""
+def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
+    """Store a value in a row if it is stored in that layout anyway; return whether it is.
+
+    Args:
+        value: the value that the row is to hold.
+        row: the row.
+        rows: all rows. A value that one of them holds is not moved to another.
+    """
     source, address = value.source, address_of(value)
     if (
         not isinstance(source, (Called, Pointwise))
         or source.buffer is None
-        or source.buffer.variable
-        or address is None
-        or address.pointer != f"({source.buffer.name} + 0)"
-        or address.strides != buffer.strides
-        or source.buffer.size != buffer.size
+        or source.buffer in rows
+        # Of views, those alone that are the whole value with its axes in place.
+        or (source.shape, source.buffer.strides) != (row.shape, row.strides)
+        or address != Address(f"({source.buffer.name} + 0)", row.strides)
+        or value.shape != row.shape
     ):
         return False
-    source.buffer = buffer
+    source.buffer = row
     return True
 
 
@@ -76,17 +83,24 @@ class RowMemory:
             memory = self._spare.pop()
         except IndexError:
             memory = np.empty(sum(aligned) + ALIGNMENT, dtype=np.uint8)
-        # The tensors alone refer to this view, whose end gives the memory back.
-        lent = memory[:]
-        weakref.finalize(lent, _give_back, self._spare, memory).atexit = False
-        block = torch.from_numpy(lent)
-        parts = block[-block.data_ptr() % ALIGNMENT :][: sum(aligned)].split(aligned)
+        first = -memory.ctypes.data % ALIGNMENT
+        # Each tensor has a part of its own, whose end is noticed. Tensors of one storage would be
+        # aliases, which torch's while_loop refuses.
+        ends = [first + end for end in itertools.accumulate(aligned)]
+        parts = [
+            memory[end - n : end][:size] for end, n, size in zip(ends, aligned, sizes, strict=True)
+        ]
+        in_use = list(range(len(parts)))
+        for part in parts:
+            weakref.finalize(part, _give_back, in_use, self._spare, memory).atexit = False
         return [
-            part[:size].view(dtype).view(shape)
-            for part, size, (shape, dtype) in zip(parts, sizes, self.shapes, strict=True)
+            torch.from_numpy(part).view(dtype).view(shape)
+            for part, (shape, dtype) in zip(parts, self.shapes, strict=True)
         ]
 
 
-def _give_back(spare: list[np.ndarray], memory: np.ndarray) -> None:
-    if not spare:
+def _give_back(in_use: list[int], spare: list[np.ndarray], memory: np.ndarray) -> None:
+    """Note the end of a part, and after the last one keep the memory, unless another is kept."""
+    in_use.pop()
+    if not in_use and not spare:
         spare.append(memory)

@@ -13,7 +13,7 @@ others, such as products of saved tensors, are computed again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ MOST_ENTRIES = 2**17
 # Multiplications for an entry from which on it is saved, and those that a function such as tanh
 # takes the time of.
 WORTH = 32
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd saves, the number of its changes in place, and that of its row."""
+
+    tensor: Tensor
+    version: int
+    number: int | None
 
 
 class SavedTensors:
@@ -61,7 +69,11 @@ class SavedTensors:
         if self.stored is not None and len(self._orders) != len(self.stored):
             raise RuntimeError("a step saves other tensors backward than forward.")
 
-    def _save(self, x: Tensor) -> Tensor | int:
+    def _save(self, x: Tensor) -> _Saved:
+        return _Saved(x, x._version, self._number(x))
+
+    def _number(self, x: Tensor) -> int | None:
+        """Return the number of the row that holds a tensor; None if it is computed again."""
         node = _node(x)
         number = self._numbers.get(node)
         if number is not None:
@@ -72,7 +84,7 @@ class SavedTensors:
             or size > MOST_ENTRIES
             or self._multiplications(node) < WORTH * x.numel()
         ):
-            return x
+            return None
         # Rows are stored in the order of the tensor's axes in memory.
         order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
         row = x.detach().permute(order)
@@ -85,11 +97,17 @@ class SavedTensors:
         self._orders.append(order)
         return number
 
-    def _restore(self, saved: Tensor | int) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        rows, order = self.rows if self.stored is None else self.stored, self._orders[saved]
-        return rows[saved].permute([order.index(axis) for axis in range(len(order))])
+    def _restore(self, saved: _Saved) -> Tensor:
+        # Autograd leaves this check to the hooks.
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(saved.tensor.shape)}."
+            )
+        if saved.number is None:
+            return saved.tensor
+        rows, order = self.rows if self.stored is None else self.stored, self._orders[saved.number]
+        return rows[saved.number].permute([order.index(axis) for axis in range(len(order))])
 
     def _multiplications(self, node: Node) -> int:
         """Count those of the products and functions that give a tensor from saved ones."""

@@ -721,6 +721,7 @@ def test_memory_of_rows_is_lent_once():
     places = {x.data_ptr() for x in (*first, *second)}
     assert len(places) == 4
     assert all(place % 64 == 0 for place in places)
+    assert first[0].untyped_storage().data_ptr() != first[1].untyped_storage().data_ptr()
     kept, address = first[1][2], first[0].data_ptr()
     del first
     third = memory.take()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jaxtyping
 import pytest
 import torch
@@ -88,6 +90,7 @@ def sde(activation: nn.Module) -> adjsim.SDE:
 
 
 EULER, RK4 = adjsim.EulerMaruyama(0.05), RungeKutta("rk4", 0.05)
+EULER_ODE = RungeKutta("euler", 0.05)
 ROWS = {
     "ode": (lambda: adjsim.ODE(Wide(nn.Tanh())), (start(4),), RK4),
     "ode, many systems": (lambda: adjsim.ODE(Wide(nn.SiLU())), (start(20),), RK4),
@@ -136,6 +139,98 @@ def test_without_memory_for_them(limit, monkeypatch):
     agree(found, direct, 1e-12)
     # Four stages of eleven steps are run again.
     assert count - evaluations == (0 if limit == "entries" else 4 * 11)
+
+
+def sine_of(view):
+    """A network that takes the sine of a view and the cosine of the whole, both saved."""
+    return lambda h: torch.sin(view(h)) * torch.cos(h)
+
+
+VIEWS = {
+    "transposed": lambda h: torch.sin(h.mT).mT,
+    "with another axis": lambda h: torch.sin(h.unsqueeze(-1)).squeeze(-1),
+    "cloned": sine_of(torch.clone),
+    "itself": sine_of(lambda h: h.view_as(h)),
+    "sliced": sine_of(lambda h: h[..., :]),
+    "halves": lambda h: torch.cat([torch.sin(x) for x in h.chunk(2, -1)], -1) * torch.cos(h),
+    "flattened": lambda h: torch.sin(h.flatten()).view_as(h),
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+}
+
+
+class Activated(nn.Module):
+    """A network with several activations, one after another."""
+
+    def __init__(self, names) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        sizes = [3, *[40] * len(names)]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.last = nn.Linear(40, 3)
+        self.names = tuple(names)
+        self.double()
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        for layer, name in zip(self.layers, self.names, strict=True):
+            y = VIEWS[name](layer(y))
+        return self.last(y)
+
+
+@pytest.mark.parametrize("batch", [(2,), (1,)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+def test_views_of_saved_tensors(first, batch):
+    """A value that is saved as it is and as a view has two rows."""
+    dynamics = adjsim.ODE(Activated(list(VIEWS)[first::3]))
+    direct, _ = gradients(dynamics, (start(*batch),), RK4, DirectAdjoint(), False)
+    found, _ = gradients(dynamics, (start(*batch),), RK4, DirectAdjoint(), True)
+    agree(found, direct, 1e-11)
+
+
+def test_one_system_without_an_axis():
+    """The product of a row is saved without its first axis."""
+    dynamics = adjsim.ODE(Activated(["silu", "silu"]))
+    direct, _ = gradients(dynamics, (start(),), RK4, DirectAdjoint(), False)
+    agree(gradients(dynamics, (start(),), RK4, DirectAdjoint(), True)[0], direct, 1e-12)
+
+
+class InPlace(nn.Module):
+    """A network that changes a tensor after autograd has saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Wide(nn.Tanh())
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        h = torch.exp(self.net(t, y))
+        product = h * y
+        h.mul_(2.0)
+        return product + h
+
+
+def test_saved_tensors_that_are_changed_in_place_are_refused():
+    """As torch refuses them without compilation."""
+    with pytest.raises(adjsim.CompileError, match="modified by an inplace operation"):
+        gradients(adjsim.ODE(InPlace()), (start(4),), RK4, DirectAdjoint(), True)
+
+
+class Reordered(nn.Module):
+    """A network with an index, whose derivative is not printed as C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Wide(nn.Tanh())
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(t, y)[..., torch.tensor([2, 1, 0])]
+
+
+@pytest.mark.slow
+def test_loops_of_inductor_read_saved_tensors():
+    """Those of a forward loop in C++."""
+    dynamics = adjsim.ODE(Reordered())
+    direct, _ = gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), False)
+    agree(gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), True)[0], direct, 1e-12)
 
 
 @pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: x + x[-1:]])
