@@ -6,12 +6,12 @@ solved by 100 steps of RK4, the SDE by 100 steps with diagonal noise. The cases 
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -262,9 +262,15 @@ def growth(what: str, steps: int) -> float:
         return ode_tasks(steps, MEMORY_BATCH)[what]()
 
     make(100).gradient()
-    task, before = make(steps), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    task, before = make(steps), peak()
     task.gradient()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return peak() - before
+
+
+def peak() -> float:
+    """Return the peak resident set of this process alone, in MiB; getrusage has its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in lines if x.startswith("VmHWM")).split()[1]) / 1024
 
 
 def memory() -> list[list[str]]:

@@ -170,7 +170,7 @@ class BackwardLoops:
                         t, self.state, coefficients, noise, self.forces, self.sums, before
                     )
                 if stored:
-                    saved.check()
+                    saved.finish()
                     # The step is not run again, and that half of its evaluations does not count.
                     for name, count in counted.items():
                         self.stats[name] -= (self.stats[name] - count) // 2

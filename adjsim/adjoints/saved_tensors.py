@@ -7,7 +7,7 @@ a time, the loop stores what autograd saves too, and the backward pass reads it.
 
 Forward and backward loops trace the same step, so autograd saves the same tensors in the same
 order. A tensor is worth its memory if a matrix product or a function such as tanh precedes it;
-others, such as products of saved tensors, are computed again.
+others, such as products of saved tensors, are computed again from the saved ones.
 """
 
 from __future__ import annotations
@@ -64,10 +64,26 @@ class SavedTensors:
         """Return the context in which autograd saves tensors here."""
         return saved_tensors_hooks(self._save, self._restore)
 
-    def check(self) -> None:
-        """Refuse a backward step that has not read all that the forward step has stored."""
-        if self.stored is not None and len(self._orders) != len(self.stored):
+    def finish(self) -> None:
+        """Let what is computed again in a backward step begin with the stored tensors.
+
+        Raises:
+            RuntimeError: the step has not read all that the forward step has stored.
+        """
+        stored = self.stored or ()
+        if len(self._orders) != len(stored):
             raise RuntimeError("a step saves other tensors backward than forward.")
+        for node, number in self._numbers.items():
+            row, order = _node(stored[number]), self._orders[number]
+            if any(_overwrites(user, node) for user in node.users):
+                continue
+            with node.graph.inserting_after(row):
+                read = node.graph.call_function(
+                    torch.ops.aten.permute.default,
+                    (row, [order.index(axis) for axis in range(len(order))]),
+                )
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
 
     def _save(self, x: Tensor) -> _Saved:
         return _Saved(x, x._version, self._number(x))
@@ -144,6 +160,12 @@ def saving_step(
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
+
+
+def _overwrites(user: Node, node: Node) -> bool:
+    """Whether an operation writes into the value of a node."""
+    schema = getattr(user.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node in user.all_input_nodes
 
 
 def _node(x: Tensor) -> Node:
