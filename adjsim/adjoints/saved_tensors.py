@@ -57,6 +57,9 @@ class SavedTensors:
     def __init__(self, stored: Sequence[Tensor] | None = None) -> None:
         self.stored, self.rows = stored, list[Tensor]()
         self._numbers: dict[Node, int] = {}
+        # Of each row, the tensor that it holds, the number of its changes, and its order of axes.
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
         self._orders: list[list[int]] = []
         self._entries = 0
 
@@ -75,7 +78,8 @@ class SavedTensors:
             raise RuntimeError("a step saves other tensors backward than forward.")
         for node, number in self._numbers.items():
             row, order = _node(stored[number]), self._orders[number]
-            if any(_overwrites(user, node) for user in node.users):
+            # A tensor that was changed afterwards was stored as it was then.
+            if self._tensors[number]._version != self._versions[number]:
                 continue
             with node.graph.inserting_after(row):
                 read = node.graph.call_function(
@@ -110,6 +114,8 @@ class SavedTensors:
         elif number >= len(self.stored) or self.stored[number].shape != row.shape:
             raise RuntimeError("a step saves other tensors backward than forward.")
         self._numbers[node], self._entries = number, size
+        self._tensors.append(x)
+        self._versions.append(x._version)
         self._orders.append(order)
         return number
 
@@ -160,12 +166,6 @@ def saving_step(
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
-
-
-def _overwrites(user: Node, node: Node) -> bool:
-    """Whether an operation writes into the value of a node."""
-    schema = getattr(user.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node in user.all_input_nodes
 
 
 def _node(x: Tensor) -> Node:

@@ -214,6 +214,28 @@ def test_saved_tensors_that_are_changed_in_place_are_refused():
         gradients(adjsim.ODE(InPlace()), (start(4),), RK4, DirectAdjoint(), True)
 
 
+class ChangedLater(nn.Module):
+    """A network whose saved tensor is changed in place, where no gradient needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Wide(nn.Tanh())
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.net(t, y))
+        before = 3.0 * h.detach()
+        h.mul_(0.0)
+        return self.net(t, y) * before
+
+
+@pytest.mark.slow
+def test_tensors_that_are_changed_after_their_last_use():
+    """What is computed from such a tensor is computed again from its numbers before the change."""
+    dynamics = adjsim.ODE(ChangedLater())
+    direct, _ = gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), False)
+    agree(gradients(dynamics, (start(4),), EULER_ODE, DirectAdjoint(), True)[0], direct, 1e-12)
+
+
 class Reordered(nn.Module):
     """A network with an index, whose derivative is not printed as C++."""
 
