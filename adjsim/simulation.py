@@ -85,9 +85,9 @@ def simulate(
             replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
             a batch axis instead.)
         compile: run forward and backward in compiled loops of steps. It works for
-            explicit steps of a fixed size, with any adjoint that the solver goes with. The
-            gradient then has no graph of its own. It needs a C++
-            compiler. The first run of a kind compiles for a few seconds, or up to a minute
+            steps of a fixed size, with any adjoint that the solver goes with, except for implicit
+            steps of a Hamiltonian or a body. The gradient then has no graph of its own. It needs a
+            C++ compiler. The first run of a kind compiles for a few seconds, or up to a minute
             where torch's Inductor has to compile it
             (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
             result is kept across processes. A different number of steps, seed, parameter
@@ -213,10 +213,10 @@ def assemble(
     if graph:
         _check_captured(dynamics, tensors, start, rates, record)
     if isinstance(solver, SteppingSolver):
-        if compile and not solver.compiles:
+        if compile and not solver.compiles(dynamics):
             raise TypeError(
-                f"compile=True is not for {solver!r}, whose steps are not all one sequence of "
-                "operations: leave compile=True out."
+                f"compile=True is not for {solver!r} of {type(dynamics).__name__}, whose steps are "
+                "not all one sequence of operations: leave compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
     problem = Problem(dynamics, tensors, state, times, solver, record, noise, progress, compile)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import get_decompositions
 
 # Torch's own decompositions of these consist of operations that are printed.
@@ -20,7 +21,32 @@ COMPOSITE = (
 )  # fmt: skip
 
 
+# Longest axis of which the maximum is printed.
+LONGEST = 64
+
+
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of operations that are not printed themselves."""
-    return get_decompositions([getattr(torch.ops.aten, name) for name in COMPOSITE])
+    aten = torch.ops.aten
+    return {
+        **get_decompositions([getattr(aten, name) for name in COMPOSITE]),
+        aten.amax.default: _amax,
+        aten.any.default: _any,
+        aten.all.default: _all,
+    }
+
+
+def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    if len(dim) != 1 or not 0 < x.shape[dim[0]] <= LONGEST:
+        return NotImplemented
+    found = reduce(torch.maximum, x.unbind(dim[0]))
+    return found.unsqueeze(dim[0]) if keepdim else found
+
+
+def _any(x: Tensor) -> Tensor:
+    return (x != 0).sum() > 0
+
+
+def _all(x: Tensor) -> Tensor:
+    return (x == 0).sum() == 0

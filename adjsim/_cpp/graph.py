@@ -140,13 +140,17 @@ class Lowering:
             self._store_if_needed(value, node)
         return value
 
-    def _called(self, node: Any) -> tuple[Called, ...]:
+    def _called(self, node: Any) -> Called | tuple[Called, ...]:
         def values(x: Any) -> Any:
             if isinstance(x, (list, tuple)):
                 return [values(y) for y in x]
             return self.values[x] if isinstance(x, Node) else x
 
-        return self._add_call(CALLS[node.target](values(node.args), node.meta["val"], self.store))
+        example = node.meta["val"]
+        single = isinstance(example, Tensor)
+        examples = [example] if single else example
+        outputs = self._add_call(CALLS[node.target](values(node.args), examples, self.store))
+        return outputs[0] if single else outputs
 
     def _add_call(self, call: Call) -> tuple[Called, ...]:
         self.calls.append(call)

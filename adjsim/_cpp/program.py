@@ -89,14 +89,14 @@ def program(
     """Compile a loop to a function of constants and carry.
 
     It returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)`` whose row
-    n was stored by the n-th iteration.
+    k was stored by the last iteration of number k.
 
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors; the first constant is the number of steps.
         exact: whether functions such as exp must have the same bits wherever they are computed.
         threads: the number of threads that share large loops.
-        capacity: the largest number of iterations of a loop that stores rows.
+        capacity: the largest number of steps of a loop that stores rows.
 
     Raises:
         UnprintableError: the loop has unsupported operations, or there is no compiler.
@@ -323,10 +323,8 @@ class _Program:
             *(line for x in checked.values() for line in x.lines),
             *(["if (refused) { free(block); return refused; }"] if checked else []),
             f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
-            "int64_t iteration = 0;",
             f"while ({call('more', 'k', consts[0])}) {{",
             *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
-            "++iteration;",
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
             *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",

@@ -1,7 +1,7 @@
 """Rows: the tensors that each iteration of a loop stores.
 
-A loop that stores a tensor fills a tensor ``(capacity, *shape)``, whose row n the n-th iteration
-writes.
+A loop that stores a tensor fills a tensor ``(capacity, *shape)``, whose row k an iteration of
+number k writes. Where several iterations have one number, the last one's row is left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
 def declaration(buffer: Buffer, target: str) -> str:
     """Print the declaration of the row of a target that an iteration fills."""
     kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
-    return f"{kind}* {buffer.name} = ({kind}*){target} + iteration * {count};"
+    return f"{kind}* {buffer.name} = ({kind}*){target} + k * {count};"
 
 
 def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:

@@ -14,6 +14,7 @@ from adjsim._state import AnyState, State, position_of
 from adjsim._store import Tree
 from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.history import StoredStates
+from adjsim.adjoints.iterated_loops import iterated_move, run_iterated
 from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording, sum_dtype
@@ -133,8 +134,13 @@ class ForwardLoops(Resumable):
         """Run a loop of ``count`` steps, and return the stored states too."""
         driver = self.driver
         averaged = self.recording if driver.averages(start + 1) else None
+        total = () if averaged is None else (clone(self._total(averaged, state)),)
+        if iterated_move(driver) is not None:
+            stores = self.stored is not None
+            total, state, rows = run_iterated(driver, total, state, start, count, stores)
+            return ForwardCarry(total, (), (), (), tuple(map(driver.pack, state))), rows
         carry = ForwardCarry(
-            () if averaged is None else (clone(self._total(averaged, state)),),
+            total,
             () if self.force is None else (driver.pack(self.force),),
             self._no_growth(state, start),
             self._no_margin(state, start),

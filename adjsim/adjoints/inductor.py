@@ -43,7 +43,7 @@ def compile_with_inductor(
         parts: the graphs of the loop.
         constants, carry: example tensors.
         short: whether contiguous rows are shorter than a vector.
-        capacity: the largest number of iterations of a loop that stores rows.
+        capacity: the largest number of steps of a loop that stores rows.
     """
     # Importing Inductor takes a second, and most runs do not need it.
     from torch._inductor import compile as inductor
@@ -96,13 +96,12 @@ def compile_with_inductor(
         at_start, _, at_finish = last_inputs((start, body, finish), constants)
         k, *state = start.graph(*constants, *carry, *at_start)
         found = [torch.empty((capacity, *x.shape), dtype=x.dtype, device=k.device) for x in rows]
-        i = 0
         while bool(more.graph(k, constants[0])[0]):
+            number = int(k)
             k, *state = compiled(k, *state, *constants)
             for row, x in zip(found, state[carry_size:], strict=True):
-                row[i] = x
+                row[number] = x
             del state[carry_size:]
-            i += 1
         return finish.graph(*state, *constants, *at_finish), found
 
     return run_iterations if stepwise else run_loop

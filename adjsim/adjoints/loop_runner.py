@@ -101,11 +101,14 @@ class MakeSpec:
         differentiates: whether autograd runs in the loop, whose parameters and coefficients are
             then leaves.
         backward: whether it is a loop of the backward pass.
+        iterations: returns the number of iterations that a run has taken, from its final carry;
+            None: as many as steps.
     """
 
     make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
     differentiates: bool = False
     backward: bool = False
+    iterations: Callable[[Any], int] | None = None
 
 
 class LoopRunner:
@@ -229,12 +232,13 @@ class LoopRunner:
             states=states,
         )
         loop = self._look_up(spec, averaging, kind, constants, carry)
-        self.problem.stats["energy_evaluations"] += (
-            loop.fixed_evaluations + count * loop.evaluations_per_step
-        )
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
         carry, rows = loop.function(constants, carry)
+        iterations = count if spec.iterations is None else spec.iterations(carry)
+        self.problem.stats["energy_evaluations"] += (
+            loop.fixed_evaluations + iterations * loop.evaluations_per_step
+        )
         return carry, tuple(rows)
 
     def pack(self, x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def compile_loop(
         exact: whether functions such as exp must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
-        capacity: the largest number of iterations of a loop that stores rows.
+        capacity: the largest number of steps of a loop that stores rows.
 
     Returns:
         the loop, and how it was compiled: "C++", or "Inductor" with the reason.

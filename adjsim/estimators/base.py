@@ -66,7 +66,7 @@ class Simulation(Generic[State]):
         ts: save times.
         solver: how the equations are integrated.
         compile: run in compiled loops of steps (see :func:`~adjsim.simulate`), for solvers of
-            explicit steps of a fixed size. Girsanov and ForwardSensitivity run every step in Python
+            steps of a fixed size. Girsanov and ForwardSensitivity run every step in Python
             and are not compiled. Chunks of equal size share one compilation.
     """
 
@@ -144,7 +144,8 @@ class Estimator(ABC):
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether the runs can be compiled."""
-        return isinstance(simulation.solver, SteppingSolver) and simulation.solver.compiles
+        solver = simulation.solver
+        return isinstance(solver, SteppingSolver) and solver.compiles(simulation.dynamics)
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         """Refuse, before any work, a simulation or an observable that does not apply."""

@@ -20,6 +20,7 @@ from adjsim._trajectory import (
 )
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -32,6 +33,7 @@ from adjsim.estimators.base import (
 )
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
+from adjsim.solvers.implicit import ImplicitMidpoint
 
 
 class Pathwise(ChunkedEstimator):
@@ -70,9 +72,11 @@ class Pathwise(ChunkedEstimator):
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether forward run and backward sweep can be compiled."""
-        return super().can_compile(simulation) and isinstance(
-            simulation.solver, self.adjoint.accepts
-        )
+        solver, adjoint = simulation.solver, self.adjoint
+        # A compiled loop cannot solve for the midpoint of a step that it undoes.
+        undone = isinstance(adjoint, ReversibleAdjoint) and isinstance(solver, ImplicitMidpoint)
+        fits = isinstance(solver, adjoint.accepts) and not undone
+        return super().can_compile(simulation) and fits
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if self.truncate is None:

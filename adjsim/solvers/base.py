@@ -283,12 +283,10 @@ class VaryingSteps(Protocol):
 class SteppingSolver(ABC):
     """The base class of solvers that take steps, of size dt if all have one size.
 
-    ``compiles`` is whether all steps are one sequence of operations, which can be compiled.
     ``exact`` is whether steps run on a lattice. ``stats`` and ``evaluations`` are what it knows
     before a run: entries of ``trajectory.stats``, and evaluations of the drift.
     """
 
-    compiles: bool = True
     exact: bool = False
     evaluations: int = 0
     dt: float
@@ -300,6 +298,10 @@ class SteppingSolver(ABC):
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
+
+    def compiles(self, dynamics: Dynamics[Any]) -> bool:
+        """Return whether its steps of the dynamics can be compiled."""
+        return True
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
         """Return the solver with the numbers that it chooses by the start and the save times."""

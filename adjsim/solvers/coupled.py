@@ -105,7 +105,7 @@ class Coupled(SteppingSolver):
         self.method, self.tableau = method, find_tableau(method)
         self.steps = dt if isinstance(dt, Adaptive | StepTimes) else check_dt(dt)
         self.rate = None if rate is None else as_number("rate", rate)
-        self.exact, self.compiles = as_flag("exact", exact), isinstance(self.steps, float)
+        self.exact = as_flag("exact", exact)
         if isinstance(dt, Adaptive) and self.tableau.error is None:
             raise ValueError(
                 f"{method!r} has no error estimate from which Adaptive could choose steps: use a "
@@ -144,6 +144,9 @@ class Coupled(SteppingSolver):
     @property
     def stats(self) -> dict[str, Any]:
         return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
+
+    def compiles(self, dynamics: Dynamics[Any]) -> bool:
+        return isinstance(self.steps, float)
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:
         """Return these steps with a rate and the times of adaptive steps."""

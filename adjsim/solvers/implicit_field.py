@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from adjsim._layout import is_tracing, outside_tracing
 from adjsim._state import AnyState, State
+from adjsim._systems import has_negative_eigenvalue, solve
+from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.dynamics.vector_field import FieldDynamics
@@ -17,6 +20,40 @@ from adjsim.solvers.newton import UnsolvedStepError
 
 # Largest number of Newton iterations, and of halvings of one of them.
 ITERATIONS, HALVINGS = 60, 12
+COUPLED = (
+    "implicit steps solve each system of the batch alone, and in this field systems depend on each "
+    "other: put what is coupled on the last axis of y."
+)
+
+
+class Linear(NamedTuple):
+    """The field near a point, and the matrix of the equation there.
+
+    Attributes:
+        point: x, a leaf, ``(*batch, n)``.
+        rate: f(t, x), with its graph.
+        matrix: ``1 - a J`` for each system.
+    """
+
+    point: Tensor
+    rate: Tensor
+    matrix: Tensor
+
+    def coupled(self, a: float) -> Tensor:
+        """Return whether systems depend on each other, so that J has other than these blocks.
+
+        The product with a random vector would differ.
+        """
+        if not self.rate.requires_grad:
+            return torch.zeros((), dtype=torch.bool, device=self.rate.device)
+        with outside_tracing():
+            generator = torch.Generator().manual_seed(0)
+            vector = torch.randn(self.point.shape, generator=generator, dtype=torch.float64)
+            vector = vector.to(self.point.dtype).to(self.point.device)
+        whole = vector - a * product(self.rate, self.point, vector)
+        blocks = (vector.unsqueeze(-1) * self.matrix).sum(-2)
+        allowed = torch.finfo(whole.dtype).eps ** 0.5 * (1 + self.matrix.abs().sum(-2))
+        return (~((whole - blocks).abs() <= allowed)).any()
 
 
 @dataclass(frozen=True)
@@ -50,11 +87,15 @@ class ImplicitField:
     theta: float
     tol: float
 
+    @property
+    def a(self) -> float:
+        return self.theta * self.h
+
     def forward(self, t: Tensor, *fields: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """Compute the fields after the step, and the number of evaluations of f."""
         y = torch.cat(fields, -1)
-        x, evaluations = self._solve(t, y, self.theta * self.h)
-        return self._split(x + (1 / self.theta - 1) * (x - y)), evaluations
+        x, evaluations = self._solve(t, y)
+        return self.split(self.end(y, x)), evaluations
 
     def after(self, coefficients: Any, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
         """Compute the fields after the step."""
@@ -62,56 +103,65 @@ class ImplicitField:
 
     def before(self, coefficients: Any, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
         """Compute the fields before the step."""
-        after = torch.cat(fields, -1)
-        b = (1 - self.theta) * self.h
-        x = after if b == 0 else self._solve(t, after, -b)[0]
-        return self._split(after - self.h * self._rate(t, x))
+        end = torch.cat(fields, -1)
+        return self.split(end - self.h * self.rate(t, self.inner(t, end)[0]))
 
-    def _solve(self, t: Tensor, y: Tensor, a: float) -> tuple[Tensor, int]:
+    def end(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute y', the end of the step."""
+        return x + (1 / self.theta - 1) * (x - y)
+
+    def inner(self, t: Tensor, end: Tensor) -> tuple[Tensor, int]:
+        """Compute x from the end of the step, and the number of evaluations of f."""
+        b = (1 - self.theta) * self.h
+        return (end, 0) if b == 0 else self._newton(t, end, -b)
+
+    def _solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
         """Solve ``x = y + a f(t, x)``, with the derivative of the solution."""
-        start = y.detach()
-        x, evaluations = self._newton(t, start, a)
+        x, evaluations = self._newton(t, y.detach(), self.a)
         if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
             return x, evaluations
-        matrix = self._matrix(t, x, a)
-        self._refuse_coupled(t, x, a, matrix)
-        inverse = torch.linalg.inv(matrix)
+        linear = self.linear(t, x, self.a)
+        if bool(linear.coupled(self.a)):
+            raise ValueError(COUPLED)
+        inverse = torch.linalg.inv(linear.matrix)
         # Equal to x, with the derivative of the theorem: x and J are constants here.
-        correction = y + a * self._rate(t, x) - x
+        correction = y + self.a * self.rate(t, x) - x
         moved = _OnceDifferentiable.apply(correction)
         return x + (inverse @ moved.unsqueeze(-1)).squeeze(-1), evaluations + y.shape[-1] + 1
 
     @torch.no_grad()
     def _newton(self, t: Tensor, y: Tensor, a: float) -> tuple[Tensor, int]:
         x, evaluations = y, 1
-        residual = a * self._rate(t, x)
-        scale = y.abs().amax(-1)
+        residual = a * self.rate(t, x)
+        scale = largest(y)
         if not bool(torch.isfinite(residual).all()):
             return y + residual, evaluations  # The run refuses the state, and names the step.
         for _ in range(ITERATIONS):
-            matrix = self._matrix(t, x, a)
-            change, failed = torch.linalg.solve_ex(matrix, residual.unsqueeze(-1))
-            change = change.squeeze(-1)
+            matrix = self.linear(t, x, a).matrix
+            change, singular = solve(matrix, residual)
             evaluations += y.shape[-1]
-            if bool(failed.any()) or not bool(torch.isfinite(change).all()):
+            if bool(singular) or not bool(torch.isfinite(change).all()):
                 break
             size = residual.norm(dim=-1)
             share, tried, new = torch.ones_like(size), x, residual
             for _ in range(HALVINGS):
                 tried = x + share.unsqueeze(-1) * change
-                new = y + a * self._rate(t, tried) - tried
+                new = y + a * self.rate(t, tried) - tried
                 evaluations += 1
                 # Near the solution rounding decides, and every step is taken.
                 worse = ~(new.norm(dim=-1) <= size) & (
-                    change.abs().amax(-1) > 1e3 * self._allowed(scale, x)
+                    largest(change) > 1e3 * self.allowed(scale, x)
                 )
                 if not bool(worse.any()):
                     break
                 share = torch.where(worse, share / 2, share)
             x, residual = tried, new
-            if bool((change.abs().amax(-1) <= self._allowed(scale, x)).all()):
-                # An inverse step (a < 0) is compared with the forward run by its adjoint.
-                if a > 0 and _is_beyond_a_fold(matrix):
+            if bool((largest(change) <= self.allowed(scale, x)).all()):
+                # An inverse step (a < 0) is compared with the forward run by its adjoint. In a
+                # forward step all eigenvalues of the matrix are 1 at a = 0. Along the branch of
+                # solutions that begins there, a real one changes its sign only where the matrix is
+                # singular: the branch folds back there, or passes through infinity.
+                if a > 0 and bool(has_negative_eigenvalue(matrix)):
                     raise UnsolvedStepError(
                         f"the implicit step at t = {float(t):g} does not continue those of smaller "
                         "dt: the field grows too fast for the time of the step (1 - theta h J has "
@@ -119,7 +169,7 @@ class ImplicitField:
                         f"{self.h:g}), or end the run before this time."
                     )
                 return x, evaluations
-        left = (residual.abs().amax(-1) / self._allowed(scale, x)).flatten()
+        left = (largest(residual) / self.allowed(scale, x)).flatten()
         worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
         system = f" of system {worst}" if len(left) > 1 else ""
         raise UnsolvedStepError(
@@ -128,47 +178,30 @@ class ImplicitField:
             f"{self.h:g})."
         )
 
-    def _allowed(self, scale: Tensor, x: Tensor) -> Tensor:
+    def allowed(self, scale: Tensor, x: Tensor) -> Tensor:
+        """Return the largest change of each system by which x counts as converged."""
         eps = 4 * torch.finfo(x.dtype).eps
-        largest = torch.maximum(scale, x.abs().amax(-1))
-        return max(self.tol, eps) * largest + torch.finfo(x.dtype).tiny
+        return max(self.tol, eps) * torch.maximum(scale, largest(x)) + torch.finfo(x.dtype).tiny
 
-    def _rate(self, t: Tensor, y: Tensor) -> Tensor:
-        return torch.cat(tuple(self.dynamics.drift(t, self.kind._make(self._split(y)))), -1)
+    def rate(self, t: Tensor, y: Tensor) -> Tensor:
+        """Evaluate f, with the fields joined along their last axis."""
+        return torch.cat(tuple(self.dynamics.drift(t, self.kind._make(self.split(y)))), -1)
 
-    def _matrix(self, t: Tensor, x: Tensor, a: float) -> Tensor:
-        """Compute ``1 - a J`` for each system, row by row."""
+    def linear(self, t: Tensor, x: Tensor, a: float) -> Linear:
+        """Evaluate f and ``1 - a J`` for each system, row by row."""
         with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            rate = self._rate(t, y)
+            point = x.detach().requires_grad_()
+            rate = self.rate(t, point)
             columns = rate.unbind(-1)
+        with outside_tracing():
+            unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         if not rate.requires_grad:
-            return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(*x.shape, -1)
-        rows = [_product(column, y, torch.ones_like(column)) for column in columns]
-        return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) - a * torch.stack(rows, -2)
+            return Linear(point, rate, unit.expand(*x.shape, -1))
+        rows = [product(column, point, torch.ones_like(column)) for column in columns]
+        return Linear(point, rate, unit - a * torch.stack(rows, -2))
 
-    def _refuse_coupled(self, t: Tensor, x: Tensor, a: float, matrix: Tensor) -> None:
-        """Refuse a field whose systems depend on each other, for which J has no blocks.
-
-        The product with a random vector would differ.
-        """
-        with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            rate = self._rate(t, y)
-        if not rate.requires_grad:
-            return
-        generator = torch.Generator().manual_seed(0)
-        vector = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-        whole = vector - a * _product(rate, y, vector)
-        blocks = (vector.unsqueeze(-2) @ matrix).squeeze(-2)
-        allowed = torch.finfo(x.dtype).eps ** 0.5 * (1 + matrix.abs().amax())
-        if float((whole - blocks).abs().amax()) > float(allowed):
-            raise ValueError(
-                "implicit steps solve each system of the batch alone, and in this field systems "
-                "depend on each other: put what is coupled on the last axis of y."
-            )
-
-    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Return the fields of the joined ones."""
         return y.split(self.widths, -1)
 
 
@@ -190,28 +223,17 @@ class _OnceDifferentiable(torch.autograd.Function):
         return cotangents[0]
 
 
-def _is_beyond_a_fold(matrix: Tensor) -> bool:
-    """Return whether a matrix ``1 - a J`` has a negative eigenvalue.
-
-    All eigenvalues are 1 at a = 0. Along the branch of solutions that begins there, a real
-    eigenvalue changes its sign only where the matrix is singular: the branch folds back there, or
-    passes through infinity.
-    """
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    # The left ends of Gershgorin's discs. Where all are positive, eigenvalues are not needed.
-    lowest = diagonal + diagonal.abs() - matrix.abs().sum(-1)
-    if bool((lowest > 0).all()):
-        return False
-    values = torch.linalg.eigvals(matrix)
-    is_real = values.imag.abs() <= torch.finfo(matrix.dtype).eps ** 0.5 * values.abs()
-    return bool((is_real & (values.real < 0)).any())
-
-
-def _product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:
+def product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:
+    """Compute the vector-Jacobian product of a value, and keep its graph."""
     (found,) = torch.autograd.grad(
         value, y, vector, retain_graph=True, allow_unused=True, materialize_grads=True
     )
     return found
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest absolute value along the last axis."""
+    return x.abs().amax(-1)
 
 
 @dataclass(frozen=True)
@@ -227,6 +249,69 @@ class ImplicitFieldMove(Map):
         context.forces.count(evaluations)
         return self._replace(state, values)
 
+    def check(self, before: State, after: State, context: MoveContext) -> None:
+        """Refuse a step in which systems depend on each other, so that its gradient is wrong."""
+        steps, t = self.steps, Time().value(after, context).to(after[0])
+        y, end = (torch.cat(self._fields(state), -1) for state in (before, after))
+        # The run refuses a state that is not finite, and names the step.
+        if bool(torch.isfinite(end).all()) and bool(
+            steps.linear(t, y + steps.theta * (end - y), steps.a).coupled(steps.a)
+        ):
+            raise ValueError(COUPLED)
+
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
+        """Propagate state and cotangents back through the step.
+
+        The state before it, where it is given, leaves one linear system to be solved.
+        """
+        steps, t = self.steps, Time().value(after, context).to(after[0])
+        end = torch.cat(self._fields(after), -1)
+        if before is None:
+            x, evaluations = steps.inner(t, end)
+            context.forces.count(evaluations)
+        else:
+            y = torch.cat(self._fields(before), -1)
+            x = y + steps.theta * (end - y)
+        linear = steps.linear(t, x, steps.a)
+        context.forces.count(x.shape[-1] + 2)
+        if before is None:
+            before = self._replace(after, steps.split(end - steps.h * linear.rate.detach()))
+        outer = torch.cat([cotangents[name] for name in self.fields], -1)
+        w, singular = solve(linear.matrix.mT, outer / steps.theta)
+        # Compiled loops make these checks in the forward run.
+        if not is_tracing():
+            if bool(singular):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
+                    "singular. Use a smaller dt."
+                )
+            if bool(linear.coupled(steps.a)):
+                raise ValueError(COUPLED)
+        for name, along in zip(
+            self.fields, steps.split(w - (1 / steps.theta - 1) * outer), strict=True
+        ):
+            cotangents[name] = along
+        parameters = context.forces.parameters
+        if linear.rate.requires_grad:
+            context.forces.refuse_unknown(linear.rate, [linear.point], "the vector field")
+            found = (
+                torch.autograd.grad(
+                    linear.rate, list(parameters.values()), steps.a * w, allow_unused=True
+                )
+                if parameters
+                else ()
+            )
+            for name, grad in zip(parameters, found, strict=True):
+                if grad is not None:
+                    cotangents.add_parameter(name, grad)
+        return before
+
 
 def field_program(
     dynamics: FieldDynamics, state: AnyState, h: float, theta: float, tol: float, order: int
@@ -240,7 +325,7 @@ def field_program(
         steps.before,
         (Time(),),
         reads_parameters=True,
-        no_loop="it iterates until it converges",
+        no_loop="" if theta == 1 else "it iterates until it converges",
         steps=steps,
     )
     return Program((Stage("Y", (move,), theta),), h, order)

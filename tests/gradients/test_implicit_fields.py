@@ -31,9 +31,11 @@ def moment(state):
     return sum((torch.sin(1.3 * x) + 0.3 * x**2).sum() for x in state)
 
 
-def loss_of(dynamics, y, solver, named, adjoint):
+def loss_of(dynamics, y, solver, named, adjoint, **options):
     begin = dynamics.init(pair(y) if named else y)
-    made = adjsim.simulate(dynamics, begin, [0.2, 0.5, 0.8], solver=solver, adjoint=adjoint)
+    made = adjsim.simulate(
+        dynamics, begin, [0.2, 0.5, 0.8], solver=solver, adjoint=adjoint, **options
+    )
     frames = [getattr(made, name) for name in made.final._fields]
     return sum(moment([x[i] for x in frames]) for i in range(3)), made
 

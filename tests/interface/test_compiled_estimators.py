@@ -133,9 +133,14 @@ def test_what_does_not_go_in_a_compiled_loop():
     assert [e.diagnostics["chunks"] for e in apart.estimates.values()] == [2]
     ode = adjsim.ODE(lambda t, y: -y)
     implicit = Simulation(
-        ode, lambda n, g: ode.init(torch.ones(n, 1)), [0.0, 1.0], adjsim.BackwardEuler(0.1)
+        ode, lambda n, g: ode.init(torch.ones(n, 1)), [0.0, 1.0], adjsim.ImplicitMidpoint(0.1)
     )
-    assert not Pathwise().can_compile(implicit)
+    assert Pathwise().can_compile(implicit)
+    assert not Pathwise(adjsim.ReversibleAdjoint()).can_compile(implicit)
+    adaptive = dataclasses.replace(
+        implicit, solver=adjsim.Coupled("dormand-prince", adjsim.Adaptive())
+    )
+    assert not Pathwise().can_compile(adaptive)
     assert not Pathwise(adjsim.BacksolveAdjoint()).can_compile(simulation)
     bare = adjsim.Langevin(adjsim.DoubleWell(parameter(1.0)))
     scored = dataclasses.replace(compiled, dynamics=bare)

@@ -1,0 +1,16 @@
+"""Small dense linear systems in compiled loops: their solution, and the signs of eigenvalues."""
+
+from adjsim._systems.operators import (
+    has_negative_eigenvalue,
+    has_negative_eigenvalue_if,
+    solve,
+)
+from adjsim._systems.printing import NegativeEigenvalueCall, SolveCall
+
+__all__ = [
+    "NegativeEigenvalueCall",
+    "SolveCall",
+    "has_negative_eigenvalue",
+    "has_negative_eigenvalue_if",
+    "solve",
+]

@@ -1,0 +1,119 @@
+"""One iteration of Newton's method, of which compiled loops of implicit steps consist.
+
+A loop cannot contain another whose length depends on numbers. So an iteration of the compiled loop
+is an iteration of Newton's method, of which a step takes as many as it needs. Each evaluates the
+field and its Jacobian at one point: at the next iterate of the step, or, where the last change was
+small, at the end of the step, from which the next step begins. A step takes as many evaluations as
+one that is not compiled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjsim._state import AnyState
+from adjsim._systems import has_negative_eigenvalue_if, solve
+from adjsim.solvers.base import TimeInStep
+from adjsim.solvers.implicit_field import HALVINGS, ITERATIONS, ImplicitField, largest
+
+
+class Newton(NamedTuple):
+    """The state of Newton's method in a step, with n numbers in each system.
+
+    Attributes:
+        x: the iterate, ``(*batch, n)``.
+        change: the Newton step from there, ``(*batch, n)``.
+        share: the share of it that is tried next, ``(*batch,)``.
+        size: the norm of the residual at x, ``(*batch,)``.
+        number: the number of iterations of this step so far, a scalar.
+    """
+
+    x: Tensor
+    change: Tensor
+    share: Tensor
+    size: Tensor
+    number: Tensor
+
+
+class Iterated(NamedTuple):
+    """The result of an iteration.
+
+    Attributes:
+        state: the state before the step that goes on, or begins.
+        newton: its iteration.
+        done: whether it is the next step that begins, a scalar.
+        failed: whether that step cannot go on here, a scalar: Newton's method does not converge,
+            the solution does not continue those of smaller steps, or systems depend on each other.
+            A step that is not compiled finds the reason, or a solution.
+    """
+
+    state: AnyState
+    newton: Newton
+    done: Tensor
+    failed: Tensor
+
+
+def first_iteration(state: AnyState) -> Newton:
+    """Return the beginning of a step."""
+    y = torch.cat(tuple(state), -1)
+    share = torch.ones_like(y[..., 0])
+    number = torch.zeros((), dtype=torch.int64, device=y.device)
+    return Newton(y, torch.zeros_like(y), share, torch.full_like(share, torch.inf), number)
+
+
+def iterate(
+    steps: ImplicitField,
+    now: TimeInStep,
+    later: TimeInStep,
+    state: AnyState,
+    newton: Newton,
+) -> Iterated:
+    """Run one iteration, as a pure function of tensors.
+
+    Args:
+        steps: the step.
+        now, later: the times in this step and in the next one.
+        state: the state before this step.
+        newton: the iteration so far.
+    """
+    x, change, share, size, number = newton
+    y = torch.cat(tuple(state), -1)
+    trial = x + share.unsqueeze(-1) * change
+    near = largest(change) <= steps.allowed(largest(y), trial)
+    done = near.all() & (number > 0)
+    end = steps.end(y, trial)
+    y, point = torch.where(done, end, y), torch.where(done, end, trial)
+    t = torch.where(done, later(steps.theta), now(steps.theta)).to(y.dtype)
+    linear = steps.linear(t, point, steps.a)
+    residual = y + steps.a * linear.rate.detach() - point
+    found, singular = solve(linear.matrix, residual)
+    length = residual.square().sum(-1).sqrt()
+    # Near the solution rounding decides, and every step is taken.
+    worse = (
+        ~(length <= size)
+        & (largest(change) > 1e3 * steps.allowed(largest(y), x))
+        & (share > 0.5**HALVINGS)
+        & ~done
+    )
+    rejected = worse.unsqueeze(-1)
+    new = Newton(
+        torch.where(rejected, x, point),
+        torch.where(rejected, change, found),
+        torch.where(worse, share / 2, 1.0),
+        torch.where(worse, size, length),
+        torch.where(done, 1, number + 1),
+    )
+    # The matrix of the last change of a step, as in a step that is not compiled.
+    last = (largest(found) <= steps.allowed(largest(y), point + found)).all() & ~worse.any()
+    failed = (
+        singular
+        | ~(largest(new.change) < torch.inf).all()
+        | (new.number > ITERATIONS)
+        | has_negative_eigenvalue_if(linear.matrix, last)
+    )
+    if y.ndim > 1:
+        failed = failed | (last & linear.coupled(steps.a))
+    return Iterated(type(state)._make(steps.split(y)), new, done, failed)

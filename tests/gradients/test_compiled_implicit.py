@@ -1,0 +1,340 @@
+"""Compiled implicit steps of vector fields: solutions, gradients, refusals, and their C++."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim import (
+    BackwardEuler,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ImplicitMidpoint,
+    ReversibleAdjoint,
+    TimeAverage,
+)
+from adjsim._systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
+from adjsim.adjoints.loops import LoopSpec, compile_loop
+from adjsim.dynamics.ode import ODE
+from tests.fields import Net, equation, start
+from tests.gradients.test_implicit_fields import loss_of, robertson
+from tests.gradients.test_table import agree
+from tests.problems import parameter
+
+SOLVERS = [BackwardEuler(0.1), ImplicitMidpoint(0.1)]
+# Solutions differ by the tolerance of Newton's method, 1e-14 a step, and by rounding.
+CLOSE = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def gradients(solver, named, batch, adjoint, compile):
+    dynamics, y = equation(None, named), start(batch).requires_grad_()
+    inputs = {**dict(dynamics.named_parameters()), "y": y}
+    loss, made = loss_of(dynamics, y, solver, named, adjoint, compile=compile)
+    return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True)), made
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_gradients(solver, batch, named):
+    expected, _ = gradients(solver, named, batch, DirectAdjoint(), False)
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
+        found, made = gradients(solver, named, batch, adjoint, True)
+        agree(found, expected, 1e-12)
+        assert made.stats["compiled_forward"] == made.stats["compiled_backward"] == "C++"
+
+
+def test_backward_euler_is_undone():
+    """Its inverse is explicit, ``y = y' - h f(y')``; that of the midpoint rule iterates."""
+    expected, _ = gradients(SOLVERS[0], False, (4,), DirectAdjoint(), False)
+    found, made = gradients(SOLVERS[0], False, (4,), ReversibleAdjoint(), True)
+    agree(found, expected, 1e-10)
+    assert made.stats["compiled_backward"] == "C++"
+    with pytest.raises(TypeError, match="cannot undo term 'Y' of ODE: it iterates"):
+        gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_gradients_by_inductor(solver, monkeypatch):
+    expected, _ = gradients(solver, False, (4,), DirectAdjoint(), False)
+    monkeypatch.setattr("adjsim._systems.printing.LARGEST", 1)
+    found, made = gradients(solver, False, (4,), CheckpointAdjoint(), True)
+    agree(found, expected, 1e-12)
+    assert "Inductor" in made.stats["compiled_forward"]
+    assert "Inductor" in made.stats["compiled_backward"]
+
+
+class VanDerPol(nn.Module):
+    def __init__(self, mu):
+        super().__init__()
+        self.mu = nn.Parameter(mu.double())
+
+    def forward(self, t, y):
+        x, v = y.unbind(-1)
+        return torch.stack([v, self.mu * (1 - x**2) * v - x + torch.sin(t)], -1)
+
+
+class Chain(nn.Module):
+    """Oscillators with springs to their neighbours, far from resolved: J is not dominated by its
+    diagonal, and its eigenvalues are pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.stiffness = parameter(1e4)
+
+    def forward(self, t, y):
+        q, p = y.chunk(2, -1)
+        stretch = torch.diff(q, prepend=torch.zeros_like(q[..., :1]))
+        force = -self.stiffness * (stretch + 0.1 * stretch**3)
+        return torch.cat([p, force - torch.cat([force[..., 1:], 0 * force[..., :1]], -1)], -1)
+
+
+STIFF = {
+    "van der Pol": (lambda: VanDerPol(torch.tensor([1.0, 30.0, 1000.0])), [[2.0, 0.0]] * 3, 0.05),
+    "chain": (Chain, [[0.1, 0.2, 0.1, 0.0, 0.3, 0.0]], 0.1),
+    "robertson": (lambda: robertson, [1.0, 0.0, 0.0], 0.02),
+}
+
+
+@pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
+@pytest.mark.parametrize("name", STIFF)
+def test_stiff_fields(name, solver):
+    """With halved Newton steps, and matrices whose eigenvalues are needed."""
+    make, y, dt = STIFF[name]
+    results = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        dynamics = ODE(make())
+        begin = torch.tensor(y, dtype=torch.float64).requires_grad_()
+        made = adjsim.simulate(
+            dynamics,
+            dynamics.init(begin),
+            torch.arange(5) * 10 * dt,
+            solver=solver(dt),
+            adjoint=DirectAdjoint(),
+            compile=compile,
+        )
+        inputs = [begin, *dynamics.parameters()]
+        results.append([made.y.detach(), *torch.autograd.grad(made.y.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        # Stiff matrices amplify the rounding of their linear systems.
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(3)], ids=["direct", "ck"])
+def test_averages(adjoint):
+    def square(state):
+        return state.y.square().mean()
+
+    results = []
+    for compile in (False, True):
+        dynamics = ODE(Net())
+        made = adjsim.simulate(
+            dynamics,
+            dynamics.init(start((4,))),
+            [0.0, 1.5],
+            solver=ImplicitMidpoint(0.1),
+            adjoint=adjoint,
+            record=TimeAverage(square, burn_in=0.4),
+            compile=compile,
+        )
+        inputs = list(dynamics.parameters())
+        results.append([made.record.detach(), *torch.autograd.grad(made.record, inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
+    """Steps that a loop leaves are run by themselves; nothing else changes.
+
+    With one iteration at most for a step, no loop solves a step.
+    """
+    results, left = [], []
+    for most in (60, 1):
+        monkeypatch.setattr("adjsim.solvers.newton_iteration.ITERATIONS", most)
+        dynamics = ODE(Net())
+        y = start((4,)).requires_grad_()
+
+        def average(state):
+            return state.y.square().mean()
+
+        for record in (None, TimeAverage(average)):
+            made = adjsim.simulate(
+                dynamics,
+                dynamics.init(y),
+                [0.0, 0.5, 0.8],
+                solver=BackwardEuler(0.1),
+                adjoint=CheckpointAdjoint(2),
+                record=record,
+                compile=True,
+            )
+            value = made.y.square().sum() if record is None else made.record
+            results.append(
+                [value.detach(), *torch.autograd.grad(value, [y, *dynamics.parameters()])]
+            )
+            left.append(made.stats["energy_evaluations"])
+    for found, expected in zip(results[2:], results[:2], strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+    # A step is evaluated in a loop, and again alone.
+    assert left[2] > left[0]
+    assert left[3] > left[1]
+
+
+def compiled(function, *inputs):
+    """Run a function of tensors once in a C++ loop."""
+    Constants, Carry = namedtuple("Constants", ["count"]), namedtuple("Carry", ["inputs", "out"])
+    carry = Carry(tuple(inputs), tuple(map(torch.clone, function(*inputs))))
+    spec = LoopSpec(
+        lambda constants, carry: (torch.zeros_like(constants.count), carry),
+        lambda k, count: k < count,
+        lambda constants, k, carry: (
+            k + 1,
+            Carry(
+                tuple(map(torch.clone, carry.inputs)),
+                tuple(map(torch.clone, function(*carry.inputs))),
+            ),
+            (),
+        ),
+        lambda constants, carry: carry,
+    )
+    constants = Constants(torch.tensor(1))
+    loop, path = compile_loop(
+        spec, nullcontext, constants, carry, exact=False, short=False, what="a test"
+    )
+    assert path == "C++"
+    empty = Carry(carry.inputs, tuple(map(torch.zeros_like, carry.out)))
+    return loop(constants, empty)[0].out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_the_solution_of_systems(rows, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    matrix = torch.randn(2, 3, rows, rows, generator=generator, dtype=dtype)
+    # A pivot that is zero, and one that is tiny beside its column, where there are several rows.
+    matrix[0, 0, 0, 0], matrix[0, 1, 0, 0] = (0, 1e-30) if rows > 1 else (1, 2)
+    right = torch.randn(2, 3, rows, generator=generator, dtype=dtype)
+    for m in (matrix, matrix.mT):
+        found, singular = compiled(solve, m, right)
+        assert not singular
+        left = (m @ found.unsqueeze(-1)).squeeze(-1) - right
+        # The residual of elimination with pivots.
+        size = m.abs().sum(-1).amax() * found.abs().amax()
+        assert float(left.abs().amax()) < 10 * rows * torch.finfo(dtype).eps * float(size)
+    matrix[1, 1, -1] = 0
+    assert compiled(solve, matrix, right)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+def test_negative_eigenvalues(rows, dtype):
+    generator = torch.Generator().manual_seed(rows)
+
+    def has(matrix, wanted):
+        return (has_negative_eigenvalue_if(matrix, wanted),)
+
+    wanted, answers = torch.tensor(True), set()
+    for shift in torch.linspace(-2, 3, 11):
+        matrix = torch.randn(2, rows, rows, generator=generator, dtype=dtype)
+        matrix += shift * torch.eye(rows, dtype=dtype)
+        values = torch.linalg.eigvals(matrix)
+        expected = bool(((values.imag == 0) & (values.real < 0)).any())
+        answers.add(expected)
+        assert bool(has_negative_eigenvalue(matrix)) is expected
+        assert bool(compiled(has, matrix, wanted)[0]) is expected
+        assert not compiled(has, matrix, ~wanted)[0]
+    assert answers == {True, False}
+    # Of one matrix among others, of a pair that turns, and of one on its way from a double root.
+    if rows > 1:
+        turn = 3 * torch.eye(rows, dtype=dtype).repeat(2, 1, 1)
+        turn[1, :2, :2] = torch.tensor([[-0.1, 5.0], [-5.0, -0.1]], dtype=dtype)
+        assert not compiled(has, turn, wanted)[0]
+        turn[1, :2, :2] = torch.tensor([[-0.1, 5.0], [0.0, -0.1]], dtype=dtype)
+        assert compiled(has, turn, wanted)[0]
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_what_is_refused(solver):
+    for rates in map(torch.tensor, ([50.0], [50.0, 50.0], [50.0, 60.0, -1.0])):
+        ode = ODE(lambda t, y, c=rates: c * y**3)
+        begin = ode.init(torch.ones(len(rates)))
+        with pytest.raises(RuntimeError, match=r"does not continue .*grows too fast.*step 1\."):
+            adjsim.simulate(ode, begin, [0.0, 0.3], solver=solver, compile=True)
+    blowing = ODE(lambda t, y: y**2 + 1)
+    begin = blowing.init(torch.ones(2, 1, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"system 0 at .* did not converge|does not continue"):
+        adjsim.simulate(blowing, begin, [0.0, 3.0], solver=solver, compile=True)
+
+
+@pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()])
+def test_systems_that_depend_on_each_other_are_refused(adjoint):
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = parameter(1.0)
+
+        def forward(self, t, y):
+            return -self.rate * y**3 + y.mean(0, keepdim=True)
+
+    dynamics = ODE(Mean())
+    begin = dynamics.init(start((4,), 3))
+    with pytest.raises(ValueError, match="depend on each other"):
+        adjsim.simulate(
+            dynamics, begin, [0.0, 0.4], solver=BackwardEuler(0.1), adjoint=adjoint, compile=True
+        ).y.sum().backward()
+
+
+def test_float32():
+    results = []
+    for compile in (False, True):
+        dynamics, y = ODE(Net().float()), start((3,)).float().requires_grad_()
+        made = adjsim.simulate(
+            dynamics,
+            dynamics.init(y),
+            [0.0, 0.5],
+            solver=ImplicitMidpoint(0.1),
+            adjoint=DirectAdjoint(),
+            compile=compile,
+        )
+        results.append([made.y.detach(), *torch.autograd.grad(made.y.square().sum(), [y])])
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_field_without_a_derivative():
+    """Its matrix is the identity, and its parameters have no gradient."""
+    dynamics = ODE(lambda t, y: torch.ones_like(y) * t)
+    y = start((2,)).requires_grad_()
+    made = adjsim.simulate(
+        dynamics,
+        dynamics.init(y),
+        [0.0, 0.4],
+        solver=ImplicitMidpoint(0.1),
+        adjoint=DirectAdjoint(),
+        compile=True,
+    )
+    torch.testing.assert_close(made.final.y.detach(), y.detach() + 0.08, **CLOSE)
+    (grad,) = torch.autograd.grad(made.final.y.sum(), y)
+    torch.testing.assert_close(grad, torch.ones_like(grad), **CLOSE)
+
+
+def test_a_hamiltonian_is_not_compiled():
+    dynamics = adjsim.Hamiltonian(adjsim.potentials.Harmonic(1.0))
+    begin = dynamics.init(*torch.ones(2, 1, 3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"not for BackwardEuler\(dt=0.1\) of Hamiltonian"):
+        adjsim.simulate(dynamics, begin, [0.0, 0.4], solver=BackwardEuler(0.1), compile=True)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+def test_rates_that_become_nan(solver):
+    ode = ODE(lambda t, y: torch.where(t > 0.52, torch.nan, -y))
+    begin = ode.init(torch.ones(3, 2))
+    with pytest.raises(FloatingPointError, match=r"NaN or infinity in step 6 \(t = 0\.6\)"):
+        adjsim.simulate(ode, begin, [0.0, 1.0], solver=solver, compile=True)
