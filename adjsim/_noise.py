@@ -125,10 +125,12 @@ class Noise:
             first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
             tiles = [self._tile(block, column, steps) for column in range(first, last + 1)]
             offset = start - first * ELEMENTS
-            rows = torch.from_numpy(np.concatenate(tiles, axis=1)[:, offset : offset + count])
-            # A copy, since a view would keep whole tiles alive.
-            copied = rows.to(like.device, like.dtype, copy=True)
-            self._blocks[key] = copied.reshape(steps, replicas, dof)
+            drawn = torch.from_numpy(np.concatenate(tiles, axis=1))
+            # A copy of a part, since a view would keep whole tiles alive.
+            rows = drawn[:, offset : offset + count].to(
+                like.device, like.dtype, copy=count < drawn.shape[1]
+            )
+            self._blocks[key] = rows.reshape(steps, replicas, dof)
         return self._blocks[key]
 
     def _tile(self, block: int, column: int, steps: int) -> np.ndarray:

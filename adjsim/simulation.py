@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._inputs import (
     as_flag,
     as_number,
@@ -16,10 +17,10 @@ from adjsim._inputs import (
     refuse_uncalled,
 )
 from adjsim._manifest import Saving
-from adjsim._module import ModuleTensors, exclusive
+from adjsim._module import ModuleCache, ModuleTensors, exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._params import refuse_unknown
-from adjsim._state import State, as_state, detached, in_transform
+from adjsim._state import AnyState, State, as_state, detached, in_transform
 from adjsim._store import Store
 from adjsim._trajectory import (
     Record,
@@ -36,12 +37,15 @@ from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.adjoints.run_end import check_continues
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
+from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.potentials.pair import pair_paths
 from adjsim.run_manifest import run_manifest
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
 
 Solver = SteppingSolver | ContinuousSolver
+# What is known to have rates of the right form, by what a compiled run of it reads.
+_checked: ModuleCache[bool] = ModuleCache(32)
 
 
 def simulate(
@@ -190,7 +194,13 @@ def run(
             check_start(problem)
         if store is not None:
             problem.saving = Saving(*store, run_manifest(problem, adjoint))
-        states, saved, final, end = adjoint.run(problem)
+        try:
+            states, saved, final, end = adjoint.run(problem)
+        except FloatingPointError:
+            # The error of rates that are not finite at the start is clearer.
+            with torch.no_grad():
+                dynamics.check_rates(float(times[0]), detached(state))
+            raise
     return Trajectory(times, states, saved, final, problem.stats, end)
 
 
@@ -209,9 +219,15 @@ def assemble(
     graph = torch.is_grad_enabled() and not in_transform()
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    rates, tensors = dynamics.check_rates(float(times[0]), start), ModuleTensors(dynamics)
-    if graph:
-        _check_captured(dynamics, tensors, start, rates, record)
+    tensors = ModuleTensors(dynamics)
+    key = _key(dynamics, record) if compile and not in_transform() else None
+    checked = None if key is None else (key, graph, *_kinds(start, tensors))
+    if checked is None or not _checked.get(dynamics, checked):
+        rates = dynamics.check_rates(float(times[0]), start)
+        if graph:
+            _check_captured(dynamics, tensors, start, rates, record)
+        if checked is not None:
+            _checked.put(dynamics, checked, True)
     if isinstance(solver, SteppingSolver):
         if compile and not solver.compiles(dynamics):
             raise TypeError(
@@ -219,7 +235,9 @@ def assemble(
                 "not all one sequence of operations: leave compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
-    problem = Problem(dynamics, tensors, state, times, solver, record, noise, progress, compile)
+    problem = Problem(
+        dynamics, tensors, state, times, solver, record, noise, progress, compile, key=key
+    )
     if noise is not None:
         problem.stats["seed"] = noise.seed
     paths = pair_paths(dynamics.potential, state[0].detach())
@@ -291,6 +309,25 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
                     f"{type(problem.dynamics).__name__}: {move.no_loop}. Leave compile=True out, "
                     "use CheckpointAdjoint(), or run under torch.no_grad()."
                 )
+
+
+def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
+    """Return the key of what a compiled run of a field reads; None where its start is checked.
+
+    A run that differs from another in numbers alone, such as a step of a training, has rates of the
+    same form. Those that are not finite end the run, and are checked then.
+    """
+    if not isinstance(dynamics, FieldDynamics) or not isinstance(record, TimeAverage | None):
+        return None
+    try:
+        return cache_key(dynamics, None if record is None else record.function)
+    except UninspectableError:
+        return None  # The compilation refuses it, with the reason.
+
+
+def _kinds(state: AnyState, tensors: ModuleTensors) -> tuple[Any, ...]:
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *tensors.tensors))
+    return type(state), shapes, tensors.slots, tensors.wanted
 
 
 def _check_captured(

@@ -175,7 +175,7 @@ class LoopRunner:
             tuple(clone(x) for x in inputs.parameters),
             {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
         )
-        self.cache_key = self._cache_key()
+        self.cache_key = self._cache_key() if problem.key is None else problem.key
         self.stops: list[int] = []
         self._last_noise: tuple[int, int, Tensor] | None = None
         problem.stats.setdefault("compile_seconds", 0.0)

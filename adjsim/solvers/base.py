@@ -245,7 +245,10 @@ class Program:
 
 @dataclass
 class Problem(Generic[State]):
-    """The validated inputs of one run, for the adjoint."""
+    """The validated inputs of one run, for the adjoint.
+
+    ``key`` is the key of what a compiled run reads (:mod:`adjsim._cache_key`), where it is known.
+    """
 
     dynamics: Dynamics[State]
     tensors: ModuleTensors
@@ -258,6 +261,7 @@ class Problem(Generic[State]):
     compile: bool = False
     saving: Saving | None = None
     continues: RunEnd | None = None
+    key: Any = None
     stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
 
     @property

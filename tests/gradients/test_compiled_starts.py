@@ -1,0 +1,80 @@
+"""A compiled run of a known form is not evaluated at its start again, and its errors stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import adjsim
+from adjsim import ODE, SDE, DirectAdjoint, EulerMaruyama, RungeKutta
+from tests.fields import Diffusion, Net, start
+
+
+def run(dynamics, y, compile=True, **options):
+    solver = EulerMaruyama(0.1) if dynamics.stochastic else RungeKutta("rk4", 0.1)
+    return adjsim.simulate(
+        dynamics,
+        dynamics.init(y),
+        [0.0, 0.3],
+        solver=solver,
+        adjoint=DirectAdjoint(),
+        compile=compile,
+        generator=0,
+        **options,
+    )
+
+
+def test_the_evaluation_at_the_start_is_left_out(monkeypatch):
+    known, calls = ODE.check_rates, []
+    monkeypatch.setattr(ODE, "check_rates", lambda *args: calls.append(1) or known(*args))
+    dynamics = ODE(Net())
+    for y in (start((4,)), start((4,)) + 0.1):
+        run(dynamics, y)
+    assert len(calls) == 1
+    # Another shape, or a run without compilation.
+    run(dynamics, start((3,)))
+    run(dynamics, start((4,)), compile=False)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_numbers_that_become_nan(stochastic):
+    dynamics = SDE(Net(), Diffusion("diagonal")) if stochastic else ODE(Net())
+    y = start((4,))
+    run(dynamics, y)
+    for name, x in dynamics.named_parameters():
+        kept = x.detach().clone()
+        with torch.no_grad():
+            x.fill_(torch.nan)
+        errors = []
+        for compile in (False, True):
+            with pytest.raises(ValueError, match="NaN or infinite entries at the start") as error:
+                run(dynamics, y, compile)
+            errors.append(str(error.value))
+        assert errors[0] == errors[1], name
+        with torch.no_grad():
+            x.copy_(kept)
+    run(dynamics, y)
+
+
+def test_a_captured_tensor_that_comes_to_require_grad():
+    weight = torch.tensor(0.1, dtype=torch.float64)
+    dynamics, y = ODE(lambda t, y: weight * y), start((4,))
+    run(dynamics, y)
+    weight.requires_grad_()
+    with pytest.raises(ValueError, match="requires grad"):
+        run(dynamics, y)
+
+
+def test_another_form_is_checked():
+    dynamics, y = ODE(Net()), start((4,))
+    run(dynamics, y)
+    dynamics.fun.inner.float()
+    with pytest.raises(TypeError, match="Give both the same dtype"):
+        run(dynamics, y)
+    dynamics.fun.inner.double()
+    run(dynamics, y)
+    dynamics.fun.outer = nn.Linear(5, 2).double()
+    with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
+        run(dynamics, y)
