@@ -229,10 +229,11 @@ def assemble(
         if checked is not None:
             _checked.put(dynamics, checked, True)
     if isinstance(solver, SteppingSolver):
-        if compile and not solver.compiles(dynamics):
+        reason = solver.no_loop(dynamics, state) if compile else ""
+        if reason:
             raise TypeError(
-                f"compile=True is not for {solver!r} of {type(dynamics).__name__}, whose steps are "
-                "not all one sequence of operations: leave compile=True out."
+                f"compile=True is not for {solver!r} of {type(dynamics).__name__}: {reason}. Leave "
+                "compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
     problem = Problem(

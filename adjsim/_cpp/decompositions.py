@@ -38,7 +38,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    if len(dim) != 1 or not 0 < x.shape[dim[0]] <= LONGEST:
+    if x.ndim == 0 or len(dim) != 1 or not 0 < x.shape[dim[0]] <= LONGEST:
         return NotImplemented
     found = reduce(torch.maximum, x.unbind(dim[0]))
     return found.unsqueeze(dim[0]) if keepdim else found

@@ -5,9 +5,10 @@ from adjsim._systems.operators import (
     has_negative_eigenvalue_if,
     solve,
 )
-from adjsim._systems.printing import NegativeEigenvalueCall, SolveCall
+from adjsim._systems.printing import LARGEST, NegativeEigenvalueCall, SolveCall
 
 __all__ = [
+    "LARGEST",
     "NegativeEigenvalueCall",
     "SolveCall",
     "has_negative_eigenvalue",

@@ -20,13 +20,14 @@ def solve(matrix: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         right: ``(*batch, n)``.
 
     Returns:
-        x, ``(*batch, n)``, and whether a matrix is singular, a scalar. In that case the x of such
-        a system has no meaning.
+        x, ``(*batch, n)``, which is NaN for a singular matrix, and whether there is one, a scalar.
     """
     if is_tracing():
         return solve_operator(matrix, right)
     solution, failed = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))
-    return solution.squeeze(-1), (failed > 0).any()
+    singular = failed > 0
+    x = torch.where(singular.unsqueeze(-1), torch.nan, solution.squeeze(-1))
+    return x, singular.any()
 
 
 @torch.library.custom_op("adjsim::solve", mutates_args=())

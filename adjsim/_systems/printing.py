@@ -54,7 +54,10 @@ bool solve(int64_t count, const T* matrices, const T* right, T* solution) {
     T m[N][N], x[N];
     memcpy(m, matrices + i * N * N, sizeof m);
     memcpy(x, right + i * N, sizeof x);
-    if (!eliminate<T, N>(m, x)) singular = true;
+    if (!eliminate<T, N>(m, x)) {
+      singular = true;
+      for (int r = 0; r < N; ++r) x[r] = NAN;
+    }
     memcpy(solution + i * N, x, sizeof x);
   }
   return singular;
@@ -62,12 +65,12 @@ bool solve(int64_t count, const T* matrices, const T* right, T* solution) {
 template <class T>
 using Eigenvalues = void (*)(const char*, const char*, const int*, T*, const int*, T*, T*, T*,
                              const int*, T*, const int*, T*, const int*, int*);
-// Whether a real part and an imaginary part, to the square root of rounding, are a negative number.
-template <class T>
-inline bool is_negative(T real, T imaginary) {
-  const T epsilon = sizeof(T) == 8 ? T(2.220446049250313e-16) : T(1.1920929e-7);
-  return real < 0 &&
-         imaginary * imaginary <= epsilon * (real * real + imaginary * imaginary);
+// Whether a number with this real part and square of the imaginary part, times -1, is negative and
+// real to the square root of rounding.
+template <class T, class U>
+inline bool is_negative(U real, U square) {
+  const U epsilon = sizeof(T) == 8 ? U(2.220446049250313e-16) : U(1.1920929e-7);
+  return real < 0 && -square <= epsilon * (real * real - square);
 }
 template <class T, int N>
 bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> eigenvalues) {
@@ -83,10 +86,13 @@ bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> ei
     if (positive) continue;
     if constexpr (N == 1) return m[0][0] < 0;
     if constexpr (N == 2) {
-      const T half = (m[0][0] + m[1][1]) / 2, part = (m[0][0] - m[1][1]) / 2;
-      const T square = part * part + m[0][1] * m[1][0];
-      const T root = math::sqrt(absolute(square));
-      if (square >= 0 ? half - root < 0 : is_negative(half, root)) return true;
+      // Products of all numbers of T are numbers of a long double.
+      typedef long double Long;
+      const Long a = m[0][0], b = m[0][1], c = m[1][0], d = m[1][1];
+      const Long half = (a + d) / 2, part = (a - d) / 2, square = part * part + b * c;
+      // Of two real eigenvalues one is negative, or both are, or they are a pair, nearly real.
+      if (a * d < b * c || (half < 0 && square >= 0)) return true;
+      if (square < 0 && is_negative<T, Long>(half, square)) return true;
       continue;
     }
     const int n = N, one = 1, size = 8 * N;
@@ -94,8 +100,10 @@ bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> ei
     eigenvalues("N", "N", &n, &m[0][0], &n, real, imaginary, none, &one, none, &one, work, &size,
                 &info);
     if (info) return true;
-    for (int r = 0; r < N; ++r)
-      if (is_negative(real[r], imaginary[r])) return true;
+    for (int r = 0; r < N; ++r) {
+      const long double part = imaginary[r];
+      if (is_negative<T, long double>(real[r], -part * part)) return true;
+    }
   }
   return false;
 }

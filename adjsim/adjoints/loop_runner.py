@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim._cache_key import UninspectableError, cache_key
+from adjsim._cache_key import UninspectableError, cache_key, object_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
@@ -176,6 +176,7 @@ class LoopRunner:
             {} if lattice is None else {name: clone(x) for name, x in lattice.spacings().items()},
         )
         self.cache_key = self._cache_key() if problem.key is None else problem.key
+        self.solver_key = self._solver_key()
         self.stops: list[int] = []
         self._last_noise: tuple[int, int, Tensor] | None = None
         problem.stats.setdefault("compile_seconds", 0.0)
@@ -318,13 +319,11 @@ class LoopRunner:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
         gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.differentiates else ()
-        solver, threads = self.problem.solver, torch.get_num_threads()
+        threads = torch.get_num_threads()
         key = (
             spec,
             averaging,
-            type(solver),
-            repr(solver),
-            solver.dt,
+            self.solver_key,
             kind,
             self.tensors.slots,
             shapes,
@@ -378,6 +377,12 @@ class LoopRunner:
         average = self.recorder.average
         try:
             return cache_key(self.dynamics, None if average is None else average.function)
+        except UninspectableError as error:
+            raise CompileError(f"compile=True: {error}") from error
+
+    def _solver_key(self) -> Any:
+        try:
+            return object_key(self.problem.solver, "the solver")
         except UninspectableError as error:
             raise CompileError(f"compile=True: {error}") from error
 

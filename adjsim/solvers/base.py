@@ -303,9 +303,12 @@ class SteppingSolver(ABC):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
-    def compiles(self, dynamics: Dynamics[Any]) -> bool:
-        """Return whether its steps of the dynamics can be compiled."""
-        return True
+    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+        """Return why its steps of the dynamics cannot be compiled; empty for steps that can.
+
+        The reason may depend on the start, where it is given.
+        """
+        return ""
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
         """Return the solver with the numbers that it chooses by the start and the save times."""

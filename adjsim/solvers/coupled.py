@@ -145,8 +145,8 @@ class Coupled(SteppingSolver):
     def stats(self) -> dict[str, Any]:
         return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
 
-    def compiles(self, dynamics: Dynamics[Any]) -> bool:
-        return isinstance(self.steps, float)
+    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+        return "" if isinstance(self.steps, float) else "its steps differ in size"
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:
         """Return these steps with a rate and the times of adaptive steps."""

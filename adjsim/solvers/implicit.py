@@ -11,6 +11,7 @@ from torch import Tensor
 from adjsim._inputs import as_number
 from adjsim._module import ModuleTensors
 from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform, position_of
+from adjsim._systems import LARGEST
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.couplings import Move
@@ -25,6 +26,8 @@ from adjsim.solvers.newton import StepMatrix, UnsolvedStepError, solve_position
 
 # The letter of the stage that streams and kicks together.
 LETTER = "AB"
+# Largest error of the position of a step, relative to the largest coordinate.
+TOL = 1e-14
 
 
 @dataclass(frozen=True)
@@ -219,14 +222,18 @@ class ImplicitSolver(SteppingSolver):
     theta: ClassVar[float]
     order: ClassVar[int]
 
-    def __init__(self, dt: float, *, tol: float = 1e-14) -> None:
+    def __init__(self, dt: float, *, tol: float = TOL) -> None:
         self.dt, self.tol = check_dt(dt), as_number("tol", tol)
         if not self.tol > 0:
             raise ValueError(f"tol must be positive; got {tol}.")
 
-    def compiles(self, dynamics: Dynamics[Any]) -> bool:
-        # The systems of stream and kick are solved by products, in loops of any length.
-        return isinstance(dynamics, FieldDynamics)
+    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+        if not isinstance(dynamics, FieldDynamics):
+            return "its linear systems are solved by products, in loops of any length"
+        size = 0 if state is None else sum(x.shape[-1] for x in state)
+        if size > LARGEST:
+            return f"its linear systems have {size} unknowns, more than {LARGEST}"
+        return ""
 
     def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
         if in_transform():
@@ -290,7 +297,8 @@ class ImplicitSolver(SteppingSolver):
         return [letter for letter in known if letter not in ("A", "B")]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(dt={self.dt:g})"
+        tol = "" if self.tol == TOL else f", tol={self.tol:g}"
+        return f"{type(self).__name__}(dt={self.dt:g}{tol})"
 
 
 class BackwardEuler(ImplicitSolver):
@@ -317,10 +325,11 @@ class BackwardEuler(ImplicitSolver):
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h, y')``, stiff ones above
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
-    relative to the largest entry of y, so scale entries that are much smaller. A step is refused
+    relative to the largest entry of y, so scale entries that are much smaller. Rounding of the
+    field may be larger than ``tol``: with rates up to k it is k h times machine epsilon. A step is refused
     where an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those
-    of shorter steps. These steps go with ``compile=True``, and ten to several hundred times as
-    fast.
+    of shorter steps. With ``compile=True``, up to n = 64, these steps are ten to several hundred
+    times as fast.
 
     Args:
         dt: the step h, time.
@@ -330,7 +339,8 @@ class BackwardEuler(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds m/h^2); the message gives the step and the time.
-        TypeError: dynamics without stream and kick; ``compile=True`` for dynamics that have them.
+        TypeError: dynamics without stream and kick; ``compile=True`` for dynamics that have them,
+            or for an ODE of more than 64 numbers a system.
     """
 
     theta = 1.0
@@ -358,7 +368,7 @@ class ImplicitMidpoint(ImplicitSolver):
 
     An :class:`~adjsim.ODE` of any field is taken too, ``y' = y + h f(t + h/2, (y + y')/2)``, with
     the dense Jacobian of each system. A step is refused where an eigenvalue of the Jacobian is real
-    and above 2/h. These steps go with ``compile=True``, except for ReversibleAdjoint.
+    and above 2/h. These steps go with ``compile=True`` up to n = 64, except for ReversibleAdjoint.
 
     Args:
         dt: the step h, time.
@@ -368,7 +378,8 @@ class ImplicitMidpoint(ImplicitSolver):
     Raises:
         RuntimeError: a step did not converge, or its solution is not unique (a negative curvature
             exceeds 4 m/h^2); the message gives the step and the time.
-        TypeError: dynamics without stream and kick; ``compile=True`` for dynamics that have them.
+        TypeError: dynamics without stream and kick; ``compile=True`` for dynamics that have them,
+            or for an ODE of more than 64 numbers a system.
     """
 
     theta = 0.5

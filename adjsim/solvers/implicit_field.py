@@ -18,7 +18,8 @@ from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.solvers.base import Program, Stage
 from adjsim.solvers.newton import UnsolvedStepError
 
-# Largest number of Newton iterations, and of halvings of one of them.
+# Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
+# one before.
 ITERATIONS, HALVINGS = 60, 12
 COUPLED = (
     "implicit steps solve each system of the batch alone, and in this field systems depend on each "
@@ -133,7 +134,7 @@ class ImplicitField:
     def _newton(self, t: Tensor, y: Tensor, a: float) -> tuple[Tensor, int]:
         x, evaluations = y, 1
         residual = a * self.rate(t, x)
-        scale = largest(y)
+        scale, last = largest(y), torch.full_like(y[..., 0], torch.inf)
         if not bool(torch.isfinite(residual).all()):
             return y + residual, evaluations  # The run refuses the state, and names the step.
         for _ in range(ITERATIONS):
@@ -142,21 +143,20 @@ class ImplicitField:
             evaluations += y.shape[-1]
             if bool(singular) or not bool(torch.isfinite(change).all()):
                 break
-            size = residual.norm(dim=-1)
+            size, near = residual.norm(dim=-1), self.near(scale, x, matrix)
             share, tried, new = torch.ones_like(size), x, residual
             for _ in range(HALVINGS):
                 tried = x + share.unsqueeze(-1) * change
                 new = y + a * self.rate(t, tried) - tried
                 evaluations += 1
-                # Near the solution rounding decides, and every step is taken.
-                worse = ~(new.norm(dim=-1) <= size) & (
-                    largest(change) > 1e3 * self.allowed(scale, x)
-                )
+                worse = ~(new.norm(dim=-1) <= size) & (largest(change) > near)
                 if not bool(worse.any()):
                     break
                 share = torch.where(worse, share / 2, share)
             x, residual = tried, new
-            if bool((largest(change) <= self.allowed(scale, x)).all()):
+            ends = self.ends(scale, x, change, last, near)
+            last = torch.where(ends, 0.0, largest(change))
+            if bool(ends.all()):
                 # An inverse step (a < 0) is compared with the forward run by its adjoint. In a
                 # forward step all eigenvalues of the matrix are 1 at a = 0. Along the branch of
                 # solutions that begins there, a real one changes its sign only where the matrix is
@@ -177,6 +177,32 @@ class ImplicitField:
             f"solution near the state, or Newton's method misses it. Use a smaller dt (it is "
             f"{self.h:g})."
         )
+
+    def ends(self, scale: Tensor, x: Tensor, change: Tensor, last: Tensor, near: Tensor) -> Tensor:
+        """Return for each system whether a change is its last.
+
+        It is as small as is allowed, or rounding decides about it: it is below :meth:`near`, and
+        not smaller than the one before.
+
+        Args:
+            scale: the largest number of the state.
+            x: the iterate.
+            change: the change.
+            last: the largest entry of the change before it; 0 if that was the last.
+            near: the size of changes about which rounding may decide.
+        """
+        size = largest(change)
+        return (size <= self.allowed(scale, x)) | ((size <= near) & (size >= last))
+
+    def near(self, scale: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return the size of changes of each system about which rounding may decide.
+
+        The rounding of f is that of ``J x``, which a stiff J makes larger than x.
+        """
+        eps = torch.finfo(x.dtype).eps
+        rounding = 8 * eps * largest((matrix.abs() * x.abs().unsqueeze(-2)).sum(-1))
+        small = torch.minimum(1e3 * self.allowed(scale, x), eps**0.5 * scale)
+        return torch.maximum(small, rounding)
 
     def allowed(self, scale: Tensor, x: Tensor) -> Tensor:
         """Return the largest change of each system by which x counts as converged."""

@@ -3,8 +3,8 @@
 A loop cannot contain another whose length depends on numbers. So an iteration of the compiled loop
 is an iteration of Newton's method, of which a step takes as many as it needs. Each evaluates the
 field and its Jacobian at one point: at the next iterate of the step, or, where the last change was
-small, at the end of the step, from which the next step begins. A step takes as many evaluations as
-one that is not compiled.
+small, at the end of the step, from which the next step begins. Without halvings a step takes as
+many evaluations as one that is not compiled, and a loop one iteration more.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ class Newton(NamedTuple):
     Attributes:
         x: the iterate, ``(*batch, n)``.
         change: the Newton step from there, ``(*batch, n)``.
+        last: the largest entry of the Newton step before it, ``(*batch,)``; 0 if it was the last.
+        near: the size of Newton steps about which rounding may decide, ``(*batch,)``.
         share: the share of it that is tried next, ``(*batch,)``.
         size: the norm of the residual at x, ``(*batch,)``.
-        number: the number of iterations of this step so far, a scalar.
+        number: the number of iterations of this step so far, halvings included, a scalar.
     """
 
     x: Tensor
     change: Tensor
+    last: Tensor
+    near: Tensor
     share: Tensor
     size: Tensor
     number: Tensor
@@ -61,7 +65,9 @@ def first_iteration(state: AnyState) -> Newton:
     y = torch.cat(tuple(state), -1)
     share = torch.ones_like(y[..., 0])
     number = torch.zeros((), dtype=torch.int64, device=y.device)
-    return Newton(y, torch.zeros_like(y), share, torch.full_like(share, torch.inf), number)
+    infinite = torch.full_like(share, torch.inf)
+    zero = torch.zeros_like(share)
+    return Newton(y, torch.zeros_like(y), infinite, zero, share, infinite, number)
 
 
 def iterate(
@@ -79,11 +85,11 @@ def iterate(
         state: the state before this step.
         newton: the iteration so far.
     """
-    x, change, share, size, number = newton
+    x, change, last, near, share, size, number = newton
     y = torch.cat(tuple(state), -1)
     trial = x + share.unsqueeze(-1) * change
-    near = largest(change) <= steps.allowed(largest(y), trial)
-    done = near.all() & (number > 0)
+    ended = steps.ends(largest(y), trial, change, last, near) & (number > 0)
+    done = ended.all()
     end = steps.end(y, trial)
     y, point = torch.where(done, end, y), torch.where(done, end, trial)
     t = torch.where(done, later(steps.theta), now(steps.theta)).to(y.dtype)
@@ -91,29 +97,26 @@ def iterate(
     residual = y + steps.a * linear.rate.detach() - point
     found, singular = solve(linear.matrix, residual)
     length = residual.square().sum(-1).sqrt()
-    # Near the solution rounding decides, and every step is taken.
-    worse = (
-        ~(length <= size)
-        & (largest(change) > 1e3 * steps.allowed(largest(y), x))
-        & (share > 0.5**HALVINGS)
-        & ~done
-    )
-    rejected = worse.unsqueeze(-1)
+    worse = ~(length <= size) & (largest(change) > near) & (share > 0.5 ** (HALVINGS - 1)) & ~done
+    rejected, size_of_change = worse.unsqueeze(-1), torch.where(ended, 0.0, largest(change))
     new = Newton(
         torch.where(rejected, x, point),
         torch.where(rejected, change, found),
+        torch.where(worse, last, torch.where(done | (number == 0), torch.inf, size_of_change)),
+        torch.where(worse, near, steps.near(largest(y), point, linear.matrix)),
         torch.where(worse, share / 2, 1.0),
         torch.where(worse, size, length),
         torch.where(done, 1, number + 1),
     )
     # The matrix of the last change of a step, as in a step that is not compiled.
-    last = (largest(found) <= steps.allowed(largest(y), point + found)).all() & ~worse.any()
+    whole = steps.ends(largest(y), point + found, found, new.last, new.near)
+    ends = whole.all() & ~worse.any()
     failed = (
         singular
         | ~(largest(new.change) < torch.inf).all()
         | (new.number > ITERATIONS)
-        | has_negative_eigenvalue_if(linear.matrix, last)
+        | has_negative_eigenvalue_if(linear.matrix, ends)
     )
     if y.ndim > 1:
-        failed = failed | (last & linear.coupled(steps.a))
+        failed = failed | (ends & linear.coupled(steps.a))
     return Iterated(type(state)._make(steps.split(y)), new, done, failed)

@@ -338,3 +338,74 @@ def test_rates_that_become_nan(solver):
     begin = ode.init(torch.ones(3, 2))
     with pytest.raises(FloatingPointError, match=r"NaN or infinity in step 6 \(t = 0\.6\)"):
         adjsim.simulate(ode, begin, [0.0, 1.0], solver=solver, compile=True)
+
+
+@pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
+@pytest.mark.parametrize("exponent", [8, 12])
+def test_stiff_systems_in_other_bases(solver, exponent):
+    """Eigenvalues from 1 to 1e8 and 1e12, whose field has the rounding of the largest."""
+    generator = torch.Generator().manual_seed(0)
+    for n in (2, 5):
+        basis = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0]
+        rates = 10 ** torch.linspace(0, exponent, n, dtype=torch.float64)
+        matrix = -basis @ torch.diag(rates) @ basis.mT
+        y, h = torch.randn(3, n, generator=generator, dtype=torch.float64), 0.1
+        theta = solver.theta
+        factors = (1 - (1 - theta) * h * rates) / (1 + theta * h * rates)
+        exact = y @ basis @ torch.diag(factors**5) @ basis.mT
+        dynamics = ODE(lambda t, y, matrix=matrix: (matrix * y.unsqueeze(-2)).sum(-1))
+        for compile in (False, True):
+            final = adjsim.simulate(
+                dynamics, dynamics.init(y), [0.0, 0.5], solver=solver(h), compile=compile
+            ).final.y
+            # An evaluation of the field is off by the rounding of its largest eigenvalue.
+            allowed = 20 * 2.2e-16 * h * 10**exponent
+            torch.testing.assert_close(final, exact, rtol=0, atol=allowed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("solver", [BackwardEuler, ImplicitMidpoint])
+def test_the_tolerance_belongs_to_the_loop(solver):
+    """A run does not read the loop of another tolerance."""
+    dynamics, y = ODE(Net()), start((4,))
+    for tol in (1e-2, 1e-14):
+        runs = [
+            adjsim.simulate(
+                dynamics, dynamics.init(y), [0.0, 0.8], solver=solver(0.2, tol=tol), compile=compile
+            )
+            for compile in (False, True)
+        ]
+        torch.testing.assert_close(runs[1].final.y, runs[0].final.y, **CLOSE)
+    assert repr(solver(0.2, tol=1e-2)).endswith("(dt=0.2, tol=0.01)")
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_fold_far_from_the_fast_rate(rows):
+    """A growing mode beside one that is 3e7 times as fast, in float32 with its rounding of 1e-7."""
+    rates = torch.tensor([-1e9, 30.0, -1.0][:rows])
+    dynamics = ODE(lambda t, y: rates * y)
+    for compile in (False, True):
+        with pytest.raises(RuntimeError, match="does not continue"):
+            adjsim.simulate(
+                dynamics,
+                dynamics.init(torch.ones(rows)),
+                [0.0, 0.2],
+                solver=BackwardEuler(0.1),
+                compile=compile,
+            )
+
+
+def test_a_singular_matrix_gives_nan():
+    matrix = torch.tensor([[[1.0, 2.0], [2.0, 4.0]], [[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    right = torch.ones(2, 2, dtype=torch.float64)
+    for found, singular in (solve(matrix, right), compiled(solve, matrix, right)):
+        assert singular
+        assert found.isnan().tolist() == [[True, True], [False, False]]
+
+
+def test_large_systems_are_refused():
+    """Their loops would be compiled for minutes."""
+    dynamics = ODE(lambda t, y: -y)
+    begin = dynamics.init(torch.ones(65))
+    with pytest.raises(TypeError, match="have 65 unknowns, more than 64"):
+        adjsim.simulate(dynamics, begin, [0.0, 0.2], solver=BackwardEuler(0.1), compile=True)
