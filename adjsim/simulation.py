@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._inputs import (
@@ -219,15 +220,18 @@ def assemble(
     graph = torch.is_grad_enabled() and not in_transform()
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    tensors = ModuleTensors(dynamics)
-    key = _key(dynamics, record) if compile and not in_transform() else None
-    checked = None if key is None else (key, graph, *_kinds(start, tensors))
-    if checked is None or not _checked.get(dynamics, checked):
-        rates = dynamics.check_rates(float(times[0]), start)
+    t, fixed = float(times[0]), compile and not in_transform()
+    key = _key(dynamics, record) if fixed else None
+    form = None if key is None else _form(key, t, start, dynamics, graph)
+    if form is None or not _checked.get(dynamics, form):
+        rates = dynamics.check_rates(t, start)
         if graph:
-            _check_captured(dynamics, tensors, start, rates, record)
-        if checked is not None:
-            _checked.put(dynamics, checked, True)
+            _check_captured(dynamics, ModuleTensors(dynamics), start, rates, record)
+        # The first evaluation of a module may have made parameters and numbers.
+        key = _key(dynamics, record) if fixed else None
+        if key is not None:
+            _checked.put(dynamics, _form(key, t, start, dynamics, graph), True)
+    tensors = ModuleTensors(dynamics)
     if isinstance(solver, SteppingSolver):
         reason = solver.no_loop(dynamics, state) if compile else ""
         if reason:
@@ -318,7 +322,12 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     A run that differs from another in numbers alone, such as a step of a training, has rates of the
     same form. Those that are not finite end the run, and are checked then.
     """
-    if not isinstance(dynamics, FieldDynamics) or not isinstance(record, TimeAverage | None):
+    lazy = any(is_lazy(x) for x in (*dynamics.parameters(), *dynamics.buffers()))
+    if (
+        lazy
+        or not isinstance(dynamics, FieldDynamics)
+        or not isinstance(record, TimeAverage | None)
+    ):
         return None
     try:
         return cache_key(dynamics, None if record is None else record.function)
@@ -326,9 +335,11 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
         return None  # The compilation refuses it, with the reason.
 
 
-def _kinds(state: AnyState, tensors: ModuleTensors) -> tuple[Any, ...]:
+def _form(key: Any, t: float, state: AnyState, dynamics: Dynamics[Any], graph: bool) -> Any:
+    """Return what the rates at a start depend on apart from numbers."""
+    tensors = ModuleTensors(dynamics)
     shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *tensors.tensors))
-    return type(state), shapes, tensors.slots, tensors.wanted
+    return key, t, type(state), shapes, tensors.slots, tensors.wanted, graph
 
 
 def _check_captured(

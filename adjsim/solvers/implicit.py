@@ -326,10 +326,10 @@ class BackwardEuler(ImplicitSolver):
     all. Newton's method then has the dense Jacobian of each system, by n products of f, so n should
     not be much above a hundred, and systems of a batch must not depend on each other. ``tol`` is
     relative to the largest entry of y, so scale entries that are much smaller. Rounding of the
-    field may be larger than ``tol``: with rates up to k it is k h times machine epsilon. A step is refused
-    where an eigenvalue of the Jacobian is real and above 1/h: its solution does not continue those
-    of shorter steps. With ``compile=True``, up to n = 64, these steps are ten to several hundred
-    times as fast.
+    field may be larger than ``tol``: with rates up to k it is k h times machine epsilon. A step is
+    refused where an eigenvalue of the Jacobian is real and above 1/h: its solution does not
+    continue those of shorter steps. With ``compile=True``, up to n = 64, these steps are ten to
+    several hundred times as fast.
 
     Args:
         dt: the step h, time.

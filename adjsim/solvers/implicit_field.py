@@ -134,7 +134,7 @@ class ImplicitField:
     def _newton(self, t: Tensor, y: Tensor, a: float) -> tuple[Tensor, int]:
         x, evaluations = y, 1
         residual = a * self.rate(t, x)
-        scale, last = largest(y), torch.full_like(y[..., 0], torch.inf)
+        scale = largest(y)
         if not bool(torch.isfinite(residual).all()):
             return y + residual, evaluations  # The run refuses the state, and names the step.
         for _ in range(ITERATIONS):
@@ -143,20 +143,18 @@ class ImplicitField:
             evaluations += y.shape[-1]
             if bool(singular) or not bool(torch.isfinite(change).all()):
                 break
-            size, near = residual.norm(dim=-1), self.near(scale, x, matrix)
+            size, rounded = residual.norm(dim=-1), self.rounded(y, x, matrix, residual)
             share, tried, new = torch.ones_like(size), x, residual
             for _ in range(HALVINGS):
                 tried = x + share.unsqueeze(-1) * change
                 new = y + a * self.rate(t, tried) - tried
                 evaluations += 1
-                worse = ~(new.norm(dim=-1) <= size) & (largest(change) > near)
+                worse = ~(new.norm(dim=-1) <= size) & ~self.near(scale, x, change, rounded)
                 if not bool(worse.any()):
                     break
                 share = torch.where(worse, share / 2, share)
             x, residual = tried, new
-            ends = self.ends(scale, x, change, last, near)
-            last = torch.where(ends, 0.0, largest(change))
-            if bool(ends.all()):
+            if bool(self.ends(scale, x, change, rounded).all()):
                 # An inverse step (a < 0) is compared with the forward run by its adjoint. In a
                 # forward step all eigenvalues of the matrix are 1 at a = 0. Along the branch of
                 # solutions that begins there, a real one changes its sign only where the matrix is
@@ -178,31 +176,37 @@ class ImplicitField:
             f"{self.h:g})."
         )
 
-    def ends(self, scale: Tensor, x: Tensor, change: Tensor, last: Tensor, near: Tensor) -> Tensor:
+    def ends(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
         """Return for each system whether a change is its last.
 
-        It is as small as is allowed, or rounding decides about it: it is below :meth:`near`, and
-        not smaller than the one before.
+        It is as small as is allowed, or comes from a residual that is rounding.
 
         Args:
             scale: the largest number of the state.
             x: the iterate.
             change: the change.
-            last: the largest entry of the change before it; 0 if that was the last.
-            near: the size of changes about which rounding may decide.
+            rounded: whether the residual is rounding.
         """
-        size = largest(change)
-        return (size <= self.allowed(scale, x)) | ((size <= near) & (size >= last))
+        return (largest(change) <= self.allowed(scale, x)) | rounded
 
-    def near(self, scale: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-        """Return the size of changes of each system about which rounding may decide.
+    def near(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
+        """Return for each system whether a change is taken whole.
 
-        The rounding of f is that of ``J x``, which a stiff J makes larger than x.
+        Rounding may decide about it, or it is the last.
         """
-        eps = torch.finfo(x.dtype).eps
-        rounding = 8 * eps * largest((matrix.abs() * x.abs().unsqueeze(-2)).sum(-1))
-        small = torch.minimum(1e3 * self.allowed(scale, x), eps**0.5 * scale)
-        return torch.maximum(small, rounding)
+        allowed = self.allowed(scale, x)
+        small = torch.minimum(1e3 * allowed, torch.finfo(x.dtype).eps ** 0.5 * scale)
+        return (largest(change) <= torch.maximum(allowed, small)) | rounded
+
+    def rounded(self, y: Tensor, x: Tensor, matrix: Tensor, residual: Tensor) -> Tensor:
+        """Return for each system whether its residual is rounding.
+
+        Each entry is then that of a matrix whose entries are off by some rounding (Oettli and
+        Prager, Numer. Math. 6, 405 (1964)). Where J is stiff, its product with the rounding of x
+        makes changes larger than is allowed, and they do not shrink.
+        """
+        terms = y.abs() + (matrix.abs() * x.abs().unsqueeze(-2)).sum(-1)
+        return (residual.abs() - 8 * torch.finfo(x.dtype).eps * terms).amax(-1) <= 0
 
     def allowed(self, scale: Tensor, x: Tensor) -> Tensor:
         """Return the largest change of each system by which x counts as converged."""

@@ -26,20 +26,20 @@ class Newton(NamedTuple):
     Attributes:
         x: the iterate, ``(*batch, n)``.
         change: the Newton step from there, ``(*batch, n)``.
-        last: the largest entry of the Newton step before it, ``(*batch,)``; 0 if it was the last.
-        near: the size of Newton steps about which rounding may decide, ``(*batch,)``.
+        rounded: whether the residual at x is rounding, ``(*batch,)``.
         share: the share of it that is tried next, ``(*batch,)``.
         size: the norm of the residual at x, ``(*batch,)``.
         number: the number of iterations of this step so far, halvings included, a scalar.
+        ended: whether the change is the last of the step, a scalar.
     """
 
     x: Tensor
     change: Tensor
-    last: Tensor
-    near: Tensor
+    rounded: Tensor
     share: Tensor
     size: Tensor
     number: Tensor
+    ended: Tensor
 
 
 class Iterated(NamedTuple):
@@ -65,9 +65,8 @@ def first_iteration(state: AnyState) -> Newton:
     y = torch.cat(tuple(state), -1)
     share = torch.ones_like(y[..., 0])
     number = torch.zeros((), dtype=torch.int64, device=y.device)
-    infinite = torch.full_like(share, torch.inf)
-    zero = torch.zeros_like(share)
-    return Newton(y, torch.zeros_like(y), infinite, zero, share, infinite, number)
+    size = torch.full_like(share, torch.inf)
+    return Newton(y, torch.zeros_like(y), share > 1, share, size, number, number > 0)
 
 
 def iterate(
@@ -85,11 +84,9 @@ def iterate(
         state: the state before this step.
         newton: the iteration so far.
     """
-    x, change, last, near, share, size, number = newton
+    x, change, rounded, share, size, number, done = newton
     y = torch.cat(tuple(state), -1)
     trial = x + share.unsqueeze(-1) * change
-    ended = steps.ends(largest(y), trial, change, last, near) & (number > 0)
-    done = ended.all()
     end = steps.end(y, trial)
     y, point = torch.where(done, end, y), torch.where(done, end, trial)
     t = torch.where(done, later(steps.theta), now(steps.theta)).to(y.dtype)
@@ -97,26 +94,24 @@ def iterate(
     residual = y + steps.a * linear.rate.detach() - point
     found, singular = solve(linear.matrix, residual)
     length = residual.square().sum(-1).sqrt()
-    worse = ~(length <= size) & (largest(change) > near) & (share > 0.5 ** (HALVINGS - 1)) & ~done
-    rejected, size_of_change = worse.unsqueeze(-1), torch.where(ended, 0.0, largest(change))
-    new = Newton(
-        torch.where(rejected, x, point),
-        torch.where(rejected, change, found),
-        torch.where(worse, last, torch.where(done | (number == 0), torch.inf, size_of_change)),
-        torch.where(worse, near, steps.near(largest(y), point, linear.matrix)),
-        torch.where(worse, share / 2, 1.0),
-        torch.where(worse, size, length),
-        torch.where(done, 1, number + 1),
-    )
-    # The matrix of the last change of a step, as in a step that is not compiled.
-    whole = steps.ends(largest(y), point + found, found, new.last, new.near)
-    ends = whole.all() & ~worse.any()
+    near = steps.near(largest(y), x, change, rounded)
+    worse = ~(length <= size) & ~near & (share > 0.5 ** (HALVINGS - 1)) & ~done
+    rejected = worse.unsqueeze(-1)
+    x, change = torch.where(rejected, x, point), torch.where(rejected, change, found)
+    rounded = torch.where(worse, rounded, steps.rounded(y, point, linear.matrix, residual))
+    share, size = torch.where(worse, share / 2, 1.0), torch.where(worse, size, length)
+    number = torch.where(done, 1, number + 1)
+    # A change that is rejected is neither small nor from a residual that is rounding.
+    trial = x + share.unsqueeze(-1) * change
+    ended = steps.ends(largest(y), trial, change, rounded).all()
     failed = (
         singular
-        | ~(largest(new.change) < torch.inf).all()
-        | (new.number > ITERATIONS)
-        | has_negative_eigenvalue_if(linear.matrix, ends)
+        | ~(largest(change) < torch.inf).all()
+        | (number > ITERATIONS)
+        # Of the matrix of the last change, as in a step that is not compiled.
+        | has_negative_eigenvalue_if(linear.matrix, ended)
     )
     if y.ndim > 1:
-        failed = failed | (ends & linear.coupled(steps.a))
+        failed = failed | (ended & linear.coupled(steps.a))
+    new = Newton(x, change, rounded, share, size, number, ended)
     return Iterated(type(state)._make(steps.split(y)), new, done, failed)

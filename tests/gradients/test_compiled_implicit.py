@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from contextlib import nullcontext
 
@@ -409,3 +410,43 @@ def test_large_systems_are_refused():
     begin = dynamics.init(torch.ones(65))
     with pytest.raises(TypeError, match="have 65 unknowns, more than 64"):
         adjsim.simulate(dynamics, begin, [0.0, 0.2], solver=BackwardEuler(0.1), compile=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "stiff"), [(torch.float32, 0.0), (torch.float64, 1e12)])
+def test_changes_that_grow_are_not_rounding(dtype, stiff):
+    """Newton's steps grow along a logarithm, far from its root, beside a stiff entry."""
+    delta = 1e-5 if dtype == torch.float32 else 1e-6
+
+    def field(t, y):
+        a, b = y.unbind(-1)
+        return torch.stack([5e-2 - 1e-2 * torch.log(1 + a / delta), -stiff * (b - 1)], -1)
+
+    dynamics, begin = ODE(field), torch.tensor([0.0, 1.0], dtype=dtype)
+    # By bisection of a = 0.05 - 0.01 log(1 + a / delta).
+    low, high = 0.0, 1.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        below = middle < 5e-2 - 1e-2 * math.log(1 + middle / delta)
+        low, high = (middle, high) if below else (low, middle)
+    for compile in (False, True):
+        final = adjsim.simulate(
+            dynamics, dynamics.init(begin), [0.0, 1.0], solver=BackwardEuler(1.0), compile=compile
+        ).final.y
+        assert float(final[0]) == pytest.approx(low, rel=20 * torch.finfo(dtype).eps)
+
+
+def test_a_fold_in_a_batch_with_a_loose_tolerance():
+    """The matrices of the last changes are checked, whichever system ends last."""
+
+    def field(t, y):
+        a, b, c = y.unbind(-1)
+        return torch.stack([-0.01 * torch.atan(1e3 * a), c * b, 0 * c], -1)
+
+    dynamics = ODE(field)
+    begin = dynamics.init(torch.tensor([[4e-3, 1.0, 0.0], [0.0, 1.0, 3.0]], dtype=torch.float64))
+    for compile in (False, True):
+        with pytest.raises(RuntimeError, match="does not continue"):
+            adjsim.simulate(
+                dynamics, begin, [0.0, 1.0], solver=BackwardEuler(1.0, tol=1e-2), compile=compile
+            )

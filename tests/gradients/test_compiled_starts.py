@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import ODE, SDE, DirectAdjoint, EulerMaruyama, RungeKutta
+from adjsim import ODE, SDE, CheckpointAdjoint, DirectAdjoint, EulerMaruyama, RungeKutta
 from tests.fields import Diffusion, Net, start
 
 
@@ -78,3 +78,74 @@ def test_another_form_is_checked():
     dynamics.fun.outer = nn.Linear(5, 2).double()
     with pytest.raises((ValueError, RuntimeError), match=r"shape|size"):
         run(dynamics, y)
+
+
+class Lazy(nn.Module):
+    """A module whose first evaluation makes a parameter, a buffer and a number."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.width, self.weight = form, None, None
+        self.layer = nn.LazyLinear(3) if form == "layer" else None
+        self.register_buffer("size", None)
+
+    def forward(self, t, y):
+        if self.form == "layer":
+            return self.layer(y)
+        if self.form == "number":
+            self.width = y.shape[-1] if self.width is None else self.width
+            return -y * self.width
+        if self.form == "buffer":
+            self.size = torch.full((), 2.0) if self.size is None else self.size
+            return -y * self.size
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.full((), 2.0))
+        return -y * self.weight
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("form", ["layer", "number", "buffer", "parameter"])
+def test_what_the_first_evaluation_makes(form, compile):
+    for adjoint in (DirectAdjoint(), CheckpointAdjoint()):
+        torch.manual_seed(0)
+        dynamics, y = ODE(Lazy(form)), torch.ones(2, 3, requires_grad=True)
+        grads = []
+        for _ in range(2):
+            final = adjsim.simulate(
+                dynamics,
+                dynamics.init(y),
+                [0.0, 0.3],
+                solver=RungeKutta("rk4", 0.1),
+                adjoint=adjoint,
+                compile=compile,
+            ).final.y
+            # The run has its own copy, unless autograd has the graph of its steps.
+            changes = form == "buffer" and (compile or isinstance(adjoint, CheckpointAdjoint))
+            if changes:
+                dynamics.fun.size.mul_(7)
+            inputs = [y, *dynamics.parameters()]
+            grads.append(torch.autograd.grad(final.sum(), inputs))
+            if changes:
+                dynamics.fun.size.div_(7)
+        assert len(grads[0]) == {"layer": 3, "parameter": 2}.get(form, 1)
+        for first, second in zip(*grads, strict=True):
+            torch.testing.assert_close(first, second)
+
+
+def test_another_time_of_the_start_is_checked():
+    dynamics = ODE(lambda t, y: -y / t)
+
+    def go(times):
+        return adjsim.simulate(
+            dynamics,
+            dynamics.init(torch.ones(1)),
+            times,
+            solver=adjsim.BackwardEuler(0.1),
+            adjoint=DirectAdjoint(),
+            compile=True,
+        )
+
+    go([0.1, 0.3])
+    with pytest.raises(ValueError, match="NaN or infinite entries at the start"):
+        go([0.0, 0.2])
