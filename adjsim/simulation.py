@@ -222,16 +222,16 @@ def assemble(
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
     t, fixed = float(times[0]), compile and not in_transform()
     key = _key(dynamics, record) if fixed else None
-    form = None if key is None else _form(key, t, start, dynamics, graph)
+    tensors = ModuleTensors(dynamics)
+    form = None if key is None else _form(key, t, start, tensors, graph)
     if form is None or not _checked.get(dynamics, form):
         rates = dynamics.check_rates(t, start)
-        if graph:
-            _check_captured(dynamics, ModuleTensors(dynamics), start, rates, record)
         # The first evaluation of a module may have made parameters and numbers.
-        key = _key(dynamics, record) if fixed else None
+        tensors, key = ModuleTensors(dynamics), _key(dynamics, record) if fixed else None
+        if graph:
+            _check_captured(dynamics, tensors, start, rates, record)
         if key is not None:
-            _checked.put(dynamics, _form(key, t, start, dynamics, graph), True)
-    tensors = ModuleTensors(dynamics)
+            _checked.put(dynamics, _form(key, t, start, tensors, graph), True)
     if isinstance(solver, SteppingSolver):
         reason = solver.no_loop(dynamics, state) if compile else ""
         if reason:
@@ -335,9 +335,8 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
         return None  # The compilation refuses it, with the reason.
 
 
-def _form(key: Any, t: float, state: AnyState, dynamics: Dynamics[Any], graph: bool) -> Any:
+def _form(key: Any, t: float, state: AnyState, tensors: ModuleTensors, graph: bool) -> Any:
     """Return what the rates at a start depend on apart from numbers."""
-    tensors = ModuleTensors(dynamics)
     shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *tensors.tensors))
     return key, t, type(state), shapes, tensors.slots, tensors.wanted, graph
 
