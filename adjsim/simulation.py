@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
-from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._inputs import (
     as_flag,
     as_number,
@@ -18,15 +15,13 @@ from adjsim._inputs import (
     refuse_uncalled,
 )
 from adjsim._manifest import Saving
-from adjsim._module import ModuleCache, ModuleTensors, exclusive
+from adjsim._module import exclusive
 from adjsim._noise import Noise, as_generator, seed_from
-from adjsim._params import refuse_unknown
-from adjsim._state import AnyState, State, as_state, detached, in_transform
+from adjsim._state import State, as_state, detached, in_transform
 from adjsim._store import Store
 from adjsim._trajectory import (
     Record,
     RunEnd,
-    TimeAverage,
     Trajectory,
     check_record,
     check_times,
@@ -38,15 +33,14 @@ from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.adjoints.run_end import check_continues
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
-from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.potentials.pair import pair_paths
 from adjsim.run_manifest import run_manifest
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
+from adjsim.start_checks import check_rates
 
 Solver = SteppingSolver | ContinuousSolver
-# What is known to have rates of the right form, by what a compiled run of it reads.
-_checked: ModuleCache[bool] = ModuleCache(32)
+LEAVE_OUT = "Leave compile=True out, use CheckpointAdjoint(), or run under torch.no_grad()."
 
 
 def simulate(
@@ -217,21 +211,7 @@ def assemble(
 ) -> Problem[State]:
     """Check the parts of a run against each other, and return them as one problem."""
     dynamics.check(state)
-    graph = torch.is_grad_enabled() and not in_transform()
-    # Leaves, whose graph shows which other tensors the rates depend on.
-    start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
-    t, fixed = float(times[0]), compile and not in_transform()
-    key = _key(dynamics, record) if fixed else None
-    tensors = ModuleTensors(dynamics)
-    form = None if key is None else _form(key, t, start, tensors, graph)
-    if form is None or not _checked.get(dynamics, form):
-        rates = dynamics.check_rates(t, start)
-        # The first evaluation of a module may have made parameters and numbers.
-        tensors, key = ModuleTensors(dynamics), _key(dynamics, record) if fixed else None
-        if graph:
-            _check_captured(dynamics, tensors, start, rates, record)
-        if key is not None:
-            _checked.put(dynamics, _form(key, t, start, tensors, graph), True)
+    tensors, key = check_rates(dynamics, state, float(times[0]), record, compile)
     if isinstance(solver, SteppingSolver):
         reason = solver.no_loop(dynamics, state) if compile else ""
         if reason:
@@ -306,66 +286,15 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "out there."
         )
     if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
+        reason = problem.solver.no_loop(problem.dynamics, problem.state, undone=True)
+        if reason:
+            raise TypeError(
+                f"compile=True cannot undo the steps of {problem.solver!r}: {reason}. {LEAVE_OUT}"
+            )
         program = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
         for stage, move in program.moves:
             if isinstance(move, Map) and move.no_loop:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "
-                    f"{type(problem.dynamics).__name__}: {move.no_loop}. Leave compile=True out, "
-                    "use CheckpointAdjoint(), or run under torch.no_grad()."
+                    f"{type(problem.dynamics).__name__}: {move.no_loop}. {LEAVE_OUT}"
                 )
-
-
-def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
-    """Return the key of what a compiled run of a field reads; None where its start is checked.
-
-    A run that differs from another in numbers alone, such as a step of a training, has rates of the
-    same form. Those that are not finite end the run, and are checked then.
-    """
-    lazy = any(is_lazy(x) for x in (*dynamics.parameters(), *dynamics.buffers()))
-    if (
-        lazy
-        or not isinstance(dynamics, FieldDynamics)
-        or not isinstance(record, TimeAverage | None)
-    ):
-        return None
-    try:
-        return cache_key(dynamics, None if record is None else record.function)
-    except UninspectableError:
-        return None  # The compilation refuses it, with the reason.
-
-
-def _form(key: Any, t: float, state: AnyState, tensors: ModuleTensors, graph: bool) -> Any:
-    """Return what the rates at a start depend on apart from numbers."""
-    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *tensors.tensors))
-    return key, t, type(state), shapes, tensors.slots, tensors.wanted, graph
-
-
-def _check_captured(
-    dynamics: Dynamics[State],
-    tensors: ModuleTensors,
-    start: State,
-    rates: Mapping[str, torch.Tensor],
-    record: Record[State],
-) -> None:
-    """Refuse captured tensors that require grad, to which an adjoint would give no gradient.
-
-    A tensor that is first read later in the run is refused then.
-
-    Args:
-        dynamics: the physics.
-        tensors: its tensors.
-        start: the start as leaves that require grad.
-        rates: drift and diffusion at these leaves, by descriptions of them.
-        record: the record of the run.
-    """
-    values = dict(rates)
-    if record is not None:
-        function = record.function if isinstance(record, TimeAverage) else record
-        value = function(start)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
-        values["the record"] = value
-    known = [*start, *tensors.trainable(tensors.tensors).values()]
-    for what, value in values.items():
-        refuse_unknown(value, dynamics, known, what)

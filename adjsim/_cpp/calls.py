@@ -22,6 +22,7 @@ from adjsim._cpp.values import (
     Reinterpreted,
     Value,
     View,
+    make_buffer,
 )
 
 
@@ -44,6 +45,12 @@ class Call(ABC):
     inputs: tuple[Value, ...]
     outputs: tuple[Called, ...]
     addresses: tuple[int, ...]
+
+    def output(self, example: torch.Tensor) -> Called:
+        """Make an output of the shape and memory order of an example."""
+        shape, strides = tuple(example.shape), tuple(example.stride())
+        buffer = make_buffer("", example.dtype, shape, strides, fill=False)
+        return Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
 
     @abstractmethod
     def lines(self, functions: Sequence[str]) -> list[str]:
@@ -83,6 +90,28 @@ def dense_copy(value: Value, strides: Sequence[int]) -> Value:
     return Pointwise(
         value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
     )
+
+
+def in_order(value: Value, store: Callable[..., None]) -> Value:
+    """Store a value with its axes in order and without padding, unless it is in memory like that.
+
+    It returns the stored value.
+    """
+    rows = torch.empty(value.shape, device="meta").stride()
+    address = address_of(value)
+    if address is None or any(
+        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
+    ):
+        value = dense_copy(value, rows)
+        store(value, fill=False)
+    return value
+
+
+def pointer_to(value: Value) -> str:
+    """Return an expression of the address of the first element of a stored value."""
+    address = address_of(value)
+    assert address is not None
+    return address.pointer
 
 
 def address_of(value: Value) -> Address | None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adjsim._cpp.calls import Call, Called
-from adjsim._cpp.graph import Lowering, work_size
+from adjsim._cpp.costs import work_size
+from adjsim._cpp.graph import Lowering
 from adjsim._cpp.nests import Task
 from adjsim._cpp.stages import Stage, fuse, join, nests
 from adjsim._cpp.values import (

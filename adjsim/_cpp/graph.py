@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from adjsim._cpp.calls import CALLS, Call, Called
+from adjsim._cpp.costs import CHEAP, cost, work_size
 from adjsim._cpp.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
 from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
@@ -40,8 +41,6 @@ from adjsim._cpp.values import (
 )
 from adjsim._cpp.views import VIEWS, expanded, unsqueezed
 
-# Number of operations per element from which a value that is read more than once is stored.
-CHEAP = 4
 # Keyword arguments that are handled, or that do not affect values on the CPU.
 KNOWN = {
     "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
@@ -379,29 +378,6 @@ def _overwrites_its_own(node: Node) -> bool:
         and hasattr(made.target, "_schema")
         and not any(result.alias_info for result in made.target._schema.returns)
     )
-
-
-def work_size(value: Value) -> int:
-    """Count the elements that are computed for a value."""
-    return (
-        max([value.numel, *(x.numel for x in value.operands)])
-        if isinstance(value, Reduced)
-        else value.numel
-    )
-
-
-def cost(value: Value) -> int:
-    """Count the operations for an element, up to about :data:`CHEAP`."""
-    if isinstance(value, View):
-        return cost(value.operands[0])
-    if not value.computed:
-        return 0
-    total = 1
-    for operand in value.operands:
-        total += cost(operand)
-        if total >= CHEAP:
-            break
-    return total
 
 
 def _without_axes(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from adjsim._cpp.calls import CALLS, Address, Call, Called, address_of, dense_copy
-from adjsim._cpp.values import TYPES, UnprintableError, Value, make_buffer
+from adjsim._cpp.calls import (
+    CALLS,
+    Address,
+    Call,
+    address_of,
+    dense_copy,
+    in_order,
+    pointer_to,
+)
+from adjsim._cpp.values import TYPES, UnprintableError, Value
 from adjsim._pairs.kernel import ENERGY, FORCE, KERNELS, PRODUCT, table_size, text, thread_count
 from adjsim._pairs.operator import pairs
 
@@ -42,7 +50,7 @@ class PairCall(Call):
         numbers = [self.species, self.exclusions]
         used = [self.position, self.vector, self.weight, self.box, self.spacing, *numbers]
         self.inputs = tuple(x for x in (*used, *self.operands) if x is not None)
-        self.outputs = tuple(self._output(x) for x in outputs)
+        self.outputs = tuple(map(self.output, outputs))
         self.addresses = (self.kernel.address, *self.kernel.list_addresses)
 
     @property
@@ -90,11 +98,6 @@ class PairCall(Call):
             "}",
         ]
 
-    def _output(self, example: torch.Tensor) -> Called:
-        shape, strides = tuple(example.shape), tuple(example.stride())
-        buffer = make_buffer("", example.dtype, shape, strides, fill=False)
-        return Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
-
     def _field(self, value: Value | None) -> Value | None:
         """Store a field ``(*batch, atoms, dim)`` so that its batch axes are one."""
         if value is None:
@@ -107,16 +110,7 @@ class PairCall(Call):
 
     def _dense(self, value: Value | None) -> Value | None:
         """Store a value with its axes in order."""
-        if value is None:
-            return None
-        rows = torch.empty(value.shape, device="meta").stride()
-        address = address_of(value)
-        if address is None or any(
-            n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
-        ):
-            value = dense_copy(value, rows)
-            self._store(value, fill=False)
-        return value
+        return None if value is None else in_order(value, self._store)
 
     def _system_stride(self, address: Address) -> int | None:
         """Return the distance of systems in memory; None if it is not the same for all."""
@@ -139,11 +133,7 @@ class PairCall(Call):
 
 
 def _pointer(value: Value | None) -> str:
-    if value is None:
-        return "nullptr"
-    address = address_of(value)
-    assert address is not None
-    return address.pointer
+    return "nullptr" if value is None else pointer_to(value)
 
 
 def _list(values: Iterable[Value | None]) -> str:

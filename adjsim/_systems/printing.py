@@ -13,8 +13,8 @@ from typing import Any
 import scipy.linalg.cython_lapack
 import torch
 
-from adjsim._cpp.calls import CALLS, Call, Called, address_of, dense_copy
-from adjsim._cpp.values import TYPES, UnprintableError, Value, make_buffer
+from adjsim._cpp.calls import CALLS, Call, in_order, pointer_to
+from adjsim._cpp.values import TYPES, UnprintableError, Value
 from adjsim._systems.operators import has_negative_eigenvalue_if, solve_operator
 
 # Rows of the largest matrices, of which a system needs two on the stack: 64 kilobytes of float64.
@@ -65,8 +65,8 @@ bool solve(int64_t count, const T* matrices, const T* right, T* solution) {
 template <class T>
 using Eigenvalues = void (*)(const char*, const char*, const int*, T*, const int*, T*, T*, T*,
                              const int*, T*, const int*, T*, const int*, int*);
-// Whether a number with this real part and square of the imaginary part, times -1, is negative and
-// real to the square root of rounding.
+// Whether a number is negative, and real to the square root of rounding. `square` is the square of
+// its imaginary part, times -1.
 template <class T, class U>
 inline bool is_negative(U real, U square) {
   const U epsilon = sizeof(T) == 8 ? U(2.220446049250313e-16) : U(1.1920929e-7);
@@ -86,7 +86,7 @@ bool has_negative_eigenvalue(int64_t count, const T* matrices, Eigenvalues<T> ei
     if (positive) continue;
     if constexpr (N == 1) return m[0][0] < 0;
     if constexpr (N == 2) {
-      // Products of all numbers of T are numbers of a long double.
+      // The exponents of a long double hold all products of two numbers.
       typedef long double Long;
       const Long a = m[0][0], b = m[0][1], c = m[1][0], d = m[1][1];
       const Long half = (a + d) / 2, part = (a - d) / 2, square = part * part + b * c;
@@ -134,26 +134,20 @@ class SystemsCall(Call):
         self.systems = torch.Size(matrix.shape[:-2]).numel()
         if not self.dtype.is_floating_point or self.rows > LARGEST:
             raise UnprintableError(f"systems of {matrix.shape} {self.dtype}")
-        self.inputs = tuple(_in_order(value, store) for value in values)
-        self.outputs = tuple(map(self._output, outputs))
+        self.inputs = tuple(in_order(value, store) for value in values)
+        self.outputs = tuple(map(self.output, outputs))
 
     @property
     def template(self) -> str:
         """The arguments of the templates."""
         return f"<{TYPES[self.dtype]}, {self.rows}>"
 
-    def _output(self, example: torch.Tensor) -> Called:
-        shape = tuple(example.shape)
-        rows = torch.empty(shape, device="meta").stride()
-        buffer = make_buffer("", example.dtype, shape, rows, fill=False)
-        return Called(shape, example.dtype, self.inputs, buffer, rows, call=self)
-
 
 class SolveCall(SystemsCall):
     """The solution of linear systems."""
 
     def lines(self, functions: Sequence[str]) -> list[str]:
-        matrix, right, solution, singular = map(_pointer, (*self.inputs, *self.outputs))
+        matrix, right, solution, singular = map(pointer_to, (*self.inputs, *self.outputs))
         call = f"systems::solve{self.template}({self.systems}, {matrix}, {right}, {solution})"
         return [f"*{singular} = {call};"]
 
@@ -168,28 +162,10 @@ class NegativeEigenvalueCall(SystemsCall):
         self.addresses = (_lapack("dgeev" if self.dtype == torch.float64 else "sgeev"),)
 
     def lines(self, functions: Sequence[str]) -> list[str]:
-        matrix, wanted, found = map(_pointer, (*self.inputs, *self.outputs))
+        matrix, wanted, found = map(pointer_to, (*self.inputs, *self.outputs))
         eigenvalues = f"(systems::Eigenvalues<{TYPES[self.dtype]}>){functions[0]}"
         call = f"has_negative_eigenvalue{self.template}({self.systems}, {matrix}, {eigenvalues})"
         return [f"*{found} = *{wanted} && systems::{call};"]
-
-
-def _in_order(value: Value, store: Callable[..., None]) -> Value:
-    """Store a value with its axes in order and without padding."""
-    rows = torch.empty(value.shape, device="meta").stride()
-    address = address_of(value)
-    if address is None or any(
-        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
-    ):
-        value = dense_copy(value, rows)
-        store(value, fill=False)
-    return value
-
-
-def _pointer(value: Value) -> str:
-    address = address_of(value)
-    assert address is not None
-    return address.pointer
 
 
 def _lapack(name: str) -> int:

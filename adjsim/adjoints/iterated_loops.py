@@ -1,8 +1,8 @@
 """Forward steps in compiled loops whose iterations are those of Newton's method.
 
 A step takes several iterations (:mod:`adjsim.solvers.newton_iteration`). A loop ends early at a
-step that its iterations do not solve. This step is run without compilation, which raises the reason
-or finds a solution, and the loop goes on after it.
+step that its iterations do not solve. This step is run without compilation, which raises the
+reason, or finds a solution from which the loop goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState
-from adjsim.adjoints.loop_runner import Loop, LoopConstants, LoopRunner, MakeSpec
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants
+from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import sum_dtype
 from adjsim.adjoints.stepper import naming
@@ -41,7 +42,7 @@ class IteratedCarry(NamedTuple):
 
 
 def iterated_move(runner: LoopRunner) -> ImplicitFieldMove | None:
-    """Return the move that iterates, which is a whole step; None for other steps."""
+    """Return the move of an implicit step, which is a whole step; None for other steps."""
     _, move = runner.program.moves[0]
     return move if isinstance(move, ImplicitFieldMove) else None
 
@@ -67,12 +68,13 @@ def run_iterated(
         the sum of the time average, the last state, and the stored states.
     """
     spec = ITERATING_AND_STORING if stores else ITERATING
-    none = torch.zeros((), dtype=torch.int64, device=runner.device)
+    move, zero = iterated_move(runner), torch.zeros((), dtype=torch.int64, device=runner.device)
+    assert move is not None
     done, rows = 0, tuple[Tensor, ...]()
     while done < count:
-        newton = Newton(*map(clone, first_iteration(state)))
+        newton = Newton(*map(clone, first_iteration(move.steps, state)))
         packed = tuple(map(runner.pack, state))
-        carry = IteratedCarry(total, packed, newton, none, none.clone())
+        carry = IteratedCarry(total, packed, newton, zero, zero.clone())
         first = start + done
         carry, part = runner.run(spec, bool(total), type(state), first, count - done, carry)
         end = done + int(carry.completed)
@@ -110,7 +112,7 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
 def _spec(
     stores: bool, driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
 ) -> LoopSpec[LoopConstants, IteratedCarry]:
-    """Specify an iteration."""
+    """Specify an iteration: one of Newton's method."""
     move = iterated_move(driver)
     assert move is not None
     steps = move.steps

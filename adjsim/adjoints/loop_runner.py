@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from adjsim._cache_key import UninspectableError, cache_key, object_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants
 from adjsim.adjoints.loops import (
     CompileError,
-    Constant,
     LoopSpec,
     NoCapture,
     clone,
@@ -38,52 +38,6 @@ NOISE_PER_LOOP = 2**19
 STATES_PER_LOOP = 2**19
 # Steps between finiteness checks.
 FINITE_EVERY = 1024
-
-
-class LoopConstants(NamedTuple):
-    """The inputs that do not change in a loop.
-
-    Attributes:
-        steps: the number of steps of the loop.
-        first: the number of its first step.
-        begin: the time of step 0.
-        coefficients: the coefficients, by letter and name.
-        parameters: all tensors of the dynamics.
-        spacings: the spacings of a lattice.
-        noise: the noise of its steps; empty without noise.
-        average: in a backward loop, the cotangent of a time average at each step; else empty.
-        states: in a backward loop that reads stored states, the fields of the states before its
-            steps, and what these steps have saved; else empty.
-    """
-
-    steps: Tensor
-    first: Tensor
-    begin: Tensor
-    coefficients: dict[str, dict[str, Tensor]]
-    parameters: tuple[Tensor, ...]
-    spacings: dict[str, Tensor]
-    noise: tuple[Tensor, ...] = ()
-    average: tuple[Tensor, ...] = ()
-    states: tuple[Tensor, ...] = ()
-
-
-@dataclass
-class Loop:
-    """A compiled loop.
-
-    Attributes:
-        function: the compiled function of constants and carry.
-        path: how it was compiled, for the statistics of a run.
-        fixed_evaluations: energy evaluations outside of its iterations.
-        evaluations_per_step: energy evaluations in each iteration.
-        constants: the tensors that it has captured.
-    """
-
-    function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
-    path: str = ""
-    fixed_evaluations: int = 0
-    evaluations_per_step: int = 0
-    constants: list[Constant] = field(default_factory=list)
 
 
 # Compiled loops by dynamics and key, up to this number for one dynamics.

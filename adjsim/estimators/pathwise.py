@@ -33,7 +33,6 @@ from adjsim.estimators.base import (
 )
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
-from adjsim.solvers.implicit import ImplicitMidpoint
 
 
 class Pathwise(ChunkedEstimator):
@@ -72,11 +71,12 @@ class Pathwise(ChunkedEstimator):
 
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether forward run and backward sweep can be compiled."""
-        solver, adjoint = simulation.solver, self.adjoint
-        # A compiled loop cannot solve for the midpoint of a step that it undoes.
-        undone = isinstance(adjoint, ReversibleAdjoint) and isinstance(solver, ImplicitMidpoint)
-        fits = isinstance(solver, adjoint.accepts) and not undone
-        return super().can_compile(simulation) and fits
+        solver, undone = simulation.solver, isinstance(self.adjoint, ReversibleAdjoint)
+        return (
+            isinstance(solver, SteppingSolver)
+            and isinstance(solver, self.adjoint.accepts)
+            and not solver.no_loop(simulation.dynamics, undone=undone)
+        )
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         if self.truncate is None:

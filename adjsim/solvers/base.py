@@ -303,10 +303,15 @@ class SteppingSolver(ABC):
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
-    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+    def no_loop(
+        self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
+    ) -> str:
         """Return why its steps of the dynamics cannot be compiled; empty for steps that can.
 
-        The reason may depend on the start, where it is given.
+        Args:
+            dynamics: the dynamics.
+            state: the start, on which the reason may depend; None: it is not known.
+            undone: whether the steps are undone too.
         """
         return ""
 

@@ -145,7 +145,9 @@ class Coupled(SteppingSolver):
     def stats(self) -> dict[str, Any]:
         return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
 
-    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+    def no_loop(
+        self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
+    ) -> str:
         return "" if isinstance(self.steps, float) else "its steps differ in size"
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:

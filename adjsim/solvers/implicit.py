@@ -227,12 +227,16 @@ class ImplicitSolver(SteppingSolver):
         if not self.tol > 0:
             raise ValueError(f"tol must be positive; got {tol}.")
 
-    def no_loop(self, dynamics: Dynamics[Any], state: AnyState | None = None) -> str:
+    def no_loop(
+        self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
+    ) -> str:
         if not isinstance(dynamics, FieldDynamics):
             return "its linear systems are solved by products, in loops of any length"
         size = 0 if state is None else sum(x.shape[-1] for x in state)
         if size > LARGEST:
             return f"its linear systems have {size} unknowns, more than {LARGEST}"
+        if undone and self.theta < 1:
+            return "undoing a step takes an iteration, until it converges"
         return ""
 
     def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,6 @@ from adjsim._layout import is_tracing, outside_tracing
 from adjsim._state import AnyState, State
 from adjsim._systems import has_negative_eigenvalue, solve
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.sources import MoveContext, Time
 from adjsim.dynamics.vector_field import FieldDynamics
 from adjsim.solvers.base import Program, Stage
@@ -41,9 +40,10 @@ class Linear(NamedTuple):
     matrix: Tensor
 
     def coupled(self, a: float) -> Tensor:
-        """Return whether systems depend on each other, so that J has other than these blocks.
+        """Return whether systems of the batch depend on each other.
 
-        The product with a random vector would differ.
+        J then has entries outside of the blocks of single systems, and its product with a random
+        vector differs from that of the blocks.
         """
         if not self.rate.requires_grad:
             return torch.zeros((), dtype=torch.bool, device=self.rate.device)
@@ -90,22 +90,16 @@ class ImplicitField:
 
     @property
     def a(self) -> float:
+        """The time from the state before the step to x."""
         return self.theta * self.h
 
-    def forward(self, t: Tensor, *fields: Tensor) -> tuple[tuple[Tensor, ...], int]:
-        """Compute the fields after the step, and the number of evaluations of f."""
-        y = torch.cat(fields, -1)
-        x, evaluations = self._solve(t, y)
-        return self.split(self.end(y, x)), evaluations
+    def joined(self, state: AnyState) -> Tensor:
+        """Return the fields of a state, joined along their last axis."""
+        return torch.cat(tuple(state), -1)
 
-    def after(self, coefficients: Any, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
-        """Compute the fields after the step."""
-        return self.forward(t, *fields)[0]
-
-    def before(self, coefficients: Any, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
-        """Compute the fields before the step."""
-        end = torch.cat(fields, -1)
-        return self.split(end - self.h * self.rate(t, self.inner(t, end)[0]))
+    def state(self, y: Tensor) -> Any:
+        """Return the state of joined fields."""
+        return self.kind._make(y.split(self.widths, -1))
 
     def end(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute y', the end of the step."""
@@ -116,8 +110,11 @@ class ImplicitField:
         b = (1 - self.theta) * self.h
         return (end, 0) if b == 0 else self._newton(t, end, -b)
 
-    def _solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
-        """Solve ``x = y + a f(t, x)``, with the derivative of the solution."""
+    def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        """Solve ``x = y + a f(t, x)``, with the derivative of the solution.
+
+        It returns the number of evaluations of f too.
+        """
         x, evaluations = self._newton(t, y.detach(), self.a)
         if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
             return x, evaluations
@@ -201,9 +198,9 @@ class ImplicitField:
     def rounded(self, y: Tensor, x: Tensor, matrix: Tensor, residual: Tensor) -> Tensor:
         """Return for each system whether its residual is rounding.
 
-        Each entry is then that of a matrix whose entries are off by some rounding (Oettli and
-        Prager, Numer. Math. 6, 405 (1964)). Where J is stiff, its product with the rounding of x
-        makes changes larger than is allowed, and they do not shrink.
+        A small relative change of the entries of the matrix and of y would then make the residual
+        zero (Oettli and Prager, Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone
+        gives such residuals, and their changes stay larger than is allowed.
         """
         terms = y.abs() + (matrix.abs() * x.abs().unsqueeze(-2)).sum(-1)
         return (residual.abs() - 8 * torch.finfo(x.dtype).eps * terms).amax(-1) <= 0
@@ -214,8 +211,8 @@ class ImplicitField:
         return max(self.tol, eps) * torch.maximum(scale, largest(x)) + torch.finfo(x.dtype).tiny
 
     def rate(self, t: Tensor, y: Tensor) -> Tensor:
-        """Evaluate f, with the fields joined along their last axis."""
-        return torch.cat(tuple(self.dynamics.drift(t, self.kind._make(self.split(y)))), -1)
+        """Evaluate f at joined fields."""
+        return self.joined(self.dynamics.drift(t, self.state(y)))
 
     def linear(self, t: Tensor, x: Tensor, a: float) -> Linear:
         """Evaluate f and ``1 - a J`` for each system, row by row."""
@@ -229,10 +226,6 @@ class ImplicitField:
             return Linear(point, rate, unit.expand(*x.shape, -1))
         rows = [product(column, point, torch.ones_like(column)) for column in columns]
         return Linear(point, rate, unit - a * torch.stack(rows, -2))
-
-    def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """Return the fields of the joined ones."""
-        return y.split(self.widths, -1)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -267,26 +260,32 @@ def largest(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ImplicitFieldMove(Map):
-    """A whole implicit step as one map, which counts its evaluations."""
+class ImplicitFieldMove:
+    """A whole implicit step as one move, which counts its evaluations."""
 
-    steps: ImplicitField = field(kw_only=True)
+    steps: ImplicitField
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.steps.kind._fields
+
+    @property
+    def invertible(self) -> bool:
+        return True
 
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the step."""
-        t = Time().value(state, context).to(state[0])
-        values, evaluations = self.steps.forward(t, *self._fields(state))
+        steps, t, y = self.steps, self._time(state, context), self.steps.joined(state)
+        x, evaluations = steps.solve(t, y)
         context.forces.count(evaluations)
-        return self._replace(state, values)
+        return steps.state(steps.end(y, x))
 
     def check(self, before: State, after: State, context: MoveContext) -> None:
-        """Refuse a step in which systems depend on each other, so that its gradient is wrong."""
-        steps, t = self.steps, Time().value(after, context).to(after[0])
-        y, end = (torch.cat(self._fields(state), -1) for state in (before, after))
+        """Refuse a step in which systems depend on each other, whose gradient would be wrong."""
+        steps, t = self.steps, self._time(after, context)
+        x = self._between(before, after)
         # The run refuses a state that is not finite, and names the step.
-        if bool(torch.isfinite(end).all()) and bool(
-            steps.linear(t, y + steps.theta * (end - y), steps.a).coupled(steps.a)
-        ):
+        if bool(torch.isfinite(x).all()) and bool(steps.linear(t, x, steps.a).coupled(steps.a)):
             raise ValueError(COUPLED)
 
     def backward(
@@ -298,23 +297,21 @@ class ImplicitFieldMove(Map):
     ) -> State:
         """Propagate state and cotangents back through the step.
 
-        The state before it, where it is given, leaves one linear system to be solved.
+        If the state before it is given, one linear system is solved, and no step.
         """
-        steps, t = self.steps, Time().value(after, context).to(after[0])
-        end = torch.cat(self._fields(after), -1)
+        steps, t, end = self.steps, self._time(after, context), self.steps.joined(after)
         if before is None:
             x, evaluations = steps.inner(t, end)
             context.forces.count(evaluations)
         else:
-            y = torch.cat(self._fields(before), -1)
-            x = y + steps.theta * (end - y)
+            x = self._between(before, after)
         linear = steps.linear(t, x, steps.a)
         context.forces.count(x.shape[-1] + 2)
-        if before is None:
-            before = self._replace(after, steps.split(end - steps.h * linear.rate.detach()))
-        outer = torch.cat([cotangents[name] for name in self.fields], -1)
+        start = steps.state(end - steps.h * linear.rate.detach()) if before is None else before
+        outer = torch.cat([cotangents[name] for name in self.writes], -1)
         w, singular = solve(linear.matrix.mT, outer / steps.theta)
-        # Compiled loops make these checks in the forward run.
+        # In a compiled loop w is NaN for a singular matrix, and the forward run has refused systems
+        # that depend on each other.
         if not is_tracing():
             if bool(singular):
                 raise UnsolvedStepError(
@@ -323,24 +320,34 @@ class ImplicitFieldMove(Map):
                 )
             if bool(linear.coupled(steps.a)):
                 raise ValueError(COUPLED)
-        for name, along in zip(
-            self.fields, steps.split(w - (1 / steps.theta - 1) * outer), strict=True
-        ):
-            cotangents[name] = along
-        parameters = context.forces.parameters
+        along = steps.state(w - (1 / steps.theta - 1) * outer)
+        for name, cotangent in zip(self.writes, along, strict=True):
+            cotangents[name] = cotangent
         if linear.rate.requires_grad:
             context.forces.refuse_unknown(linear.rate, [linear.point], "the vector field")
-            found = (
-                torch.autograd.grad(
-                    linear.rate, list(parameters.values()), steps.a * w, allow_unused=True
-                )
-                if parameters
-                else ()
-            )
-            for name, grad in zip(parameters, found, strict=True):
-                if grad is not None:
-                    cotangents.add_parameter(name, grad)
-        return before
+            self._add_parameters(linear.rate, steps.a * w, context, cotangents)
+        return start
+
+    def _add_parameters(
+        self, rate: Tensor, cotangent: Tensor, context: MoveContext, cotangents: Cotangents
+    ) -> None:
+        """Add the product of f with a cotangent to the cotangents of the parameters."""
+        parameters = context.forces.parameters
+        if not parameters:
+            return
+        inputs = list(parameters.values())
+        found = torch.autograd.grad(rate, inputs, cotangent, allow_unused=True)
+        for name, grad in zip(parameters, found, strict=True):
+            if grad is not None:
+                cotangents.add_parameter(name, grad)
+
+    def _between(self, before: AnyState, after: AnyState) -> Tensor:
+        """Return x of the step from one state to another."""
+        y = self.steps.joined(before)
+        return y + self.steps.theta * (self.steps.joined(after) - y)
+
+    def _time(self, state: AnyState, context: MoveContext) -> Tensor:
+        return Time().value(state, context).to(state[0])
 
 
 def field_program(
@@ -349,13 +356,4 @@ def field_program(
     """Write the implicit step of a vector field as a program."""
     widths = tuple(x.shape[-1] for x in state)
     steps = ImplicitField(dynamics, type(state), widths, h, theta, tol)
-    move = ImplicitFieldMove(
-        state._fields,
-        steps.after,
-        steps.before,
-        (Time(),),
-        reads_parameters=True,
-        no_loop="" if theta == 1 else "it iterates until it converges",
-        steps=steps,
-    )
-    return Program((Stage("Y", (move,), theta),), h, order)
+    return Program((Stage("Y", (ImplicitFieldMove(steps),), theta),), h, order)

@@ -27,7 +27,7 @@ class Newton(NamedTuple):
         x: the iterate, ``(*batch, n)``.
         change: the Newton step from there, ``(*batch, n)``.
         rounded: whether the residual at x is rounding, ``(*batch,)``.
-        share: the share of it that is tried next, ``(*batch,)``.
+        share: the share of the change that is tried next, ``(*batch,)``.
         size: the norm of the residual at x, ``(*batch,)``.
         number: the number of iterations of this step so far, halvings included, a scalar.
         ended: whether the change is the last of the step, a scalar.
@@ -48,10 +48,10 @@ class Iterated(NamedTuple):
     Attributes:
         state: the state before the step that goes on, or begins.
         newton: its iteration.
-        done: whether it is the next step that begins, a scalar.
-        failed: whether that step cannot go on here, a scalar: Newton's method does not converge,
-            the solution does not continue those of smaller steps, or systems depend on each other.
-            A step that is not compiled finds the reason, or a solution.
+        done: whether the next step begins, a scalar.
+        failed: whether the step that goes on, or begins, is left to a run without compilation, a
+            scalar: Newton's method does not converge, the solution does not continue those of
+            smaller steps, or systems depend on each other.
     """
 
     state: AnyState
@@ -60,9 +60,9 @@ class Iterated(NamedTuple):
     failed: Tensor
 
 
-def first_iteration(state: AnyState) -> Newton:
+def first_iteration(steps: ImplicitField, state: AnyState) -> Newton:
     """Return the beginning of a step."""
-    y = torch.cat(tuple(state), -1)
+    y = steps.joined(state)
     share = torch.ones_like(y[..., 0])
     number = torch.zeros((), dtype=torch.int64, device=y.device)
     size = torch.full_like(share, torch.inf)
@@ -85,7 +85,7 @@ def iterate(
         newton: the iteration so far.
     """
     x, change, rounded, share, size, number, done = newton
-    y = torch.cat(tuple(state), -1)
+    y = steps.joined(state)
     trial = x + share.unsqueeze(-1) * change
     end = steps.end(y, trial)
     y, point = torch.where(done, end, y), torch.where(done, end, trial)
@@ -114,4 +114,4 @@ def iterate(
     if y.ndim > 1:
         failed = failed | (ended & linear.coupled(steps.a))
     new = Newton(x, change, rounded, share, size, number, ended)
-    return Iterated(type(state)._make(steps.split(y)), new, done, failed)
+    return Iterated(steps.state(y), new, done, failed)

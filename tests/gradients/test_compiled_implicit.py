@@ -23,7 +23,7 @@ from adjsim._systems import has_negative_eigenvalue, has_negative_eigenvalue_if,
 from adjsim.adjoints.loops import LoopSpec, compile_loop
 from adjsim.dynamics.ode import ODE
 from tests.fields import Net, equation, start
-from tests.gradients.test_implicit_fields import loss_of, robertson
+from tests.gradients.test_implicit_fields import Mean, loss_of, robertson
 from tests.gradients.test_table import agree
 from tests.problems import parameter
 
@@ -56,7 +56,9 @@ def test_backward_euler_is_undone():
     found, made = gradients(SOLVERS[0], False, (4,), ReversibleAdjoint(), True)
     agree(found, expected, 1e-10)
     assert made.stats["compiled_backward"] == "C++"
-    with pytest.raises(TypeError, match="cannot undo term 'Y' of ODE: it iterates"):
+    with pytest.raises(
+        TypeError, match=r"cannot undo the steps of ImplicitMidpoint.*takes an iteration"
+    ):
         gradients(SOLVERS[1], False, (4,), ReversibleAdjoint(), True)
 
 
@@ -275,14 +277,6 @@ def test_what_is_refused(solver):
 
 @pytest.mark.parametrize("adjoint", [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()])
 def test_systems_that_depend_on_each_other_are_refused(adjoint):
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rate = parameter(1.0)
-
-        def forward(self, t, y):
-            return -self.rate * y**3 + y.mean(0, keepdim=True)
-
     dynamics = ODE(Mean())
     begin = dynamics.init(start((4,), 3))
     with pytest.raises(ValueError, match="depend on each other"):

@@ -107,15 +107,18 @@ def test_parameters_of_the_shape_of_the_batch(solver, batch):
         assert float(grad[i]) == pytest.approx(quotient, abs=1e-8)
 
 
+class Mean(nn.Module):
+    """A field in which the systems of a batch depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = parameter(1.0)
+
+    def forward(self, t, y):
+        return -self.rate * y**3 + y.mean(0, keepdim=True)
+
+
 def test_systems_that_depend_on_each_other_are_refused():
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rate = parameter(1.0)
-
-        def forward(self, t, y):
-            return -self.rate * y**3 + y.mean(0, keepdim=True)
-
     class Exchange(nn.Module):
         """What leaves one entry arrives at the other, at a rate that the batch sets."""
 
