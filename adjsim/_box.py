@@ -14,14 +14,16 @@ in up to three dimensions the longest vector of a Minkowski-reduced basis is as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adjsim._inputs import as_tensor
+from adjsim._inputs import as_tensor, outside_inference_mode
+from adjsim._reading import derived
 from adjsim._typing import Array
 
 
@@ -41,6 +43,111 @@ def volume(box: Tensor) -> Tensor:
     return box.prod() if box.ndim == 1 else torch.linalg.det(box).abs()
 
 
+# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
+# a list is made: in units of the neighbours in a list, or without a box. Measured, see
+# benchmarks/liquid.py.
+SKIN = 0.14
+LISTED, LISTED_WITHOUT_BOX = 3.0, 512
+
+
+class Periodic(nn.Module):
+    """The base class of potentials that may have a periodic box."""
+
+    box: Tensor | None
+    #: The largest distance of a pair, None without one, which a box has to be large enough for.
+    cutoff: float | None = None
+    skin: float | None = None
+
+    def register_box(self, box: Array | None) -> None:
+        """Store a box as it is given, and check it."""
+        with outside_inference_mode():
+            self.register_buffer("box", None if box is None else as_box(box))
+            if self.box is not None:
+                if self.box.requires_grad:
+                    raise ValueError(
+                        "box cannot require grad: give the box of an evaluation, "
+                        "potential(position, box=box), for its derivative."
+                    )
+                checked_box(self.box, self.image_cutoff)
+
+    def validate(self) -> None:
+        """Refuse a box with which the potential could not have been made."""
+        # Made with the reading, and again where the box or the cutoff has changed.
+        _ = self.image_box
+
+    @property
+    def image_cutoff(self) -> float | None:
+        """The distance up to which a pair has to have one image in the box."""
+        return self.cutoff
+
+    @derived("box", "image_cutoff")
+    def image_box(self) -> Tensor | None:
+        """The rows of the lattice of the box by which nearest images are found."""
+        # A copy, since the box itself may be written into.
+        return None if self.box is None else checked_box(self.box, self.image_cutoff).clone()
+
+    @derived("box", "cutoff", "skin")
+    def smallest_listed(self) -> int | None:
+        """The smallest number of atoms of which a neighbour list is made; None: no list is."""
+        if self.cutoff is None:
+            return None
+        if self.box is None:
+            return LISTED_WITHOUT_BOX
+        dim, reach = len(self.box), self.cutoff + self.list_skin
+        ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
+        share = LISTED * ball / float(volume(self.box.detach()))
+        return None if share >= 1 else math.floor(LISTED / (1 - share)) + 1
+
+    @property
+    def list_skin(self) -> float:
+        """How far beyond the cutoff a neighbour list reaches."""
+        assert self.cutoff is not None
+        return SKIN * self.cutoff if self.skin is None else self.skin
+
+
+def as_box(box: Array) -> Tensor:
+    """Convert a box to float64."""
+    return as_tensor("box", box).to(torch.float64)
+
+
+def share_box(module: nn.Module) -> None:
+    """Make all parts of a tree that have equal boxes hold one tensor."""
+    boxes: list[Tensor] = []
+    for part in module.modules():
+        box = part._buffers.get("box")
+        if box is None:
+            continue
+        same = next((x for x in boxes if x.shape == box.shape and torch.equal(x, box)), None)
+        if same is None:
+            boxes.append(box)
+        else:
+            part._buffers["box"] = same
+
+
+def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
+    """Refuse parts of a sum whose boxes differ."""
+    known: tuple[str, Tensor] | None = None
+    for part in parts:
+        box = getattr(part, "box", None)
+        if not isinstance(box, Tensor):
+            continue
+        name = type(part).__name__
+        if known is None:
+            known = name, box
+        elif box is not known[1] and not _same_box(box, known[1]):
+            raise ValueError(
+                f"a sum has one box, and {known[0]} has {known[1].tolist()} where {name} has "
+                f"{box.tolist()}. Make the parts with the same box, and write a new one into all "
+                "of them."
+            )
+
+
+def _same_box(one: Tensor, other: Tensor) -> bool:
+    """Return whether two boxes are one cell, given by lengths or by rows."""
+    a, b = (torch.diag(x) if x.ndim == 1 else x for x in (one, other.to(one)))
+    return a.shape == b.shape and torch.equal(a, b)
+
+
 def checked_box(box: Array, cutoff: float | None) -> Tensor:
     """Convert a cell to float64, check it, and reduce it if it is tilted.
 
@@ -52,11 +159,8 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
             rounding finds the nearest image of every pair within the cutoff, and no atom interacts
             with two images of another, since no vector of the lattice is shorter than the width.
     """
-    cell = as_tensor("box", box).to(torch.float64)
-    if cell.requires_grad:
-        raise ValueError(
-            "box cannot require grad: gradients with respect to the cell are not provided."
-        )
+    given = as_box(box)
+    cell = given.detach()
     if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
         raise ValueError(
             f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
@@ -73,7 +177,10 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
             raise ValueError(
                 f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths."
             )
-        cell = _reduced(cell)
+        integers = _reduction(cell)
+        if integers is not None:
+            given = integers @ given
+            cell = given.detach()
     width = float(perpendicular_widths(cell).min())
     if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
         raise ValueError(
@@ -81,19 +188,22 @@ def checked_box(box: Array, cutoff: float | None) -> Tensor:
             f"{width / 2:g}: an atom would interact with two images of another. Use a smaller "
             "cutoff or a larger box."
         )
-    return cell
+    return given
 
 
-def _reduced(cell: Tensor) -> Tensor:
-    """Find rows of the same lattice whose smallest perpendicular width is as large as possible."""
+def _reduction(cell: Tensor) -> Tensor | None:
+    """Find integers that take a cell to the rows of its lattice with the largest width.
+
+    The smallest perpendicular width of these rows is as large as possible. None: the cell has them.
+    """
     rows = cell.cpu().numpy()
     shortest = _minkowski(np.linalg.inv(rows).T)
     # An integer matrix takes the given reciprocal vectors to the reduced ones. The transpose of its
     # inverse takes the given rows to the dual rows.
     integers = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
     if bool((np.abs(integers).sum(1) == 1).all()):
-        return cell
-    return torch.from_numpy(integers @ rows).to(cell.device)
+        return None
+    return torch.from_numpy(integers).to(cell)
 
 
 def _minkowski(rows: np.ndarray) -> np.ndarray:

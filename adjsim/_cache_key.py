@@ -34,9 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from adjsim._reading import derived_names, source_of
+
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
-# separately. Hooks are inspected where there are any.
-_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"}
+# separately. Hooks are inspected where there are any. Rules of numbers do not enter a computation.
+_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"} | {"_rules", "_reading", "_source"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Packages whose functions and classes do not change while a program runs.
 _FIXED = {
@@ -183,7 +185,7 @@ class _KeyBuilder:
             items = ((self.key(k, where), self.key(y, f"{where}[{k!r}]")) for k, y in x.items())
             return self._kind(x, where), self._attributes(x, where), *items
         if isinstance(x, nn.Module):
-            return Identity(x) if id(x) in self.known else self._foreign_module(x, where)
+            return Identity(source_of(x)) if id(x) in self.known else self._foreign_module(x, where)
         if isinstance(x, type):
             return self._class(x, where)
         if (callable(x) and not hasattr(x, "__dict__")) or isinstance(
@@ -198,13 +200,16 @@ class _KeyBuilder:
         attributes = {
             key: value
             for key, value in vars(x).items()
-            if key not in _MODULE_ATTRIBUTES or (value and key in _HOOKS)
+            if (key not in _MODULE_ATTRIBUTES and key not in derived_names(type(x)))
+            or (value and key in _HOOKS)
         }
         parts = tuple(
-            (path, Identity(part)) for path, part in x._modules.items() if part is not None
+            (path, Identity(source_of(part)))
+            for path, part in x._modules.items()
+            if part is not None
         )
         return (
-            Identity(x),
+            Identity(source_of(x)),
             self._class(type(x), name),
             parts,
             *((key, self.key(value, f"{name}.{key}")) for key, value in attributes.items()),
@@ -331,7 +336,9 @@ def cache_key(
         UninspectableError: a value that cannot be inspected.
     """
     modules = list(module.modules())
-    builder = _KeyBuilder({id(part) for part in modules}, frozenset(_FIXED | also_fixed))
+    builder = _KeyBuilder(
+        {id(x) for part in modules for x in (part, source_of(part))}, frozenset(_FIXED | also_fixed)
+    )
     default = torch.get_default_dtype()
     return (
         default,

@@ -6,14 +6,16 @@ grad (a network's output, a field of elastic moduli) becomes a buffer that keeps
 everything that a simulation can be differentiated with respect to is registered, and
 :func:`trainable` finds it. A force may also read a tensor that requires grad and is not registered.
 A constant-memory adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an
-error that names it.
+error that names it. The rules under which numbers are registered are checked again whenever a run
+reads them, since an optimiser may have broken them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, outside_inference_mode
@@ -42,16 +44,33 @@ def register(
         value = as_tensor(name, value)
     if value.numel() == 0:
         raise ValueError(f"{name} has no entries.")
-    if positive and not bool((value.detach() > 0).all()):
-        raise ValueError(f"{name} must be positive; got {describe(value)}.")
-    if bool(torch.isnan(value.detach()).any()):
-        raise ValueError(f"{name} is NaN.")
-    if finite and not bool(torch.isfinite(value.detach()).all()):
-        raise ValueError(f"{name} must be finite; got {value.detach().tolist()}.")
+    rule = NumberRule(positive, finite)
+    rule(name, value.detach())
+    vars(module).setdefault("_rules", {})[name] = rule
     if isinstance(value, nn.Parameter):
         module.register_parameter(name, value)
     else:
         module.register_buffer(name, value)
+
+
+@dataclass(frozen=True)
+class NumberRule:
+    """The numbers that a parameter may be, checked whenever a run reads it."""
+
+    positive: bool
+    finite: bool
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Refuse a value that the parameter may not have."""
+        smallest, largest = (
+            (x.item() for x in value.aminmax()) if value.numel() > 1 else (value.item(),) * 2
+        )
+        if smallest != smallest:
+            raise ValueError(f"{name} is NaN.")
+        if self.positive and not smallest > 0:
+            raise ValueError(f"{name} must be positive; got {describe(value)}.")
+        if self.finite and not math.isfinite(max(abs(smallest), abs(largest))):
+            raise ValueError(f"{name} must be finite; got {value.tolist()}.")
 
 
 def describe(value: Tensor) -> str:

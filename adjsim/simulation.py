@@ -15,7 +15,6 @@ from adjsim._inputs import (
     refuse_uncalled,
 )
 from adjsim._manifest import Saving
-from adjsim._module import exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._state import State, as_state, detached, in_transform
 from adjsim._store import Store
@@ -178,24 +177,22 @@ def run(
             "axis instead of vmap."
         )
     times, state = check_times(ts), as_state(state)
-    # A run may substitute the tensors of its dynamics, so one thread at a time runs a dynamics.
-    with exclusive(dynamics):
-        problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
-        problem.continues = continues
-        if compile:
-            _check_compiled(problem, adjoint)
-        adjoint.check(problem)
-        if not in_transform():
-            check_start(problem)
-        if store is not None:
-            problem.saving = Saving(*store, run_manifest(problem, adjoint))
-        try:
-            states, saved, final, end = adjoint.run(problem)
-        except FloatingPointError:
-            # The error of rates that are not finite at the start is clearer.
-            with torch.no_grad():
-                dynamics.check_rates(float(times[0]), detached(state))
-            raise
+    problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
+    problem.continues = continues
+    if compile:
+        _check_compiled(problem, adjoint)
+    adjoint.check(problem)
+    if not in_transform():
+        check_start(problem)
+    if store is not None:
+        problem.saving = Saving(*store, run_manifest(problem, adjoint))
+    try:
+        states, saved, final, end = adjoint.run(problem)
+    except FloatingPointError:
+        # The error of rates that are not finite at the start is clearer.
+        with torch.no_grad():
+            problem.dynamics.check_rates(float(times[0]), detached(state))
+        raise
     return Trajectory(times, states, saved, final, problem.stats, end)
 
 
@@ -210,8 +207,8 @@ def assemble(
     compile: bool = False,
 ) -> Problem[State]:
     """Check the parts of a run against each other, and return them as one problem."""
-    dynamics.check(state)
-    tensors, key = check_rates(dynamics, state, float(times[0]), record, compile)
+    reading, tensors, read, key = check_rates(dynamics, state, float(times[0]), record, compile)
+    dynamics = read
     if isinstance(solver, SteppingSolver):
         reason = solver.no_loop(dynamics, state) if compile else ""
         if reason:
@@ -221,7 +218,7 @@ def assemble(
             )
         solver = solver.resolved(dynamics, state, times)
     problem = Problem(
-        dynamics, tensors, state, times, solver, record, noise, progress, compile, key=key
+        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
     )
     if noise is not None:
         problem.stats["seed"] = noise.seed

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from adjsim._cache_key import UninspectableError, cache_key
-from adjsim._module import ModuleCache, ModuleTensors
+from adjsim._module import ModuleCache
 from adjsim._params import refuse_unknown
+from adjsim._reading import Reading
 from adjsim._state import AnyState, State, in_transform
 from adjsim._trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.vector_field import FieldDynamics
+from adjsim.solvers.base import bound_record
 
 # The forms that have been checked, of each dynamics.
 _checked: ModuleCache[bool] = ModuleCache(32)
@@ -27,8 +28,8 @@ _checked: ModuleCache[bool] = ModuleCache(32)
 
 def check_rates(
     dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
-) -> tuple[ModuleTensors, Any]:
-    """Evaluate the dynamics at the start, and refuse rates with which it cannot be run.
+) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any]:
+    """Read the dynamics, evaluate it at the start, and refuse rates with which it cannot be run.
 
     Args:
         dynamics: the dynamics.
@@ -38,32 +39,52 @@ def check_rates(
         compile: whether the run is compiled.
 
     Returns:
-        the tensors of the dynamics, and the key of what a compiled run reads; None where it is not
-        known.
+        the reading; its values, as leaves; the dynamics that holds them; and the key of what a
+        compiled run reads, None where it is not known.
     """
+    found = _read(dynamics, state, t, record, compile)
+    if found is None:
+        # The first evaluation of a module has made tensors and numbers, which belong to it.
+        dynamics.check_rates(t, state)
+        found = _read(dynamics, state, t, record, compile)
+    if found is None:
+        raise ValueError(
+            f"{type(dynamics).__name__} or a part of it makes other tensors or numbers in each "
+            "evaluation, so a run cannot be repeated: make them in its constructor."
+        )
+    return found
+
+
+def _read(
+    dynamics: Dynamics[State], state: State, t: float, record: Record[State], compile: bool
+) -> tuple[Reading[Dynamics[State]], tuple[Tensor, ...], Dynamics[State], Any] | None:
+    """Read the dynamics and check it; None if the evaluation makes what it reads."""
     graph = torch.is_grad_enabled() and not in_transform()
+    reading = Reading(dynamics)
+    if reading.lazy:
+        return None
+    tensors = reading.connected() if in_transform() else reading.leaves()
+    read = reading.bound(tensors)
+    read.check(state)
     # Leaves, whose graph shows which other tensors the rates depend on.
     start = type(state)._make(x.detach().requires_grad_() for x in state) if graph else state
     keyed = compile and not in_transform() and isinstance(dynamics, FieldDynamics)
-    key = _key(dynamics, record) if keyed else None
-    tensors = ModuleTensors(dynamics)
-    if key is not None and _checked.get(dynamics, _form(key, t, start, tensors, graph)):
-        return tensors, key
-    rates = dynamics.check_rates(t, start)
-    # The first evaluation of a module may have made parameters and numbers.
-    tensors, key = ModuleTensors(dynamics), _key(dynamics, record) if keyed else None
+    key = _key(read, record) if keyed else None
+    if key is not None and _checked.get(reading.source, _form(key, t, start, reading, graph)):
+        return reading, tensors, read, key
+    rates = read.check_rates(t, start)
+    if reading.registers_others(read) or (key is not None and _key(read, record) != key):
+        return None
     if graph:
-        _check_captured(dynamics, tensors, start, rates, record)
+        _check_captured(reading, tensors, read, start, rates, record)
     if key is not None:
-        _checked.put(dynamics, _form(key, t, start, tensors, graph), True)
-    return tensors, key
+        _checked.put(reading.source, _form(key, t, start, reading, graph), True)
+    return reading, tensors, read, key
 
 
 def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     """Return the key of what a compiled run reads, or None."""
     if not isinstance(record, TimeAverage | None):
-        return None
-    if any(is_lazy(x) for x in (*dynamics.parameters(), *dynamics.buffers())):
         return None
     try:
         return cache_key(dynamics, None if record is None else record.function)
@@ -71,18 +92,19 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
         return None  # The compilation refuses it, with the reason.
 
 
-def _form(key: Any, t: float, state: AnyState, tensors: ModuleTensors, graph: bool) -> Any:
+def _form(key: Any, t: float, state: AnyState, reading: Reading[Any], graph: bool) -> Any:
     """Return everything but numbers that the rates at a start depend on.
 
     Numbers may make the rates infinite. That ends the run, and is checked then.
     """
-    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *tensors.tensors))
-    return key, t, type(state), shapes, tensors.slots, tensors.wanted, graph
+    shapes = tuple((x.shape, x.dtype, x.device) for x in (*state, *reading.tensors))
+    return key, t, type(state), shapes, reading.slots, reading.wanted, graph
 
 
 def _check_captured(
+    reading: Reading[Any],
+    tensors: tuple[Tensor, ...],
     dynamics: Dynamics[State],
-    tensors: ModuleTensors,
     start: State,
     rates: Mapping[str, Tensor],
     record: Record[State],
@@ -92,19 +114,21 @@ def _check_captured(
     A tensor that is first read later in the run is refused then.
 
     Args:
-        dynamics: the physics.
-        tensors: its tensors.
+        reading: the reading of the dynamics.
+        tensors: its values, as leaves.
+        dynamics: the dynamics that holds them.
         start: the start as leaves that require grad.
         rates: drift and diffusion at these leaves, by descriptions of them.
         record: the record of the run.
     """
     values = dict(rates)
-    if record is not None:
-        function = record.function if isinstance(record, TimeAverage) else record
+    bound = bound_record(record, reading, dynamics, tensors)
+    if bound is not None:
+        function = bound.function if isinstance(bound, TimeAverage) else bound
         value = function(start)
         if not isinstance(value, Tensor):
             raise TypeError(f"record must return a tensor; got {type(value).__name__}.")
         values["the record"] = value
-    known = [*start, *tensors.trainable(tensors.tensors).values()]
+    known = [*start, *reading.trainable(tensors).values()]
     for what, value in values.items():
         refuse_unknown(value, dynamics, known, what)

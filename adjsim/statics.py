@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from adjsim._curvature import DENSE, DenseInverse, Hessian, IterativeInverse, PseudoInverse
 from adjsim._inputs import as_indices, as_number, as_tensor, as_whole, outside_inference_mode
 from adjsim._local_hessian import LocalInverse, atom_pattern, local_hessian, positive_factor
-from adjsim._module import ModuleTensors, exclusive
-from adjsim._params import trainable
+from adjsim._reading import Reading
 from adjsim._state import check_position
 from adjsim._typing import Positions, PositionsLike
 from adjsim.potentials.base import ForceField, force, force_vjp
@@ -108,11 +107,14 @@ def minimize(
     check_position(start)
     if not bool(torch.isfinite(start.detach()).all()):
         raise ValueError("position has NaN or infinite entries.")
-    search = _Search(potential, _free(fixed, start.shape[-2]), tol, max_iterations)
-    with exclusive(potential):
-        if bool(search.free.all()):
-            start = start.detach()
-        return _Minimum.apply(search, start, *trainable(potential).values())
+    reading = Reading(potential)
+    leaves = reading.leaves()
+    free = _free(fixed, start.shape[-2])
+    search = _Search(reading.bound(leaves), free, tol, max_iterations)
+    if bool(free.all()):
+        start = start.detach()
+    parameters = reading.trainable(leaves)
+    return _Minimum.apply(search, parameters, start, *reading.trainable(reading.tensors).values())
 
 
 def _free(fixed: Any, atoms: int) -> Tensor:
@@ -274,11 +276,13 @@ class _Search:
 
 class _Minimum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, search: _Search, start: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, search: _Search, parameters: dict[str, Tensor], start: Tensor, *inputs: Tensor
+    ) -> Tensor:
         flat = start.detach().reshape(-1, *start.shape[-2:])
         found = torch.stack([search.find(q) for q in flat]).reshape(start.shape)
-        ctx.search, ctx.tensors = search, ModuleTensors(search.potential)
-        ctx.save_for_backward(found, *parameters, *ctx.tensors.untrained)
+        ctx.search, ctx.parameters = search, parameters
+        ctx.save_for_backward(found)
         return found
 
     @staticmethod
@@ -288,26 +292,20 @@ class _Minimum(torch.autograd.Function):
                 "the gradient of a minimum comes from a linear system and has no graph of its own, "
                 "so it cannot be differentiated again (create_graph=True, double backward)."
             )
-        found, *_ = ctx.saved_tensors
-        search, tensors = ctx.search, ctx.tensors
-        wanted = set(tensors.wanted)
-        leaves = tuple(
-            x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors.tensors)
-        )
-        parameters = tensors.trainable(leaves)
+        (found,) = ctx.saved_tensors
+        search, parameters = ctx.search, ctx.parameters
         total = [torch.zeros_like(p) for p in parameters.values()]
         systems = found.reshape(-1, *found.shape[-2:])
         positions: list[Tensor] = []
-        with tensors.substituted(leaves):
-            for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
-                inverse = search.pseudo_inverse(q)
-                inverse.check()
-                _check_flat_directions(inverse, parameters)
-                x = inverse.solve(inverse.hessian.restrict(v))
-                along, grads = _products(inverse.hessian, x, list(parameters.values()))
-                positions.append(_held(inverse.hessian, v + along))
-                total = [old + g for old, g in zip(total, grads, strict=True)]
-        return (None, torch.stack(positions).reshape(found.shape), *total)
+        for q, v in zip(systems, cotangents[0].reshape(systems.shape), strict=True):
+            inverse = search.pseudo_inverse(q)
+            inverse.check()
+            _check_flat_directions(inverse, parameters)
+            x = inverse.solve(inverse.hessian.restrict(v))
+            along, grads = _products(inverse.hessian, x, list(parameters.values()))
+            positions.append(_held(inverse.hessian, v + along))
+            total = [old + g for old, g in zip(total, grads, strict=True)]
+        return (None, None, torch.stack(positions).reshape(found.shape), *total)
 
 
 def _products(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
+from adjsim._reading import Reading
 from adjsim._state import State
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.exact_inversion import Fingerprints
@@ -25,7 +25,10 @@ def forth_and_back(
     again.
     """
     times = torch.tensor([0.0, steps * solver.dt], dtype=torch.float64)
-    problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, Noise(seed))
+    reading = Reading(dynamics)
+    tensors = reading.leaves()
+    dynamics = reading.bound(tensors)
+    problem = Problem(reading, tensors, dynamics, start, times, solver, None, Noise(seed))
     stepper, inputs = prepare(problem)
     history, forces = Fingerprints(stepper, None), stepper.program.forces(dynamics.potential)
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)

@@ -48,7 +48,7 @@ class BacksolveAdjoint(Adjoint):
         problem.solver.check(problem, self._options())
 
     def run(self, problem: Problem[State]) -> Result[State]:
-        states, record, final = problem.solver.solve(problem, self._options())
+        states, record, final = problem.solver.solve(problem.connected(), self._options())
         kind = type(final)
         guarded = (
             None if states is None else kind._make(_OnceDifferentiable.apply(x) for x in states)

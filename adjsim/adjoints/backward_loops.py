@@ -144,7 +144,7 @@ class BackwardLoops:
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.stats = constants, {"energy_evaluations": 0}
                 self.state = kind._make(map(driver.unpack, carry.state))
-                trainable = driver.tensors.trainable(constants.parameters)
+                trainable = driver.reading.trainable(constants.parameters)
                 fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
                 self.program = driver.program.with_spacings(constants.spacings)

@@ -39,12 +39,13 @@ class DirectAdjoint(Adjoint):
             problem.solver.check(problem, None)
 
     def run(self, problem: Problem[State]) -> Result[State]:
-        if isinstance(problem.solver, ContinuousSolver):
-            return (*problem.solver.solve(problem, None), None)
         if problem.compile and problem.needs_gradient:
             return run_swept(problem, AllStates)
+        problem = problem.connected()
+        if isinstance(problem.solver, ContinuousSolver):
+            return (*problem.solver.solve(problem, None), None)
         stepper, inputs = prepare(problem)
-        recording = Recording(Recorder(problem.record, stepper.clock), stepper)
+        recording = Recording(Recorder(problem.bound_record, stepper.clock), stepper)
         if problem.compile:
             compiled = CompiledDriver(stepper, inputs, problem)
             driver: EagerDriver | ForwardLoops = compiled.forward(recording)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from adjsim._cache_key import UninspectableError, cache_key, object_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
+from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.compiled_loop import Loop, LoopConstants
 from adjsim.adjoints.loops import (
     CompileError,
@@ -27,8 +29,8 @@ from adjsim.adjoints.loops import (
 )
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.saved_tensors import MOST_STEPS
-from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.solvers.base import Problem
+from adjsim.adjoints.stepper import Inputs, Stepper, program_of
+from adjsim.solvers.base import Problem, bound_record
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.drift_move import DriftMove
 
@@ -86,8 +88,8 @@ class LoopRunner:
             stepper.program,
             stepper.clock,
         )
-        self.dynamics, self.tensors = problem.dynamics, problem.tensors
-        self.recorder = Recorder(problem.record, stepper.clock)
+        self.dynamics, self.reading = problem.dynamics, problem.reading
+        self.recorder = Recorder(problem.bound_record, stepper.clock)
         state, axes = problem.state, problem.dynamics.system_axes
         self.batch, self.device = problem.dynamics.batch_shape(state), state[0].device
         # Numbers in a contiguous row: atoms or entries of one system, or systems.
@@ -234,17 +236,25 @@ class LoopRunner:
         """Return what step number ``k`` of the loop has saved besides the state before it."""
         return [_row(x, k) for x in constants.states[_width(kind) :]]
 
+    def _traced(self) -> LoopRunner:
+        """Return a runner for one trace, with a copy of the dynamics that only the trace uses."""
+        found = copy(self)
+        found.dynamics = self.reading.bound(self.fixed.parameters)
+        found.problem = replace(self.problem, dynamics=found.dynamics)
+        found.program = program_of(found.problem)
+        return found
+
     @contextmanager
     def _within(
         self, differentiates: bool, loop: Loop, constants: LoopConstants
     ) -> Generator[LoopConstants, None, None]:
-        """Make a context that runs the dynamics with the tensors of a trace.
+        """Make a context that runs the dynamics of a trace with the tensors of the trace.
 
         Where autograd runs in the loop, tensors that need a gradient are leaves.
         """
         if differentiates:
             leaves = [
-                x.detach().requires_grad_(i in self.tensors.wanted)
+                x.detach().requires_grad_(i in self.reading.wanted)
                 for i, x in enumerate(constants.parameters)
             ]
             coefficients = {
@@ -255,10 +265,13 @@ class LoopRunner:
                 for letter, group in constants.coefficients.items()
             }
             constants = constants._replace(parameters=tuple(leaves), coefficients=coefficients)
+        self.reading.put(constants.parameters, self.dynamics)
+        tensors = constants.parameters
+        record = bound_record(self.problem.record, self.reading, self.dynamics, tensors)
+        self.recorder = Recorder(record, self.clock)
         with (
-            self.tensors.substituted(constants.parameters),
             torch.no_grad(),
-            NoCapture(self.tensors.tensors, loop.constants),
+            NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants),
         ):
             yield constants
 
@@ -272,20 +285,20 @@ class LoopRunner:
     ) -> Loop:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        gradient = (tuple(self.tensors.wanted), tuple(self.wanted)) if spec.differentiates else ()
+        gradient = (self.reading.wanted, tuple(self.wanted)) if spec.differentiates else ()
         threads = torch.get_num_threads()
         key = (
             spec,
             averaging,
             self.solver_key,
             kind,
-            self.tensors.slots,
+            self.reading.slots,
             shapes,
             gradient,
             self.cache_key,
             threads,
         )
-        loop = cache.get(self.dynamics, key)
+        loop = cache.get(self.reading.source, key)
         for constant in loop.constants if loop is not None else ():
             constant.check()
         if loop is None or any(constant.changed() for constant in loop.constants):
@@ -297,7 +310,7 @@ class LoopRunner:
                 )
             started = time.perf_counter()
             loop = self._compile(spec, averaging, kind, constants, carry)
-            cache.put(self.dynamics, key, loop)
+            cache.put(self.reading.source, key, loop)
             self.problem.stats["compile_seconds"] += time.perf_counter() - started
         return loop
 
@@ -313,8 +326,9 @@ class LoopRunner:
         # For rows shorter than a vector, scalar code is faster and compiles in half the time.
         short = self.row < VECTOR
         what = f"a step of {type(self.dynamics).__name__}"
-        specification = spec.make(self, averaging, kind, loop)
-        within = partial(self._within, spec.differentiates, loop)
+        traced = self._traced()
+        specification = spec.make(traced, averaging, kind, loop)
+        within = partial(traced._within, spec.differentiates, loop)
         loop.function, loop.path = compile_loop(
             specification,
             within,
@@ -328,9 +342,10 @@ class LoopRunner:
         return loop
 
     def _cache_key(self) -> Any:
-        average = self.recorder.average
+        record = self.problem.record
+        function = record.function if isinstance(record, TimeAverage) else None
         try:
-            return cache_key(self.dynamics, None if average is None else average.function)
+            return cache_key(self.dynamics, function)
         except UninspectableError as error:
             raise CompileError(f"compile=True: {error}") from error
 

@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
         state: the initial state.
         coefficients: the coefficients of the terms, by letter and name.
         parameters: the tensors of the dynamics, each once, in the order of
-            :class:`adjsim._module.ModuleTensors`.
+            :class:`adjsim._reading.Reading`.
     """
 
     state: AnyState
@@ -325,29 +325,32 @@ def naming(step: int) -> Generator[None, None, None]:
         raise UnsolvedStepError(f"{reason} This happened in step {step}.") from reason
 
 
+def program_of(problem: Problem[State]) -> Program:
+    """Return the step of a problem, whose moves read the dynamics of the problem."""
+    assert isinstance(problem.solver, SteppingSolver)
+    found = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
+    return found if problem.continues is None else found.with_spacings(problem.continues.spacings)
+
+
 def prepare(
-    problem: Problem[State], parameters: tuple[Tensor, ...] | None = None
+    problem: Problem[State], connected: Problem[State] | None = None
 ) -> tuple[Stepper, Inputs]:
     """Prepare the steps of a problem and its inputs, with their graph.
 
     Args:
         problem: the problem to run.
-        parameters: tensors that replace those of the dynamics; None: its own tensors.
+        connected: the same problem on the values of which the inputs are made; None: the problem
+            itself.
     """
-    if parameters is not None:
-        with problem.tensors.substituted(parameters):
-            stepper, inputs = prepare(problem)
-        return stepper, inputs._replace(parameters=parameters)
+    connected = problem if connected is None else connected
     solver, dynamics, state = problem.solver, problem.dynamics, problem.state
     assert isinstance(solver, SteppingSolver)
     end, varying = problem.continues, solver.varying(state)
     clock = (
         solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
     )
-    program = solver.program(dynamics, state, float(problem.times[0]))
-    coefficients = solver.coefficients(dynamics, state)
-    if end is not None:
-        program = program.with_spacings(end.spacings)
+    program = program_of(problem)
+    coefficients = solver.coefficients(connected.dynamics, state)
     lattice, growth = program.lattice, None
     stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}
     if varying is not None:
@@ -384,4 +387,4 @@ def prepare(
             "trajectory.final."
         )
     stepper = Stepper(program, clock, noise, growth, varying, {} if end is None else end.fields)
-    return stepper, Inputs(state, coefficients, problem.tensors.tensors)
+    return stepper, Inputs(state, coefficients, connected.tensors)

@@ -12,9 +12,9 @@ of the coefficients and returns them as cotangents of inputs; autograd propagate
 parameters once, at the end. The sweep needs the memory of one step and of the
 :class:`~adjsim.adjoints.history.History`.
 
-The run uses copies of the parameters, forward and backward, and in a sweep these are leaves. So
-autograd reaches the user's own tensors, with their hooks and graphs, once. A change of these
-tensors between forward and backward has no effect.
+The run uses a copy of the dynamics whose parameters are leaves, forward and backward. So autograd
+reaches the user's own tensors, with their hooks and graphs, once. A change of these tensors between
+forward and backward has no effect.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
         problem: the problem to run.
         make_history: makes the history of the run from its steps.
     """
-    # Copies with a graph, through which autograd reaches the user's own tensors.
-    stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
+    stepper, inputs = prepare(problem, problem.connected())
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
     outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
@@ -73,13 +72,11 @@ class _SweptRun:
         self, problem: Problem[State], stepper: Stepper, history: History, inputs: Inputs
     ) -> None:
         self.problem, self.stepper, self.history = problem, stepper, history
-        self.recorder = Recorder(problem.record, stepper.clock)
+        self.recorder = Recorder(problem.bound_record, stepper.clock)
         self.width, self.kind = len(problem.state), type(problem.state)
         self.keys = [
             (letter, name) for letter, group in inputs.coefficients.items() for name in group
         ]
-        # The current values of all parameters and buffers.
-        self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = (
             CompiledDriver(stepper, inputs, problem, history.kept) if problem.compile else None
         )
@@ -93,21 +90,21 @@ class _SweptRun:
         return (
             *inputs.state,
             *coefficients,
-            *self.problem.tensors.trainable(inputs.parameters).values(),
+            *self.problem.reading.trainable(inputs.parameters).values(),
         )
 
-    def inputs(self, flat: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Inputs:
-        """Rebuild the inputs from which :meth:`flat` was made, with these parameters."""
+    def inputs(self, flat: tuple[Tensor, ...]) -> Inputs:
+        """Rebuild the inputs from which :meth:`flat` was made, with the values of the run."""
         coefficients: dict[str, dict[str, Tensor]] = {
             stage.letter: {} for stage in self.stepper.program.stages
         }
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
-        return Inputs(self.kind._make(flat[: self.width]), coefficients, parameters)
+        return Inputs(self.kind._make(flat[: self.width]), coefficients, self.problem.tensors)
 
     def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         problem, stepper = self.problem, self.stepper
-        inputs, recording = self.inputs(flat, self.parameters), Recording(self.recorder, stepper)
+        inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
         if self.compiled is None:
             forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
             driver: EagerDriver | ForwardLoops = EagerDriver(
@@ -117,12 +114,10 @@ class _SweptRun:
             driver = self.compiled.forward(recording, self.history.growth, self.history.states)
         start = stepper.to_lattice(inputs.state)
         saved = {"record": recording, "history": self.history}
-        with (
-            forward_saves(problem, stepper.clock.last, saved, driver) as saves,
-            problem.tensors.substituted(self.parameters),
-        ):
+        with forward_saves(problem, stepper.clock.last, saved, driver) as saves:
             last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
             states, record = recording.result()
+        problem.reading.refuse_written(problem.dynamics, problem.tensors)
         self.end = run_end(problem, stepper, last, driver.force)
         final = stepper.from_lattice(last)
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
@@ -134,12 +129,8 @@ class _SweptRun:
         outputs: tuple[Tensor, ...],
         cotangents: tuple[Tensor | None, ...],
     ) -> tuple[Tensor | None, ...]:
-        problem, stepper, tensors = self.problem, self.stepper, self.problem.tensors
-        wanted = set(tensors.wanted)
-        leaves = tuple(
-            x.detach().requires_grad_(i in wanted) for i, x in enumerate(self.parameters)
-        )
-        trainable, inputs = tensors.trainable(leaves), self.inputs(flat, leaves)
+        problem, stepper = self.problem, self.stepper
+        trainable, inputs = problem.reading.trainable(problem.tensors), self.inputs(flat)
         # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
         final, copies = self.kind._make(outputs[-self.width :]), stepper.program.copies
@@ -173,16 +164,14 @@ class _SweptRun:
             if self.compiled is None
             else self.compiled.backward(forces)
         )
-        with (
-            backward_saves(problem, stepper.clock.last, cotangents) as saves,
-            tensors.substituted(leaves),
-        ):
+        with backward_saves(problem, stepper.clock.last, cotangents) as saves:
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
             saved.accumulate(
                 0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
             )
             saved.finish()
             sums.complete()
+        problem.reading.refuse_written(problem.dynamics, problem.tensors)
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
             problem.stats["reconstruction_error"] = rewind.error

@@ -112,7 +112,10 @@ class Andersen(Thermostat):
         super().__init__(potential, mass, kT)
         register(self, "rate", rate, positive=True)
         check_per_atom("rate", self.rate)
-        self.terms = {"A": Stream(self), "B": Kick(self), "C": Collide(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "C": Collide(self)}
 
     def check(self, state: AnyState) -> None:
         super().check(state)

@@ -74,7 +74,7 @@ class Term(Generic[State]):
 
 
 class Dynamics(nn.Module, Generic[State]):
-    """The base class of dynamics. Subclasses set ``state_type`` and ``terms`` (letter to term).
+    """The base class of dynamics. Subclasses set ``state_type`` and write ``terms``.
 
     ``system_axes`` is the number of trailing axes of the first field that belong to one system:
     atoms and dim of a position. The axes before them are the batch.
@@ -91,7 +91,6 @@ class Dynamics(nn.Module, Generic[State]):
     # momentum.
     bath_fields: tuple[str, ...] = ()
     potential: nn.Module
-    terms: dict[str, Term[State]]
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__()
@@ -108,6 +107,11 @@ class Dynamics(nn.Module, Generic[State]):
         # A named tuple of tensors is safe to load; torch.load then accepts it with
         # weights_only=True.
         torch.serialization.add_safe_globals([cls.state_type])
+
+    @property
+    def terms(self) -> dict[str, Term[State]]:
+        """The terms by their letters, made at each use, so that a copy has terms of its own."""
+        raise NotImplementedError(f"{type(self).__name__} does not list its terms.")
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

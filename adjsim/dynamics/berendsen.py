@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Number
-from adjsim.dynamics.base import refuse_several
+from adjsim.dynamics.base import Term, refuse_several
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.terms import Kick, Stream
@@ -129,7 +129,10 @@ class Berendsen(Rescaling):
         super().__init__(potential, mass, kT, dof)
         register(self, "tau", tau, positive=True)
         refuse_several("tau", self.tau)
-        self.terms = {"A": Stream(self), "B": Kick(self), "R": WeakCoupling(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "R": WeakCoupling(self)}
 
     def damping(self, state: PhaseState) -> float:
         return 1 / float(self.tau.detach().min())

@@ -13,7 +13,7 @@ from adjsim._inputs import as_whole
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number
-from adjsim.dynamics.base import MassiveDynamics, refuse_several
+from adjsim.dynamics.base import MassiveDynamics, Term, refuse_several
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Kick, Stream
@@ -186,7 +186,10 @@ class Bussi(Rescaling):
         super().__init__(potential, mass, kT, None if dof is None else as_whole("dof", dof))
         register(self, "tau", tau, positive=True)
         refuse_several("tau", self.tau)
-        self.terms = {"A": Stream(self), "B": Kick(self), "R": StochasticRescale(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "R": StochasticRescale(self)}
 
     def damping(self, state: PhaseState) -> float:
         return 1 / float(self.tau.detach().min())

@@ -130,7 +130,10 @@ class ESH(Dynamics[ESHState]):
 
     def __init__(self, potential: nn.Module) -> None:
         super().__init__(potential)
-        self.terms = {"A": Glide(), "E": Turn(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Glide(), "E": Turn(self)}
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

@@ -205,7 +205,10 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
                 f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as "
                 "many of each."
             )
-        self.terms = {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "G": Bath(self)}
 
     def couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return sqrt(strengths) and rates, ``(rates, 1, 1)``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from adjsim._state import PhaseState
 from adjsim._typing import Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, as_start
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start
 from adjsim.dynamics.terms import Kick, Stream
 
 
@@ -24,7 +26,10 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
 
     def __init__(self, potential: nn.Module, mass: Number = 1.0) -> None:
         super().__init__(potential, mass)
-        self.terms = {"A": Stream(self), "B": Kick(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self)}
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

@@ -90,7 +90,10 @@ class Langevin(MassiveDynamics[PhaseState]):
         refuse_several("kT", self.kT)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
-        self.terms = {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
 
     def frictions(self, like: Tensor) -> Tensor:
         """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""

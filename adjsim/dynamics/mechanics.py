@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import describe_type
 from adjsim._params import register
+from adjsim._reading import as_part, derived
 from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Array, Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.base import (
@@ -91,6 +92,9 @@ class Mechanics(MassiveDynamics[PhaseState]):
         TypeError: a contact or a control of another kind.
     """
 
+    body: nn.Module
+    contact: SurfaceContact | None
+    control: Any
     friction: Tensor
     smoothing: Tensor
     damping_rate: Tensor
@@ -110,50 +114,68 @@ class Mechanics(MassiveDynamics[PhaseState]):
         prescribed: tuple[Array, Callable[[Any], Tensor]] | None = None,
     ) -> None:
         _check_parts(contact, control)
-        feedback = isinstance(control, Controller)
-        added: list[Any] = [] if contact is None else [contact]
-        added += [] if control is None or feedback else [control]
-        total: Any = potential
-        for part in added:
-            total = total + part
-        super().__init__(total, mass)
-        self.body, self.contact = potential, contact
-        self.control: Any = control
+        super().__init__(potential, mass)
+        self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
-        self.terms: dict[str, Term[PhaseState]] = {
-            "A": Stream(self) if prescribed is None else PrescribedStream(self),
-            "B": Kick(self),
-        }
-        self._add_friction(friction, smoothing)
-        self._add_damping(damping, stiffness_damping)
-        if feedback:
-            self.terms["U"] = Feedback(self)
-
-    def _add_friction(self, friction: Number, smoothing: Number) -> None:
         register(self, "friction", friction)
         register(self, "smoothing", smoothing, positive=True)
-        check_per_atom("friction", self.friction)
-        refuse_several("smoothing", self.smoothing)
-        if _is_given("friction", self.friction):
-            if self.contact is None:
-                raise ValueError("friction needs a surface: give a contact.")
-            self.terms["F"] = CoulombFriction(self)
-
-    def _add_damping(self, damping: Number, stiffness_damping: Number) -> None:
         register(self, "damping_rate", damping)
         register(self, "stiffness_damping", stiffness_damping)
+        check_per_atom("friction", self.friction)
         check_per_atom("damping", self.damping_rate)
+        refuse_several("smoothing", self.smoothing)
         refuse_several("stiffness_damping", self.stiffness_damping)
-        viscous = _is_given("damping", self.damping_rate)
-        if _is_given("stiffness_damping", self.stiffness_damping):
-            if self.prescribed is not None:
-                raise ValueError(
-                    "stiffness_damping does not see the velocities of prescribed vertices. Use "
-                    "damping, or fix vertices that do not move by an infinite mass."
-                )
-            self.terms["D"] = RayleighDamping(self)
-        elif viscous:
-            self.terms["D"] = ViscousDamping(self)
+        self.validate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The potential is the sum of the body and of what acts on it.
+        super().__setattr__("body" if name == "potential" else name, value)
+
+    @property
+    def potential(self) -> nn.Module:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The potential of the body, the contact and a control that is not a Controller."""
+        total: Any = self.body
+        for part in (self.contact, self.control):
+            if part is not None and not isinstance(part, Controller):
+                total = total + part
+        return total if total is self.body else as_part(total, self)
+
+    def validate(self) -> None:
+        """Refuse numbers and parts that do not go together."""
+        _check_parts(self.contact, self.control)
+        if "F" in self.present and self.contact is None:
+            raise ValueError("friction needs a surface: give a contact.")
+        if "R" in self.present and self.prescribed is not None:
+            raise ValueError(
+                "stiffness_damping does not see the velocities of prescribed vertices. Use "
+                "damping, or fix vertices that do not move by an infinite mass."
+            )
+
+    @derived("friction", "damping_rate", "stiffness_damping")
+    def present(self) -> str:
+        """The forces whose numbers are not zero: F friction, R Rayleigh damping, V viscous."""
+        numbers = {"F": "friction", "R": "stiffness_damping", "V": "damping_rate"}
+        return "".join(
+            letter
+            for letter, name in numbers.items()
+            if _is_given(name.removesuffix("_rate"), getattr(self, name))
+        )
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        found: dict[str, Term[Any]] = {
+            "A": Stream(self) if self.prescribed is None else PrescribedStream(self),
+            "B": Kick(self),
+        }
+        if "F" in self.present:
+            found["F"] = CoulombFriction(self)
+        if "R" in self.present:
+            found["D"] = RayleighDamping(self)
+        elif "V" in self.present:
+            found["D"] = ViscousDamping(self)
+        if isinstance(self.control, Controller):
+            found["U"] = Feedback(self)
+        return found
 
     @property
     def scheme(self) -> str:

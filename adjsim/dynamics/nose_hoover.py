@@ -296,7 +296,10 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
             raise ValueError(f"length must be at least 1 link; got {length}.")
         if self.dof is not None and not self.dof > 0:
             raise ValueError(f"dof must be positive; got {dof}.")
-        self.terms = {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "N": Chain(self)}
 
     def bath(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the chain's masses and target values, each ``(length, 1, 1)``.

@@ -27,12 +27,11 @@ class Rate(Term[Any]):
 
     advances_time = True
 
-    def __init__(self, name: str, fun: Callable[[], Callable[..., Any]]) -> None:
-        # Reads the function from its dynamics, since modules are registered there alone.
+    def __init__(self, name: str, fun: Callable[..., Any]) -> None:
         self.name, self.fun = name, fun
 
     def drift(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
-        value = self.fun()(as_time(t, state[0]), argument(state))
+        value = self.fun(as_time(t, state[0]), argument(state))
         rates = as_fields(self.name, value, state)
         for field, rate, y in zip(state._fields, rates, state, strict=True):
             refuse_shape(self.name, field, rate, y.shape, y)
@@ -76,4 +75,7 @@ class ODE(FieldDynamics):
     def __init__(self, fun: Callable[..., Any]) -> None:
         super().__init__()
         register_function(self, "fun", fun)
-        self.terms = {"Y": Rate("fun", lambda: self.fun)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"Y": Rate("fun", self.fun)}

@@ -91,7 +91,10 @@ class OverdampedLangevin(Dynamics[PositionState]):
         refuse_several("kT", self.kT)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
-        self.terms = {"D": Diffuse(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"D": Diffuse(self)}
 
     def frictions(self, like: Tensor) -> Tensor:
         """Return the friction in the dtype of a field, a scalar or ``(atoms, 1)``."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState, in_transform
+from adjsim.dynamics.base import Term
 from adjsim.dynamics.ode import Rate
 from adjsim.dynamics.vector_field import (
     FieldDynamics,
@@ -29,7 +30,7 @@ class NoisyRate(Rate):
     draws = 1
 
     def __init__(self, dynamics: SDE) -> None:
-        super().__init__("drift", lambda: dynamics.drift_fun)
+        super().__init__("drift", dynamics.drift_fun)
         self.dynamics = dynamics
 
     def diffusion(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
@@ -98,7 +99,10 @@ class SDE(FieldDynamics):
         self.noise = noise
         register_function(self, "drift_fun", drift)
         register_function(self, "diffusion_fun", diffusion)
-        self.terms = {"Y": NoisyRate(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"Y": NoisyRate(self)}
 
     def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
         """Evaluate the diffusion, by field."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adjsim._state import PhaseState
 from adjsim._typing import Number
+from adjsim.dynamics.base import Term
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import Rescale, Rescaling, rescaling
@@ -84,4 +85,7 @@ class VelocityRescale(Rescaling):
         dof: float | int | None = None,
     ) -> None:
         super().__init__(potential, mass, kT, dof)
-        self.terms = {"A": Stream(self), "B": Kick(self), "R": SetKineticEnergy(self)}
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"A": Stream(self), "B": Kick(self), "R": SetKineticEnergy(self)}

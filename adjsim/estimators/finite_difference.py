@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number
-from adjsim._module import exclusive
 from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
+from adjsim.estimators.functional import moved
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -24,9 +24,8 @@ class FiniteDifference(ChunkedEstimator):
     gradient and an error of step^2. Where they do not (chaos, discontinuous observables), its
     variance grows as the step shrinks, so use a larger step there.
 
-    The shifted values are written into the parameter, and the former values are restored, while no
-    other thread runs the dynamics. So a force or an observable that reads the parameter behind
-    ``float()`` or ``detach()`` gets the shifted values too.
+    Each run has a copy of the dynamics with the shifted value. An observable that names the
+    dynamics or the parameter reads the shifted value too, also behind ``float()`` or ``detach()``.
 
     Args:
         h: the step, relative to the size of the entry (absolute for an entry that is zero).
@@ -50,14 +49,15 @@ class FiniteDifference(ChunkedEstimator):
     ) -> Chunk:
         evaluations, pairs = 0, None
 
-        def mean() -> Tensor:
+        def mean(numbers: dict[str, Tensor]) -> Tensor:
             nonlocal evaluations, pairs
-            values, trajectory = observe(simulation, observable, start, DirectAdjoint(), noise)
+            where, seen = moved(simulation, observable, numbers)
+            values, trajectory = observe(where, seen, start, DirectAdjoint(), noise)
             evaluations += trajectory.stats["energy_evaluations"]
             pairs = trajectory.stats.get("pairs")
             return values.mean(0)
 
-        value = mean()
+        value = mean({})
         grads: dict[str, Tensor] = {}
         for name, parameter in simulation.dynamics.trainable().items():
             entries, columns = parameter.detach().reshape(-1), []
@@ -66,28 +66,10 @@ class FiniteDifference(ChunkedEstimator):
                 for sign in (1, -1):
                     shifted = entries.clone()
                     shifted[i] += sign * step
-                    with (
-                        exclusive(simulation.dynamics),
-                        _TemporaryValue(parameter, shifted.reshape(parameter.shape)),
-                    ):
-                        ends.append(mean())
+                    ends.append(mean({name: shifted.reshape(parameter.shape)}))
                 columns.append((ends[0] - ends[1]) / (2 * step))
             grads[name] = stacked(columns, value, parameter)
         return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
 
     def __repr__(self) -> str:
         return f"FiniteDifference(h={self.h:g})"
-
-
-class _TemporaryValue:
-    """A context manager that gives a parameter another value."""
-
-    def __init__(self, parameter: Tensor, value: Tensor) -> None:
-        self.parameter, self.value = parameter, value
-
-    def __enter__(self) -> None:
-        self.before = self.parameter.detach().clone()
-        self.parameter.data.copy_(self.value)
-
-    def __exit__(self, *_: Any) -> None:
-        self.parameter.data.copy_(self.before)

@@ -12,7 +12,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import captured_parameter, refuse_captured_force, with_values
+from adjsim.estimators.functional import moved, refuse_captured_force
 
 
 class ForwardSensitivity(ChunkedEstimator):
@@ -24,8 +24,6 @@ class ForwardSensitivity(ChunkedEstimator):
     many parameters.
 
     Raises:
-        ValueError: an observable that reads a parameter as a captured tensor, which no tangent
-            reaches, instead of as an attribute of its module.
         TypeError: exact steps, which have no forward derivative.
     """
 
@@ -42,13 +40,6 @@ class ForwardSensitivity(ChunkedEstimator):
                 "use Pathwise."
             )
         refuse_captured_force("ForwardSensitivity", simulation)
-        name = captured_parameter(simulation, observable)
-        if name is not None:
-            raise ValueError(
-                f"ForwardSensitivity: the observable reads parameter {name!r} as a tensor of its "
-                f"own, which no tangent reaches; read it from the module, as dynamics.{name}, or "
-                "use Pathwise."
-            )
 
     def chunk(
         self,
@@ -60,15 +51,13 @@ class ForwardSensitivity(ChunkedEstimator):
         plain = replace(simulation, compile=False)
         dynamics, evaluations, pairs = simulation.dynamics, 0, None
 
-        def run_once() -> Tensor:
+        def mean(numbers: dict[str, Tensor]) -> Tensor:
             nonlocal evaluations, pairs
-            values, made = observe(plain, observable, start, DirectAdjoint(), noise)
+            where, seen = moved(plain, observable, numbers)
+            values, made = observe(where, seen, start, DirectAdjoint(), noise)
             evaluations += made.stats["energy_evaluations"]
             pairs = made.stats.get("pairs")
             return values.mean(0)
-
-        def mean(numbers: dict[str, Tensor]) -> Tensor:
-            return with_values(dynamics, numbers, run_once)
 
         parameters = {name: p.detach() for name, p in dynamics.trainable().items()}
         value: Tensor | None = None
@@ -79,7 +68,7 @@ class ForwardSensitivity(ChunkedEstimator):
                 along[name].reshape(-1)[i] = 1.0
                 value, column = torch.func.jvp(mean, (parameters,), (along,))[:2]
                 columns[name].append(column.detach())
-        value = run_once().detach() if value is None else value.detach()
+        value = mean({}).detach() if value is None else value.detach()
         grads = {name: stacked(columns[name], value, p) for name, p in parameters.items()}
         return Chunk(value, grads, {"energy_evaluations": evaluations, "pairs": pairs})
 

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._module import ModuleTensors
+from adjsim._reading import Reading
 from adjsim._state import State
-from adjsim._trajectory import Final, TimeAverage, Trajectory, check_times
+from adjsim._trajectory import Final, TimeAverage, check_times
 from adjsim.estimators.base import Observable, Simulation
 
+M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 
-def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[], T]) -> T:
-    """Evaluate a function while parameters of a module have other values, by name.
+def with_values(module: M, values: Mapping[str, Tensor], function: Callable[[M], T]) -> T:
+    """Evaluate a function of a copy of a module whose parameters have other values, by name.
 
-    A tensor with several names is replaced under all of them.
+    A tensor with several names has the value under all of them. Where the function names the module
+    itself, it reads these values too.
     """
-    tensors = ModuleTensors(module)
-    with tensors.substituted(
-        [values.get(name, x) for name, x in zip(tensors.names, tensors.tensors, strict=True)]
-    ):
-        return function()
+    reading = Reading(module)
+    tensors = [values.get(name, x) for name, x in zip(reading.names, reading.tensors, strict=True)]
+    copy = reading.bound(tensors)
+    return reading.on(copy, tensors, function)(copy)
+
+
+def moved(
+    simulation: Simulation[State], observable: Observable[State], values: Mapping[str, Tensor]
+) -> tuple[Simulation[State], Observable[State]]:
+    """Return a simulation and an observable at other values of parameters, by name."""
+    reading = Reading(simulation.dynamics)
+    tensors = [values.get(name, x) for name, x in zip(reading.names, reading.tensors, strict=True)]
+    copy = reading.bound(tensors)
+    if isinstance(observable, Final):
+        observable = Final(reading.on(copy, tensors, observable.function))
+    elif not isinstance(observable, TimeAverage):
+        observable = reading.on(copy, tensors, observable)
+    # A run gives the values to the function of a time average.
+    return replace(simulation, dynamics=copy), observable
 
 
 def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None:
@@ -35,37 +52,13 @@ def refuse_captured_force(estimator: str, simulation: Simulation[State]) -> None
     """
     dynamics = simulation.dynamics
     start = simulation.starts(1, torch.Generator().manual_seed(0))
-    values = {name: p.detach() for name, p in dynamics.trainable().items()}
+    reading = Reading(dynamics)
     with torch.enable_grad():
-        rates = with_values(
-            dynamics, values, lambda: dynamics.drift(check_times(simulation.ts)[0], start)
-        )
+        copy = reading.bound([x.detach() for x in reading.tensors])
+        rates = copy.drift(check_times(simulation.ts)[0], start)
     if any(rate.requires_grad for rate in rates):
         raise ValueError(
             f"{estimator}: the force reads a parameter from a list or as a captured variable "
             "instead of from its module, so no other value can be passed to it. Read it as an "
             "attribute of the module, or in an nn.ParameterList, or use Pathwise."
         )
-
-
-def captured_parameter(simulation: Simulation[State], observable: Observable[State]) -> str | None:
-    """Find a parameter that an observable reads other than from its module."""
-    parameters = simulation.dynamics.trainable()
-    start = simulation.starts(1, torch.Generator().manual_seed(0))
-
-    def seen() -> Tensor:
-        if isinstance(observable, TimeAverage | Final):
-            return observable.function(start)
-        frames = type(start)._make(torch.stack([x] * len(simulation.ts)) for x in start)
-        return observable(Trajectory(check_times(simulation.ts), frames, None, start, {}))
-
-    with torch.enable_grad():
-        value = with_values(
-            simulation.dynamics, {name: p.detach() for name, p in parameters.items()}, seen
-        )
-        if not value.requires_grad:
-            return None
-        slopes = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True)
-    return next(
-        (name for name, slope in zip(parameters, slopes, strict=True) if slope is not None), None
-    )

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
+from adjsim._reading import Reading
 from adjsim._state import AnyState, State
 from adjsim._trajectory import TimeAverage, Trajectory, check_times
 from adjsim.adjoints.eager import EagerDriver
@@ -136,8 +136,11 @@ class Girsanov(ChunkedEstimator):
     ) -> Chunk:
         dynamics, solver = simulation.dynamics, simulation.solver
         times = check_times(simulation.ts)
-        problem = Problem(dynamics, ModuleTensors(dynamics), start, times, solver, None, noise)
-        problem.stats["pairs"] = pair_paths(dynamics.potential, start[0]) or None
+        reading = Reading(dynamics)
+        tensors = reading.leaves()
+        copy = reading.bound(tensors)
+        problem = Problem(reading, tensors, copy, start, times, solver, None, noise)
+        problem.stats["pairs"] = pair_paths(copy.potential, start[0]) or None
         stepper, inputs = prepare(problem)
         average = observable if isinstance(observable, TimeAverage) else None
         recorder = Recorder(average, stepper.clock)
@@ -152,7 +155,7 @@ class Girsanov(ChunkedEstimator):
         )
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(
-            stepper, inputs, stepper.program.forces(dynamics.potential, stats=problem.stats)
+            stepper, inputs, stepper.program.forces(copy.potential, stats=problem.stats)
         )
         last = stepper.run(
             stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem

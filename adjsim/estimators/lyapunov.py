@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_flag, as_number, as_whole, outside_inference_mode, refuse_uncalled
-from adjsim._module import exclusive
 from adjsim._noise import Noise, as_generator, seed_from
 from adjsim._state import AnyState, as_state, stack
 from adjsim._trajectory import check_times, step_numbers
@@ -196,25 +195,26 @@ def lyapunov_spectrum(
     as_flag("vectors", vectors)
     times, start = check_times(ts), as_state(state)
     noise = Noise(seed_from(as_generator(generator))) if dynamics.stochastic else None
-    with exclusive(dynamics):
-        problem = assemble(dynamics, start, times, solver, None, noise, progress)
-        check_start(problem)
-        axes = len(dynamics.batch_shape(start))
-        size = sum(x.shape[axes:].numel() for x in start)
-        number = _check_count(count, size, start)
-        first, last = _kept(times, as_number("burn_in", burn_in), vectors)
-        steps = step_numbers(times, problem.solver.dt)[first:]
-        stepper, inputs = prepare(problem)
-        if stepper.program.copies is not None:
-            raise TypeError(
-                f"{solver!r} steps a second copy of the state, whose exponents are those of the "
-                "method; use RungeKutta(method, dt)."
-            )
-        basis = start_basis(start, axes, number)
-        driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
-        driver.check_copies(start, number)
-        recorder = TangentRecorder(driver, steps, vectors)
-        stepper.run(start, inputs, driver, [recorder], problem)
+    problem = assemble(dynamics, start, times, solver, None, noise, progress)
+    check_start(problem)
+    problem = problem.connected()
+    dynamics = problem.dynamics
+    axes = len(dynamics.batch_shape(start))
+    size = sum(x.shape[axes:].numel() for x in start)
+    number = _check_count(count, size, start)
+    first, last = _kept(times, as_number("burn_in", burn_in), vectors)
+    steps = step_numbers(times, problem.solver.dt)[first:]
+    stepper, inputs = prepare(problem)
+    if stepper.program.copies is not None:
+        raise TypeError(
+            f"{solver!r} steps a second copy of the state, whose exponents are those of the "
+            "method; use RungeKutta(method, dt)."
+        )
+    basis = start_basis(start, axes, number)
+    driver = TangentDriver(stepper, inputs, dynamics.potential, basis)
+    driver.check_copies(start, number)
+    recorder = TangentRecorder(driver, steps, vectors)
+    stepper.run(start, inputs, driver, [recorder], problem)
     kept = times[first:]
     growth = torch.stack(recorder.growth)
     lengths = kept.diff().to(growth).reshape(-1, *[1] * (growth.ndim - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,11 +66,12 @@ class Moments:
         parameters = {name: registered[name] for name in self.names}
         with torch.enable_grad():
             if all(p.requires_grad for p in parameters.values()):
-                seen, u = self._evaluate(state)
+                seen, u = self._evaluate(state, self.dynamics)
             else:
                 # In a compiled loop the parameters are inputs, which do not require grad.
                 parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-                seen, u = with_values(self.dynamics, parameters, lambda: self._evaluate(state))
+                evaluate = partial(self._evaluate, state)
+                seen, u = with_values(self.dynamics, parameters, evaluate)
             rows = checked(seen, state).reshape(len(seen), -1).to(torch.float64)
             entries = rows.mean(0).unbind()
             values = rows.detach() - self.shift
@@ -85,8 +87,8 @@ class Moments:
         parts = [values, values.square().mean(0), *slopes, *explicit]
         return torch.cat([part.to(torch.float64).reshape(-1) for part in parts])
 
-    def _evaluate(self, state: AnyState) -> tuple[Tensor, Tensor]:
-        return self.function(state), reduced_energy(self.dynamics, state, self.bath)
+    def _evaluate(self, state: AnyState, dynamics: Dynamics[Any]) -> tuple[Tensor, Tensor]:
+        return self.function(state), reduced_energy(dynamics, state, self.bath)
 
     @staticmethod
     def _slopes(output: Tensor, parameters: dict[str, Tensor], weight: Tensor | None) -> Tensor:

@@ -37,9 +37,7 @@ class _ParameterVJP:
         names = [name.removeprefix("potential.") for name in self.parameters]
 
         def along(values: dict[str, Tensor], q: Tensor, w: Tensor) -> Tensor:
-            return with_values(
-                self.potential, values, lambda: (force(self.potential, q, t) * w).sum()
-            )
+            return with_values(self.potential, values, lambda copy: (force(copy, q, t) * w).sum())
 
         values = {name: p.detach() for name, p in zip(names, self.parameters.values(), strict=True)}
         found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(values, position, v)
@@ -121,7 +119,7 @@ class _FieldEulerMaruyama(PathScore):
             values: dict[str, Tensor], fields: tuple[Tensor, ...], w: tuple[Tensor, ...]
         ) -> Tensor:
             state = type(before)._make(fields)
-            rates = with_values(self.dynamics, values, lambda: self.dynamics.drift(t, state))
+            rates = with_values(self.dynamics, values, lambda copy: copy.drift(t, state))
             return torch.cat([x * y for x, y in zip(rates, w, strict=True)]).sum()
 
         found = torch.func.vmap(torch.func.grad(along), in_dims=(None, 0, 0))(

@@ -9,25 +9,24 @@ run once, and tensors computed from each other are not counted twice. A module u
 returned. Assignments such as ``p.data = ...`` and ``module.p = ...`` do not affect a run that has
 started.
 
-Arguments are passed as stand-ins. Tensors of modules are swapped in the module while it is
-evaluated, as functional_call does, under a lock for each module. Declared tensors that are not
-registered on a module are replaced in each call of a torch function.
+Arguments are passed as stand-ins. Modules are read once, and their copies with stand-ins take their
+places in the function and in its closure (:mod:`adjsim._reading`). Where a plain function reads a
+declared tensor or module in another way, torch functions receive the stand-ins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from inspect import isroutine
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim._module import exclusive, swapped, tensor_slots
+from adjsim._reading import Reading, StandIns
 
 
 class InputTensors:
@@ -41,18 +40,17 @@ class InputTensors:
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], declared: Any) -> None:
         declared = list(declared) if isinstance(declared, Iterator) else declared
-        nodes = [*tree_leaves(owner(fun)), *tree_leaves(declared)]
-        modules = {
-            id(m): m for node in nodes if isinstance(node, nn.Module) for m in node.modules()
-        }
-        found = [place for module in modules.values() for place in tensor_slots(module)]
+        own = tree_leaves(owner(fun))
+        nodes = [*own, *tree_leaves(declared)]
+        modules = [x for x in nodes if isinstance(x, nn.Module)]
+        # A module in the closure may hold the declared ones.
+        reading = Reading(nn.ModuleList([*modules, *_closed_over(fun)]))
+        registered = [x for m in modules for x in (*m.parameters(), *m.buffers())]
         unregistered = [x for x in nodes if isinstance(x, Tensor)]
         arguments = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         #: Declared tensors that require grad.
         self.declared = list(
-            {
-                id(x): x for x in (*(x for _, _, x in found), *unregistered) if x.requires_grad
-            }.values()
+            {id(x): x for x in (*registered, *unregistered) if x.requires_grad}.values()
         )
         #: Tensors with respect to which a gradient is wanted, and the stand-in of each.
         self.originals = list(
@@ -63,32 +61,27 @@ class InputTensors:
         self.args: tuple[Any, ...] = tree_map(lambda x: leaf_of.get(id(x), x), args)
         #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
         self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
-        self._unregistered = {id(x): leaf_of[id(x)] for x in unregistered if x.requires_grad}
-        self._slots = [(holder, key, leaf_of.get(id(x), x)) for holder, key, x in found]
-        self._modules = list(modules.values())
+        #: The function, with copies of the modules that hold the stand-ins.
+        self.fun = reading.rebound(
+            reading.bound([leaf_of.get(id(x), x) for x in reading.tensors]), fun
+        )
+        captured = [*unregistered]
+        if not any(isinstance(x, nn.Module) for x in own):
+            captured += registered
+        self._captured = {id(x): leaf_of[id(x)] for x in captured if x.requires_grad}
         self._leaves = {id(leaf) for leaf in self.leaves}
         self._declared = {id(x) for x in self.declared} | {
             id(x.grad_fn) for x in self.declared if x.grad_fn is not None
         }
-        read = [*(x for _, _, x in found), *unregistered, *arguments]
+        read = [*registered, *unregistered, *arguments]
         self._versions = [(x, x._version) for x in read if not x.is_inference()]
 
-    def substituted(self) -> ExitStack:
-        """Make a context in which modules and torch functions use the tensors of the run."""
-        with ExitStack() as stack:
-            if self._slots:
-                stack.enter_context(exclusive(*self._modules))
-                stack.enter_context(swapped(self._slots))
-            if self._unregistered:
-                stack.enter_context(_Substituted(self._unregistered))
-            return stack.pop_all()
-
-    def stand_in(self, x: Tensor) -> Tensor:
-        """Replace a tensor that a function returns.
-
-        A function may return a captured tensor itself, which no torch function has replaced.
-        """
-        return self._unregistered.get(id(x), x)
+    def evaluate(self, t: Any, y: Any) -> Any:
+        """Evaluate the function with the tensors of the run."""
+        with StandIns(self._captured) if self._captured else nullcontext():
+            value = self.fun(t, y, *self.args)
+        # A function may return a captured tensor itself, which no torch function has replaced.
+        return self._captured.get(id(value), value)
 
     def is_stand_in(self, leaf: Tensor) -> bool:
         return id(leaf) in self._leaves
@@ -115,6 +108,16 @@ class InputTensors:
                 )
 
 
+def _closed_over(fun: Any) -> list[nn.Module]:
+    """Return the modules in the closure of a function."""
+    cells = fun.__closure__ or () if isinstance(fun, FunctionType) else ()
+    return [
+        cell.cell_contents
+        for cell in cells
+        if cell != CellType() and isinstance(cell.cell_contents, nn.Module)
+    ]
+
+
 def owner(fun: Any) -> Any:
     """Return the object to which a method belongs, or a callable object itself."""
     while isinstance(fun, partial):
@@ -122,21 +125,3 @@ def owner(fun: Any) -> Any:
     if isinstance(fun, MethodType):
         return fun.__self__
     return None if isroutine(fun) or not hasattr(fun, "__dict__") else fun
-
-
-class _Substituted(TorchFunctionMode):
-    """A mode in which torch functions receive the stand-ins of some tensors."""
-
-    def __init__(self, leaves: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(
-            *map(self._of, args), **{name: self._of(x) for name, x in (kwargs or {}).items()}
-        )
-
-    def _of(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self._leaves.get(id(x), x)
-        return tree_map(self._of, x) if isinstance(x, list | tuple | dict) else x

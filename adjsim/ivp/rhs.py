@@ -65,8 +65,7 @@ class RightHandSide:
 
     def rates(self, t: Tensor, y: Tensor) -> Tensor:
         """Return the rates at a state ``(n,)``, or at several ``(n, k)``."""
-        with self.inputs.substituted():
-            return self.inputs.stand_in(self._vector(self.fun(t, y, *self.inputs.args)))
+        return self._vector(self.inputs.evaluate(t, y))
 
     def _vector(self, out: Any) -> Tensor:
         if isinstance(out, Tensor):
@@ -209,9 +208,9 @@ class RightHandSide:
         Only undeclared tensors that require grad are refused, and only if ``gradient`` is true.
         """
         at, x = self.time(t), self.tensor(y)
-        with torch.no_grad(), self.inputs.substituted():
+        with torch.no_grad():
             columns = x[:, None] if self.vectorized else x
-            self.uses_numpy = computes_with_numpy(self.fun, at, columns, self.inputs.args)
+            self.uses_numpy = computes_with_numpy(self.inputs.evaluate, at, columns, ())
         with torch.set_grad_enabled(gradient):
             out = torch.as_tensor(self.rate(t, y)) if self.uses_numpy else self(at, x)
         if out.shape != self.like.shape:

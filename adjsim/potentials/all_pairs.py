@@ -83,8 +83,8 @@ def geometry(pair: PairPotential, position: Positions) -> tuple[list[Tensor], Te
     Squared distances and mask are ``(*batch, atoms, atoms)``.
     """
     parts = split_coordinates(differences(position))
-    if pair.box is not None:
-        parts = nearest_image(parts, pair.box.to(position), exact=pair.cutoff is None)
+    if pair.image_box is not None:
+        parts = nearest_image(parts, pair.image_box.to(position), exact=pair.cutoff is None)
     s = sum_coordinates([x * x for x in parts])
     excluded = pair.exclusions
     included = distinct(position) if excluded is None else interacting(excluded, position)

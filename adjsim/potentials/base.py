@@ -13,16 +13,19 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from adjsim._box import as_box, refuse_other_boxes, share_box
 from adjsim._grid import Grid
 from adjsim._layout import materialise
 from adjsim._module import refuse_written, version_of
-from adjsim._typing import Energies, Positions
+from adjsim._reading import read
+from adjsim._typing import Array, Energies, Positions
 from adjsim.potentials.products import (
     DeferredVJP,
     ParameterVJP,
@@ -35,8 +38,36 @@ from adjsim.potentials.products import (
 )
 
 
-class Potential(nn.Module):
-    """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms."""
+def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of a potential evaluate a reading of it."""
+
+    @wraps(method)
+    def evaluated(self: nn.Module, *args: Any, **options: Any) -> Any:
+        return method(read(self), *args, **options)
+
+    return evaluated
+
+
+class _Read(nn.Module):
+    """Base class of modules whose evaluations begin with a reading."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("force", "force_vjp", "virial"):
+            if name in vars(cls):
+                setattr(cls, name, _reads(vars(cls)[name]))
+
+
+class Potential(_Read):
+    """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms.
+
+    ``potential(position, box=None)`` evaluates a reading of the potential, made at the call. A box
+    takes the place of that of the constructor, in every part of a sum.
+    """
+
+    def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
+        given = None if box is None else as_box(box)
+        return nn.Module.__call__(read(self, given), position)
 
     def forward(self, position: Positions) -> Energies:
         raise TypeError(
@@ -84,14 +115,15 @@ class SumPotential(Potential):
     """A sum of potentials, ``U = sum_k U_k``, written ``a + b``.
 
     Each part keeps its own closed forms. The parameters of part k have names that begin with
-    ``parts.k``.
+    ``parts.k``. A sum has one box: that of the parts which have one.
 
     Args:
         parts: modules that map position to energy. A sum among them is replaced by its parts.
 
     Raises:
         TypeError: a part without an energy, such as a :class:`ForceField`.
-        ValueError: no parts, or a part whose energy is not ``(*batch,)``.
+        ValueError: no parts, parts with different boxes, or a part whose energy is not
+            ``(*batch,)``.
     """
 
     def __init__(self, *parts: nn.Module) -> None:
@@ -105,6 +137,25 @@ class SumPotential(Potential):
                     f"{type(part).__name__}."
                 )
         self.parts = nn.ModuleList(_flat(parts))
+        share_box(self)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse parts with different boxes."""
+        refuse_other_boxes(self.parts)
+
+    @property
+    def box(self) -> Tensor | None:
+        """The periodic box of the parts, None without one."""
+        boxes = (getattr(part, "box", None) for part in self.parts)
+        return next((box for box in boxes if box is not None), None)
+
+    @box.setter
+    def box(self, value: Array) -> None:
+        shared = as_box(value)
+        for part in self.modules():
+            if part._buffers.get("box") is not None:
+                part._buffers["box"] = shared
 
     def forward(self, position: Positions) -> Energies:
         energies = [part(position) for part in self.parts]
@@ -163,13 +214,17 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class ForceField(nn.Module):
+class ForceField(_Read):
     """A force without an energy, ``F(t, q)``. Subclasses write ``forward(t, position)``.
 
-    Examples are a control and a non-conservative drive. It has no invariant. Its products are taken
+    ``force_field(t, position)`` evaluates a reading of the field, made at the call. Examples are a
+    control and a non-conservative drive. It has no invariant. Its products are taken
     by automatic differentiation; a subclass may write ``force_vjp`` in closed form. A sum with
     energies or other force fields, ``a + b``, is a :class:`SumForce`.
     """
+
+    def __call__(self, *arguments: Any) -> Positions:
+        return nn.Module.__call__(read(self), *arguments)
 
     def forward(self, t: Any, position: Positions) -> Positions:
         raise TypeError(f"{type(self).__name__} has no force: write forward(t, position).")
@@ -220,6 +275,12 @@ class SumForce(ForceField):
                     f"{type(part).__name__}."
                 )
         self.parts = nn.ModuleList(_flat(parts))
+        share_box(self)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse parts with different boxes."""
+        refuse_other_boxes(self.parts)
 
     def forward(self, t: Any, position: Positions) -> Positions:
         return _total([force(part, position, t) for part in self.parts])
@@ -291,7 +352,7 @@ def force(
     Raises:
         ValueError: the potential writes into the position that it is given.
     """
-    position = materialise(position)
+    position, potential = materialise(position), read(potential)
     version = version_of(position)
     if isinstance(potential, ForceField):
         value = potential.force(t, position) if grid is None else potential.force(t, position, grid)
@@ -315,7 +376,7 @@ def force_vjp(
     The product is with respect to the position and ``parameters``. The position must not require
     grad; the product may be taken once.
     """
-    position = materialise(position)
+    position, potential = materialise(position), read(potential)
     version = version_of(position)
     if isinstance(potential, ForceField):
         value, pullback = (

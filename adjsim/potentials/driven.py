@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from adjsim._grid import Grid
 from adjsim._inputs import describe_type, refuse_uncalled, refuse_uncalled_class
 from adjsim._layout import is_tracing, materialise_contiguous
-from adjsim._module import exclusive, swapped
 from adjsim._params import refuse_unknown
+from adjsim._reading import read, replaced
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import (
     ForceField,
@@ -83,12 +82,10 @@ class Actuated(ForceField):
 
     def energy(self, t: Any, position: Positions) -> Energies:
         """Compute the energy of the potential at a time, ``(*batch,)``."""
-        with self._driven(self._values(t)):
-            return self.potential(position)
+        return self._driven(self._values(t))(position)
 
     def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
-        with self._driven(self._values(t)):
-            return force(self.potential, position, grid=grid)
+        return force(self._driven(self._values(t)), position, grid=grid)
 
     def force_vjp(
         self,
@@ -105,14 +102,11 @@ class Actuated(ForceField):
         leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in values.items()}
         wanted = [name for name, x in values.items() if x.requires_grad]
         known = [*parameters, *(leaves[name] for name in wanted)]
-        with self._driven(leaves):
-            value, inner = force_vjp(self.potential, position, known, grid=grid)
+        value, inner = force_vjp(self._driven(leaves), position, known, grid=grid)
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
-            # Deferred products read the parameters, so they are taken before time moves on.
-            with self._driven(leaves):
-                along, found = inner(v)
-                grads = found if isinstance(found, list) else found.gradient(known)
+            along, found = inner(v)
+            grads = found if isinstance(found, list) else found.gradient(known)
             direct, cotangents = grads[: len(parameters)], grads[len(parameters) :]
             pairs = [
                 (values[name], x)
@@ -168,13 +162,6 @@ class Actuated(ForceField):
             values[name] = materialise_contiguous(x) if is_tracing() else x
         return values
 
-    @contextmanager
-    def _driven(self, values: Mapping[str, Tensor]) -> Generator[None, None, None]:
-        """Run the potential with these values of its parameters, by this thread alone."""
-        part = self.potential
-        slots = [
-            (part._parameters if name in part._parameters else part._buffers, name, x)
-            for name, x in values.items()
-        ]
-        with exclusive(part), swapped(slots):
-            yield
+    def _driven(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """Return a copy of the potential with these values of its parameters."""
+        return replaced(read(self.potential), values)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import Grid
+from adjsim._box import share_box
 from adjsim._tree import closest_atoms
-from adjsim._typing import Energies, Positions
-from adjsim.potentials.base import Potential, Pullback, SumPotential, force
+from adjsim.potentials.base import Potential, SumPotential, force
 
 LARGEST_ENERGY = 1e6
 """The energy in eV from which a start is refused. A bond has a few eV, so positions or parameters
@@ -51,27 +50,12 @@ class ForceFieldPotential(SumPotential):
             self.add_module(name, part)
         self.labels = {name: tuple(found) for name, found in (labels or {}).items()}
         self.shared = _shared_tensors(self)
+        share_box(self)
+        self.validate()
 
-    def forward(self, position: Positions) -> Energies:
-        self._refuse_divided()
-        return super().forward(position)
-
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        self._refuse_divided()
-        return super().force(position, grid)
-
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
-    ) -> tuple[Tensor, Pullback]:
-        self._refuse_divided()
-        return super().force_vjp(position, parameters, grid)
-
-    def virial(self, position: Positions) -> Tensor:
-        self._refuse_divided()
-        return super().virial(position)
-
-    def _refuse_divided(self) -> None:
-        """Refuse parts that shared a tensor and have different ones."""
+    def validate(self) -> None:
+        """Refuse parts with different boxes, and parts that shared a tensor and do so no longer."""
+        super().validate()
         modules = dict(self.named_modules())
         for group in self.shared:
             found = [
@@ -92,12 +76,6 @@ class ForceFieldPotential(SumPotential):
     def parts(self) -> tuple[nn.Module, ...]:
         """The parts in the order of their names, as in :class:`SumPotential`."""
         return tuple(part for part in self._modules.values() if part is not None)
-
-    @property
-    def box(self) -> Tensor | None:
-        """The box of the first part that has one."""
-        boxes = (getattr(part, "box", None) for part in self.parts)
-        return next((box for box in boxes if box is not None), None)
 
 
 def _shared_tensors(module: nn.Module) -> tuple[tuple[tuple[str, str], ...], ...]:

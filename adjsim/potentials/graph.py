@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import checked_box
+from adjsim._box import Periodic
 from adjsim._grid import Grid
 from adjsim._inputs import as_indices, as_number, outside_inference_mode, refuse_uncalled
 from adjsim._typing import Array, Energies, Positions
@@ -17,7 +17,7 @@ from adjsim.potentials.base import ForceField, Potential, Pullback, derivative, 
 from adjsim.potentials.edges import Edges, find_edges
 
 
-class _GraphModel(nn.Module):
+class _GraphModel(Periodic):
     """A model of a graph, and the settings of its edges."""
 
     box: Tensor | None
@@ -46,18 +46,27 @@ class _GraphModel(nn.Module):
         if self.skin is not None and not 0 <= self.skin < math.inf:
             raise ValueError(f"skin must be zero or positive, and finite; got {skin}.")
         with outside_inference_mode():
-            self.register_buffer("box", None if box is None else checked_box(box, None))
+            self.register_box(box)
             kinds = None if species is None else as_indices("species", species)
             self.register_buffer("species", kinds)
         if kinds is not None and kinds.ndim != 1:
             raise ValueError(f"species must be (atoms,) integers; got shape {tuple(kinds.shape)}.")
+
+    @property
+    def image_cutoff(self) -> None:
+        """None: two atoms may have edges with several images."""
 
     def edges(self, position: Positions) -> Edges:
         """Find the edges of positions, those that the model is given."""
         dim = position.shape[-1]
         if self.box is not None and len(self.box) != dim:
             raise ValueError(f"box has {len(self.box)} dimensions and position {dim}.")
-        return find_edges(position, self.cutoff, self.box, self.skin)
+        assert self.cutoff is not None
+        return find_edges(position, self.cutoff, self.image_box, self.skin)
+
+    def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
+        """Call the model."""
+        return self.model(position, edges, shifts, species)
 
     def evaluate(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
         """Evaluate the model, and refuse a result that is no tensor of the position's dtype."""
@@ -70,7 +79,7 @@ class _GraphModel(nn.Module):
                 species = species.repeat(math.prod(batch))
         name = type(self.model).__name__
         try:
-            value: Any = self.model(position.reshape(-1, dim), edges.pairs, shifts, species)
+            value: Any = self.call(position.reshape(-1, dim), edges.pairs, shifts, species)
         except IndexError as error:
             if species is None:
                 raise

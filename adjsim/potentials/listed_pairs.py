@@ -27,6 +27,7 @@ from adjsim._layout import is_tracing
 from adjsim._pairs.exclusions import check_exclusions
 from adjsim._pairs.kernel import ATOM, NUMBER, TABLE
 from adjsim._params import refuse_unknown
+from adjsim._reading import own_tensors
 from adjsim._state import in_transform
 from adjsim._tree import pairs_within
 from adjsim._typing import Energies, Positions
@@ -164,8 +165,8 @@ class _Geometry:
         finite = torch.isfinite(position).flatten(-2).all(-1)
         listed = _find(pair, position.detach(), finite)
         d = _differences(position, listed)
-        if pair.box is not None:
-            (moved,) = nearest_image([d.unsqueeze(-1)], pair.box.to(d), exact=False)
+        if pair.image_box is not None:
+            (moved,) = nearest_image([d.unsqueeze(-1)], pair.image_box.to(d), exact=False)
             d = moved.squeeze(-1)
         s = (d * d).sum(0)
         near = (s.detach() < pair.cutoff**2).nonzero().squeeze(-1)
@@ -220,7 +221,7 @@ class _RowSum(torch.autograd.Function):
 
 def _find(pair: PairPotential, position: Tensor, finite: Tensor) -> Pairs:
     """Return pairs that contain all pairs within the cutoff."""
-    skin, box = skin_of(pair, position), pair.box
+    skin, box = skin_of(pair, position), pair.image_box
     assert pair.cutoff is not None
     assert skin is not None
     # Systems that are not finite have no pairs, and stay where they are.
@@ -290,8 +291,8 @@ def _with_operands(pair: PairPotential, pairs: Pairs, atoms: int) -> PairPotenti
     i, j = pairs.i % atoms, pairs.j % atoms
     a, b = (i, j) if pair.species is None else (pair.species[i], pair.species[j])
     given: dict[str, tuple[str, Tensor]] = {}
-    for name, registered in (*pair._parameters.items(), *pair._buffers.items()):
-        if registered is None or name in ("box", "species") or not registered.is_floating_point():
+    for name, registered in own_tensors(pair).items():
+        if name in ("box", "species") or not registered.is_floating_point():
             continue
         value = pair.pair_table(name)
         given[name] = (NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE), value

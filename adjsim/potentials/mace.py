@@ -5,14 +5,14 @@ This module does not import ``mace``: it takes a model that somebody has made or
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import checked_box
 from adjsim._inputs import as_indices
 from adjsim._params import point_of_differentiation
+from adjsim._reading import derived
 from adjsim._typing import Array
 from adjsim.potentials.graph import GraphPotential
 
@@ -60,10 +60,6 @@ class MACEPotential(GraphPotential):
                 f"{type(model).__name__} is not a MACE model: it has no {', '.join(missing)}. Give "
                 "other models to GraphPotential(model, cutoff)."
             )
-        cell = torch.zeros(3, 3, dtype=torch.float64)
-        if box is not None:
-            cell = checked_box(box, None)
-            cell = torch.diag(cell) if cell.ndim == 1 else cell
         known: list[int] = cast(Tensor, model.atomic_numbers).tolist()
         given = as_indices("numbers", numbers).flatten()
         unknown = sorted(set(given.tolist()) - set(known))
@@ -74,21 +70,30 @@ class MACEPotential(GraphPotential):
             raise ValueError(f"head must be one of 0 to {len(heads) - 1} ({heads}); got {head}.")
         kinds = torch.tensor([known.index(n) for n in given.tolist()])
         cutoff = float(cast(Tensor, model.r_max))
-        adapted = _Adapter(model, len(known), head, cell)
+        adapted = _Adapter(model, len(known), head)
         super().__init__(adapted, cutoff, species=kinds, box=box, skin=skin)
+
+    @derived("image_box")
+    def cell(self) -> Tensor:
+        """The rows of the box, zero without one."""
+        if self.image_box is None:
+            return torch.zeros(3, 3, dtype=torch.float64)
+        return torch.diag(self.image_box) if self.image_box.ndim == 1 else self.image_box
+
+    def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
+        return self.model(position, edges, shifts, species, self.cell)
 
 
 class _Adapter(nn.Module):
     """Calls a MACE model with the inputs of a graph model, and returns the energies of atoms."""
 
-    cell: Tensor
-
-    def __init__(self, model: nn.Module, kinds: int, head: int, cell: Tensor) -> None:
+    def __init__(self, model: nn.Module, kinds: int, head: int) -> None:
         super().__init__()
         self.mace, self.kinds, self.head = model, kinds, head
-        self.register_buffer("cell", cell)
 
-    def forward(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Tensor) -> Tensor:
+    def forward(
+        self, position: Tensor, edges: Tensor, shifts: Tensor, species: Tensor, cell: Tensor
+    ) -> Tensor:
         # MACE makes its inputs require grad. These are leaves of the call alone.
         q = position if position.requires_grad else point_of_differentiation(position)
         kinds = nn.functional.one_hot(species, self.kinds).to(position.dtype)
@@ -99,7 +104,7 @@ class _Adapter(nn.Module):
             "edge_index": edges,
             "shifts": shifts,
             "unit_shifts": torch.zeros_like(shifts),
-            "cell": self.cell.to(position),
+            "cell": cell.to(position),
             "batch": torch.zeros_like(species),
             "ptr": edges.new_tensor([0, len(species)]),
             "head": edges.new_tensor([self.head]),

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import checked_box, volume
+from adjsim._box import Periodic
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, describe_type, outside_inference_mode
 from adjsim._pairs.exclusions import checked_exclusions
 from adjsim._params import register
+from adjsim._reading import own_tensors, replaced
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials import all_pairs, listed_pairs
 from adjsim.potentials.base import Potential, Pullback, SumPotential, derivative
@@ -27,7 +28,7 @@ from adjsim.potentials.truncation import Shifted, Truncation
 SHIFTED = Shifted()
 
 
-class PairPotential(Potential):
+class PairPotential(Periodic, Potential):
     """A sum over pairs i<j of ``pair_energy(s)``, with s the squared distance.
 
     Subclasses write ``pair_energy``; ``pair_slope`` (du/ds) and ``pair_curvature`` (d2u/ds2) follow
@@ -39,7 +40,7 @@ class PairPotential(Potential):
             zero), :class:`~adjsim.potentials.ForceShifted` or
             :class:`~adjsim.potentials.Switched`.
         box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell; distances are to the
-            nearest image. Tilted rows are replaced by the least skewed rows of the same lattice.
+            nearest image. For tilted rows it is found by the least skewed rows of the same lattice.
         skin: how far beyond the cutoff the neighbour list of a large system reaches. It is built
             again when atoms have moved by half of it. None: chosen by the library. Results do not
             depend on it, to the last bit.
@@ -93,11 +94,10 @@ class PairPotential(Potential):
                 f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
             )
         with outside_inference_mode():
-            self.register_buffer("box", None if box is None else checked_box(box, self.cutoff))
+            self.register_box(box)
             self.register_buffer("species", None)
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
-        self._volume = None if self.box is None else float(volume(self.box))
 
     def pair_energy(self, s: Tensor) -> Tensor:
         """Compute u(s), elementwise."""
@@ -226,18 +226,13 @@ class PairPotential(Potential):
         A formula may read a parameter that is one number by its attribute. Tables and numbers of
         atoms are read by :meth:`pair_parameter` and :meth:`atom_parameter` alone.
         """
-        twin = self.frozen()
-        for name, x in twin._buffers.items():
-            if x is not None and x.numel() == 1 and name in values:
-                twin._buffers[name] = values[name]
+        numbers = {
+            name: values[name]
+            for name, x in own_tensors(self).items()
+            if x.numel() == 1 and name in values
+        }
+        twin = replaced(self, numbers)
         twin._operands = values
-        return twin
-
-    def frozen(self) -> PairPotential:
-        """Return a copy that keeps its present parameters, box and settings."""
-        twin = object.__new__(type(self))
-        tensors = {**self._parameters, **self._buffers}
-        vars(twin).update({**vars(self), "_parameters": {}, "_buffers": tensors})
         return twin
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +15,6 @@ from adjsim._state import in_transform
 
 if TYPE_CHECKING:
     from adjsim.potentials.pair import PairPotential
-
-# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
-# a list is made: in units of the neighbours in a list, or without a box. Measured, see
-# benchmarks/liquid.py.
-SKIN = 0.14
-LISTED, LISTED_WITHOUT_BOX = 3.0, 512
 
 
 def unsupported(pair: PairPotential, position: Tensor) -> str | None:
@@ -74,12 +67,5 @@ def misshapen(
 
 def skin_of(pair: PairPotential, position: Tensor) -> float | None:
     """Return the skin of the neighbour list; None: evaluate all pairs."""
-    if pair.cutoff is None:
-        return None
-    skin = SKIN * pair.cutoff if pair.skin is None else pair.skin
-    atoms, dim = position.shape[-2:]
-    if pair._volume is None:
-        return skin if atoms >= LISTED_WITHOUT_BOX else None
-    reach = pair.cutoff + skin
-    ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
-    return skin if atoms > LISTED * (1 + atoms * ball / pair._volume) else None
+    smallest = pair.smallest_listed
+    return None if smallest is None or position.shape[-2] < smallest else pair.list_skin

@@ -38,6 +38,7 @@ from adjsim._pairs.kernel import (
 )
 from adjsim._pairs.operator import evaluate as evaluate_kernel
 from adjsim._params import refuse_unknown
+from adjsim._reading import own_tensors, read, replaced
 from adjsim._typing import Energies, Positions
 from adjsim.potentials import all_pairs
 from adjsim.potentials.base import DeferredVJP, Pullback
@@ -61,7 +62,7 @@ class PairOperator:
 
     Attributes:
         owner: the potential.
-        pair: a copy of it that keeps its box and settings, whatever becomes of the potential.
+        pair: what is computed of it, whatever becomes of the potential.
         names: the names of its operands: the tensors that its formulas may read.
         operands: their values, to which gradients are taken.
         layout: that of the kernel of the force.
@@ -87,12 +88,12 @@ class PairOperator:
             key = _formula_key(owner)
         except UninspectableError as error:
             return str(error)
-        pair, (atoms, dim) = owner.frozen(), position.shape[-2:]
+        pair, (atoms, dim) = read(owner), position.shape[-2:]
         names: list[str] = []
         operands: list[Tensor] = []
         kinds: list[str] = []
-        for name, value in pair._buffers.items():
-            if value is None or name in ("box", "species") or not value.is_floating_point():
+        for name, value in own_tensors(pair).items():
+            if name in ("box", "species") or not value.is_floating_point():
                 continue
             # With a graph also in a sweep, which takes the gradients of operands to parameters.
             with torch.enable_grad():
@@ -105,7 +106,7 @@ class PairOperator:
         )
         if reason is not None:
             return reason
-        box = pair.box
+        box = pair.image_box
         image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
         skin = skin_of(pair, position)
         excluded = pair.exclusions is not None
@@ -115,8 +116,8 @@ class PairOperator:
         # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
         shapes = tuple(
             (name, x.shape, x.dtype)
-            for name, x in pair._buffers.items()
-            if x is not None and name != "exclusions"
+            for name, x in own_tensors(pair).items()
+            if name != "exclusions"
         )
         place = (key, shapes, layout)
         with _lock:
@@ -180,7 +181,7 @@ class PairOperator:
     @property
     def _settings(self) -> tuple[Tensor | None, ...]:
         """The tensors other than operands."""
-        return self.pair.box, self.pair.species, self.pair.exclusions
+        return self.pair.image_box, self.pair.species, self.pair.exclusions
 
     @cached_property
     def wanted(self) -> tuple[int, ...]:
@@ -267,7 +268,8 @@ class PairOperator:
         kernel = self._kernel(mode, grid is not None)
         if isinstance(kernel, str):
             raise RuntimeError(f"{type(self.owner).__name__} has no pair operator: {kernel}.")
-        box = None if self.pair.box is None else self.pair.box.to(position)
+        box = self.pair.image_box
+        box = None if box is None else box.to(position)
         spacing = None if grid is None else grid.spacing
         return evaluate_kernel(
             kernel,
@@ -314,13 +316,13 @@ class PairOperator:
         return Kernel(layout, functions, slope)
 
     def _formula(self, method: str) -> Any:
-        # Potentials of one class share kernels. So the values of tensors other than operands, and
-        # the volume, cannot be read: a trace that reads one is an error.
-        bare = self.pair.frozen()
-        bare._buffers["exclusions"] = None
-        for name, x in bare._buffers.items():
-            bare._buffers[name] = None if x is None else x.detach().to("meta")
-        vars(bare).pop("_volume")
+        # Potentials of one class share kernels. So the values of tensors other than operands
+        # cannot be read: a trace that reads one is an error.
+        tensors = own_tensors(self.pair) | {"exclusions": None}
+        bare = replaced(
+            self.pair,
+            {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
+        )
         return lambda s, values: getattr(bare.with_operands(values), method)(s)
 
     def _functions(self, layout: Layout) -> str:
@@ -362,4 +364,4 @@ def _formula_key(pair: PairPotential) -> Any:
     if len(modules) > 1:
         return dtype, modules
     _, kind, _, *attributes = modules[0]
-    return dtype, kind, *(entry for entry in attributes if entry[0] != "_volume")
+    return dtype, kind, *attributes

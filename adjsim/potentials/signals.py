@@ -39,6 +39,10 @@ class _Nodes(Signal):
         super().__init__()
         register(self, "times", times)
         register(self, "values", values)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse times that do not increase, and values of another length."""
         found = self.times.detach()
         if found.ndim != 1 or len(found) < 2 or not bool((found[1:] > found[:-1]).all()):
             raise ValueError(

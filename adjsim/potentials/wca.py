@@ -38,6 +38,11 @@ class WCA(LennardJones):
         exclusions: Array | None = None,
     ) -> None:
         super().__init__(epsilon, sigma, cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a cutoff below the end of the potential."""
+        super().validate()
         end = 2 ** (1 / 6) * float(self.sigma.detach().max())
         if self.cutoff is not None and self.cutoff < end * (1 - 1e-12):
             raise ValueError(

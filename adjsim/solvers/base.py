@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from adjsim._grid import Grid
 from adjsim._inputs import as_number
 from adjsim._manifest import Saving
-from adjsim._module import ModuleTensors
 from adjsim._noise import Noise
+from adjsim._reading import Reading
 from adjsim._state import AnyState, State, all_finite, in_transform
-from adjsim._trajectory import Record, RunEnd, step_numbers
+from adjsim._trajectory import Record, RunEnd, TimeAverage, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
@@ -247,11 +247,17 @@ class Program:
 class Problem(Generic[State]):
     """The validated inputs of one run, for the adjoint.
 
-    ``key`` is the key of what a compiled run reads (:mod:`adjsim._cache_key`), where it is known.
+    Attributes:
+        reading: what is computed of the user's dynamics.
+        tensors: the values of the reading that the run uses: leaves, or tensors with a graph to
+            those of the user.
+        dynamics: the copy of the dynamics that holds them.
+        key: the key of what a compiled run reads (:mod:`adjsim._cache_key`), where it is known.
     """
 
+    reading: Reading[Dynamics[State]]
+    tensors: tuple[Tensor, ...]
     dynamics: Dynamics[State]
-    tensors: ModuleTensors
     state: State
     times: Tensor
     solver: Any
@@ -267,8 +273,29 @@ class Problem(Generic[State]):
     @property
     def needs_gradient(self) -> bool:
         """Whether the start or a parameter requires grad, and gradients are enabled."""
-        trained = bool(self.tensors.wanted) or any(x.requires_grad for x in self.state)
+        trained = bool(self.reading.wanted) or any(x.requires_grad for x in self.state)
         return torch.is_grad_enabled() and trained
+
+    def connected(self) -> Problem[State]:
+        """Return the same run with values by which autograd reaches the user's tensors."""
+        tensors = self.reading.connected()
+        return replace(self, tensors=tensors, dynamics=self.reading.bound(tensors))
+
+    @property
+    def bound_record(self) -> Record[State]:
+        """The record, which reads the values of the run where it names the user's dynamics."""
+        return bound_record(self.record, self.reading, self.dynamics, self.tensors)
+
+
+def bound_record(
+    record: Record[State], reading: Reading[Any], dynamics: Any, tensors: Sequence[Tensor]
+) -> Record[State]:
+    """Return a record that reads a copy of the dynamics, and its tensors, where it names it."""
+    if record is None:
+        return None
+    if isinstance(record, TimeAverage):
+        return replace(record, function=reading.on(dynamics, tensors, record.function))
+    return reading.on(dynamics, tensors, record)
 
 
 @runtime_checkable

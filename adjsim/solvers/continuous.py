@@ -6,7 +6,6 @@ These libraries have both gradients: backpropagation through the solve, and the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
 import torch
@@ -49,7 +48,7 @@ class ContinuousSolver(ABC):
         self, problem: Problem[State], backsolve: dict[str, Any] | None
     ) -> tuple[State | None, Tensor | None, State]:
         """Return frames, record and final state."""
-        record = problem.record
+        record = problem.bound_record
         average = record if isinstance(record, TimeAverage) else None
         times, saves = self.times(problem)
         field = VectorField(problem, average, self.dt, backsolve is not None)
@@ -112,24 +111,27 @@ class VectorField(torch.nn.Module, Generic[State]):
 
     Time is in units of the step if the step is fixed. A continuous adjoint evaluates the drift
     again in the backward solve, and differentiates it with respect to its parameters at every
-    evaluation. So it gets copies of the parameters, made at the start. Autograd then passes one
-    accumulated gradient to the user's parameters, and their hooks run once.
+    evaluation. Those are the values of the run. So autograd passes one accumulated gradient to the
+    user's parameters, and their hooks run once.
 
     Args:
         problem: the problem with the drift.
         average: a time average, which is integrated with the drift.
         unit: the step, if time is counted in steps.
-        copied: whether it runs on copies of the parameters.
+        checked: whether the drift is refused if it depends on tensors that are not registered.
     """
 
     def __init__(
-        self, problem: Problem[State], average: TimeAverage | None, unit: float | None, copied: bool
+        self,
+        problem: Problem[State],
+        average: TimeAverage | None,
+        unit: float | None,
+        checked: bool,
     ) -> None:
         super().__init__()
         # In a list, so that the module does not register the dynamics.
         self._problem, self.average, self.unit = [problem], average, unit
-        tensors = problem.tensors.tensors
-        self._copies = [tuple(x.clone() for x in tensors)] if copied else []
+        self.checked = checked
 
     @property
     def problem(self) -> Problem[State]:
@@ -137,8 +139,8 @@ class VectorField(torch.nn.Module, Generic[State]):
 
     @property
     def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
-        """The copies of the parameters that require grad."""
-        return tuple(self.problem.tensors.trainable(self._copies[0]).values())
+        """The values of the parameters that require grad."""
+        return tuple(self.problem.reading.trainable(self.problem.tensors).values())
 
     def state(self, fields: tuple[Tensor, ...]) -> State:
         return type(self.problem.state)._make(fields[: len(self.problem.state)])
@@ -148,32 +150,25 @@ class VectorField(torch.nn.Module, Generic[State]):
 
     def diffusion(self, t: Tensor, state: State) -> State:
         """Compute the amplitudes of the noise."""
-        with self._substituted():
-            return self.problem.dynamics.diffusion(self.time(t), state)
+        return self.problem.dynamics.diffusion(self.time(t), state)
 
     def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         state, stats = self.state(fields), self.problem.stats
-        with self._substituted():
-            rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
-            if self.average is not None:
-                rates = (*rates, self.average.function(state).to(fields[-1].dtype))
-            if self._copies and torch.is_grad_enabled():
-                for rate in rates:
-                    refuse_captured(
-                        rate,
-                        self.problem.dynamics,
-                        [*fields, t],
-                        "the drift, or the averaged function,",
-                    )
+        rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
+        if self.average is not None:
+            rates = (*rates, self.average.function(state).to(fields[-1].dtype))
+        if self.checked and torch.is_grad_enabled():
+            known = [*fields, t, *self.parameters_of_adjoint]
+            for rate in rates:
+                refuse_captured(
+                    rate, self.problem.dynamics, known, "the drift, or the averaged function,"
+                )
         stats["energy_evaluations"] += 1
         tracked = next((rate for rate in rates if rate.requires_grad), None)
         if tracked is not None:
             # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
             tracked.register_hook(counted_backward(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
-
-    def _substituted(self) -> AbstractContextManager[None]:
-        return self.problem.tensors.substituted(self._copies[0]) if self._copies else nullcontext()
 
 
 def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:
@@ -189,7 +184,7 @@ def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -
 def asks_gradient(problem: Problem[State]) -> bool:
     """Return whether a gradient of this run may be needed."""
     return torch.is_grad_enabled() and (
-        bool(problem.tensors.wanted) or any(x.requires_grad for x in problem.state)
+        bool(problem.reading.wanted) or any(x.requires_grad for x in problem.state)
     )
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._inputs import as_number
-from adjsim._module import ModuleTensors
+from adjsim._reading import Reading
 from adjsim._state import AnyMomentumState, AnyState, PhaseState, State, in_transform, position_of
 from adjsim._systems import LARGEST
 from adjsim.dynamics.base import Dynamics, MassiveDynamics
@@ -52,7 +52,7 @@ class ImplicitMove:
     h: float
     theta: float
     tol: float
-    tensors: ModuleTensors
+    reading: Reading[nn.Module]
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class ImplicitMove:
         """Return the state after the move."""
         assert isinstance(state, AnyMomentumState)
         q, p, c = state.position, state.momentum, context.coefficients["1/m"]
-        trainable = [self.tensors.tensors[i] for i in self.tensors.wanted]
+        trainable = [self.reading.tensors[i] for i in self.reading.wanted]
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, p, c, *trainable)):
             q, p = _Step.apply(self, context, q, p, c, *trainable)
         else:
@@ -176,8 +176,7 @@ class _Step(torch.autograd.Function):
             context.letter,
             context.forces.stats,
         )
-        ctx.potential = context.forces.potential
-        ctx.save_for_backward(q, p, c, *found, *trainable, *move.tensors.untrained)
+        ctx.save_for_backward(q, p, c, *found, *trainable)
         return found
 
     @staticmethod
@@ -189,19 +188,16 @@ class _Step(torch.autograd.Function):
                 "backward). Use a splitting for that."
             )
         q, p, c, after_q, after_p, *_ = ctx.saved_tensors
-        tensors, wanted = ctx.move.tensors, set(ctx.move.tensors.wanted)
-        leaves = tuple(
-            x.detach().requires_grad_(i in wanted) for i, x in enumerate(tensors.tensors)
-        )
-        trainable = tensors.trainable(leaves)
-        forces = ForceEvaluator(ctx.potential, parameters=trainable, stats=ctx.stats)
+        reading: Reading[nn.Module] = ctx.move.reading
+        leaves = reading.leaves()
+        trainable, potential = reading.trainable(leaves), reading.bound(leaves)
+        forces = ForceEvaluator(potential, parameters=trainable, stats=ctx.stats)
         coefficients = {"1/m": c.detach().requires_grad_(c.requires_grad)}
         context = MoveContext(ctx.t, ctx.letter, coefficients, None, forces)
         sums = Cotangents(dict(zip(PhaseState._fields, cotangents, strict=True)), trainable)
         after = PhaseState(after_q.detach(), after_p.detach())
-        with tensors.substituted(leaves):
-            ctx.move.backward(after, context, sums, PhaseState(q.detach(), p.detach()))
-            sums.complete()
+        ctx.move.backward(after, context, sums, PhaseState(q.detach(), p.detach()))
+        sums.complete()
         return (
             None,
             None,
@@ -268,7 +264,7 @@ class ImplicitSolver(SteppingSolver):
 
     def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
         """List the implicit move, with moves of prescribed vertices before and after it."""
-        move = ImplicitMove(self.dt, self.theta, self.tol, ModuleTensors(dynamics.potential))
+        move = ImplicitMove(self.dt, self.theta, self.tol, Reading(dynamics.potential))
         stream: Any = dynamics.terms["A"]
         if not isinstance(stream, PrescribedStream):
             return (move,)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import adjsim
+from adjsim import _box, _reading
 from adjsim._pairs import kernel as kernels
 from adjsim.potentials import (
     WCA,
@@ -29,7 +30,6 @@ from adjsim.potentials import (
     Yukawa,
     all_pairs,
     listed_pairs,
-    pair_conditions,
     pair_operator,
     tail_corrections,
 )
@@ -51,8 +51,9 @@ def listed(monkeypatch):
     """Choose between a neighbour list and all pairs, whatever the size of the system."""
 
     def choose(limit):
-        monkeypatch.setattr(pair_conditions, "LISTED", limit)
-        monkeypatch.setattr(pair_conditions, "LISTED_WITHOUT_BOX", limit)
+        monkeypatch.setattr(_box, "LISTED", limit)
+        monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", limit)
+        _reading._derived.clear()
 
     choose(LISTED)
     return choose

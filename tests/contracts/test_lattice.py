@@ -118,8 +118,14 @@ def programs(draw):
 
 
 def toy(terms, unit, batch, seed):
-    dynamics = Dynamics(adjsim.Harmonic())
-    dynamics.state_type, dynamics.terms = ToyState, terms
+    class Toy(Dynamics):
+        state_type = ToyState
+
+        @property
+        def terms(self):
+            return terms
+
+    dynamics = Toy(adjsim.Harmonic())
     generator = torch.Generator().manual_seed(seed)
     shapes = ((*batch, 2, 2), (*batch, 2, 2), (*batch, 3, 1, 1))
     return dynamics, ToyState(

@@ -322,8 +322,12 @@ def test_a_factor_that_needs_no_gradient():
                 adjsim.dynamics.Scale("momentum", blind),
             )
 
-    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)))
-    dynamics.terms["D"] = Drag()
+    class Dragged(adjsim.Hamiltonian):
+        @property
+        def terms(self):
+            return super().terms | {"D": Drag()}
+
+    dynamics = Dragged(adjsim.Harmonic(parameter(1.3)))
     start = dynamics.init(*square())
     grads = []
     for adjoint in ALL:

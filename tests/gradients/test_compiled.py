@@ -15,6 +15,7 @@ from torch import nn
 import adjsim
 from adjsim import ReversibleAdjoint, Splitting, TimeAverage
 from adjsim.adjoints import CompileError
+from adjsim.adjoints.direct import DirectAdjoint
 from tests.gradients.test_table import agree, moment
 from tests.problems import Case, parameter, slow_but, square, vector
 
@@ -392,21 +393,23 @@ def test_a_run_that_diverges_is_refused():
         )
 
 
-def test_a_parameter_that_is_read_past_its_module_is_refused():
-    """As a constant of the compiled code it would have no gradient."""
-    k = parameter(1.3)
-    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(k))
-    average = TimeAverage(lambda state: k * (state.position**2).sum())
-    with pytest.raises(CompileError, match="instead of from its module"):
-        adjsim.simulate(
+def test_a_record_may_read_a_parameter_past_its_module():
+    """As a constant of the compiled code the parameter would have no gradient."""
+    gradients = []
+    for compile in (True, False):
+        k = parameter(1.3)
+        dynamics = adjsim.Hamiltonian(adjsim.Harmonic(k))
+        run = adjsim.simulate(
             dynamics,
             dynamics.init(*square()),
             [0.0, 0.15],
             solver=adjsim.VelocityVerlet(0.01),
-            adjoint=ReversibleAdjoint(),
-            record=average,
-            compile=True,
+            adjoint=ReversibleAdjoint() if compile else DirectAdjoint(),
+            record=TimeAverage(lambda state, k=k: k * (state.position**2).sum()),
+            compile=compile,
         )
+        gradients.append(torch.autograd.grad(run.record, k)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
 
 
 def test_a_potential_that_looks_at_values_is_named():

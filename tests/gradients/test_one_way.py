@@ -56,7 +56,7 @@ class Noisy(Quartic):
 
 
 class Scaled(Quartic):
-    """Reads a plain attribute."""
+    """Reads an attribute of its class."""
 
     scale = 1.0
 
@@ -73,10 +73,10 @@ def test_a_random_force_is_refused(adjoint):
 
 
 @swept
-def test_a_force_that_has_changed_since_is_refused(adjoint):
+def test_a_force_that_has_changed_since_is_refused(adjoint, monkeypatch):
     dynamics = adjsim.Hamiltonian(Scaled())
     run = simulate(dynamics, adjoint)
-    dynamics.potential.scale = 1.5
+    monkeypatch.setattr(Scaled, "scale", 1.5)
     with pytest.raises(ReconstructionError, match="changed since"):
         run.final.position.sum().backward()
 
@@ -98,16 +98,8 @@ def test_a_record_that_is_random_is_refused(adjoint, average):
         )
 
 
-# Backpropagation does not see a write through data, of which torch warns.
-CHANGES = [
-    pytest.param(adjoint, change, id=f"{name}-{change}")
-    for name, adjoint in ADJOINTS.items()
-    for change in ("step", "data", "buffer")
-    if (name, change) != ("direct", "data")
-]
-
-
-@pytest.mark.parametrize(("adjoint", "change"), CHANGES)
+@pytest.mark.parametrize("adjoint", ADJOINTS.values(), ids=ADJOINTS)
+@pytest.mark.parametrize("change", ["step", "data", "buffer"])
 def test_a_run_reads_its_parameters_once(adjoint, change):
     """An optimiser's step between a run and its backward changes the next run alone."""
     dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3), center=0.2))
@@ -120,13 +112,8 @@ def test_a_run_reads_its_parameters_once(adjoint, change):
             dynamics.potential.k.data = torch.tensor(2.0)
         else:
             dynamics.potential.center.add_(0.7)
-    loss = (run.final.position**2).sum()
-    if isinstance(adjoint, DirectAdjoint) and change == "step":
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    else:
-        loss.backward()
-        torch.testing.assert_close(dynamics.potential.k.grad, expected[0], rtol=1e-11, atol=0)
+    (run.final.position**2).sum().backward()
+    torch.testing.assert_close(dynamics.potential.k.grad, expected[0], rtol=1e-11, atol=0)
 
 
 class Simulates(nn.Module):
@@ -237,10 +224,15 @@ def test_what_is_captured_is_seen_whenever_it_is_read(adjoint, where):
                 ),
             )
 
+    class Dragged(adjsim.Hamiltonian):
+        @property
+        def terms(self):
+            return super().terms | {"D": Drag()}
+
     potential = {"force": Hiding, "pair": HidingPair}.get(where, Quartic)()
     dynamics, solver = adjsim.Hamiltonian(potential, parameter(1.0)), adjsim.VelocityVerlet(0.02)
     if where == "term":
-        dynamics.terms["D"], solver = Drag(), adjsim.Splitting("DBABD", 0.02)
+        dynamics, solver = Dragged(potential, parameter(1.0)), adjsim.Splitting("DBABD", 0.02)
     record = (lambda state: late(state.position).sum()) if where == "record" else None
     start = dynamics.init(*square())
 
@@ -276,7 +268,10 @@ class OwnKick(Kick):
 class OwnDynamics(MassiveDynamics):
     def __init__(self, potential):
         super().__init__(potential, parameter(1.2))
-        self.terms = {"A": Stream(self), "B": OwnKick(self)}
+
+    @property
+    def terms(self):
+        return {"A": Stream(self), "B": OwnKick(self)}
 
     def init(self, position, momentum=None, generator=None):
         return adjsim.PhaseState(position, momentum)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import checked_box, nearest_image
+from adjsim._box import Periodic, nearest_image
 from adjsim._geometry import Coordinate, Vector, combined, scaled, subtracted
 from adjsim._grid import Grid
 from adjsim._inputs import as_indices, outside_inference_mode
@@ -22,7 +22,7 @@ from adjsim.potentials.bonded.selection import Selection
 MOST_ATOMS = 2**26
 
 
-class BondedPotential(Potential):
+class BondedPotential(Periodic, Potential):
     """A sum over terms of ``element(x)``, with x an internal coordinate of the atoms of a term.
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
@@ -72,7 +72,7 @@ class BondedPotential(Potential):
             self.register_buffer(
                 "types", None if types is None else _checked_types(types, found), persistent=False
             )
-            self.register_buffer("box", None if box is None else checked_box(box, None))
+            self.register_box(box)
             self._most = int(found.max())
             self.by_type = nn.ModuleDict()
             # The middle atom of an angle has no part in a spring between the ends.
@@ -150,7 +150,7 @@ class BondedPotential(Potential):
         """Compute the displacements of each term, to nearest images."""
         self._check_position(position)
         found = self.differences(position)
-        return found if self.box is None else [self._nearest(d) for d in found]
+        return found if self.image_box is None else [self._nearest(d) for d in found]
 
     def differences(self, x: Tensor) -> list[Vector]:
         """Compute the differences between the members of each term of any ``x_i``."""
@@ -168,9 +168,9 @@ class BondedPotential(Potential):
         }
 
     def _nearest(self, d: Vector) -> Vector:
-        if self.box is None:
+        if self.image_box is None:
             return d
-        parts = nearest_image([x.unsqueeze(-2) for x in d], self.box.to(d[0]))
+        parts = nearest_image([x.unsqueeze(-2) for x in d], self.image_box.to(d[0]))
         return [x.squeeze(-2) for x in parts]
 
     def _pulls(self, x: Coordinate, slope: Tensor, grid: Grid | None) -> list[Vector]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adjsim._geometry import Distance, SquaredDistance
 from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
+from adjsim._reading import own_tensors
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
@@ -114,11 +115,10 @@ class ScaledPairs(BondedPotential):
                 self.operands[f"{name} ij"] = Selection(a * count + b, count * count)
 
     def _operand_names(self) -> list[str]:
-        tensors = (*self.potential._parameters.items(), *self.potential._buffers.items())
         return [
             name
-            for name, x in tensors
-            if x is not None and x.is_floating_point() and name not in ("box", "species")
+            for name, x in own_tensors(self.potential).items()
+            if x.is_floating_point() and name not in ("box", "species")
         ]
 
     def _of_pairs(self) -> PairPotential:

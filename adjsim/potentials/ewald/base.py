@@ -1,4 +1,4 @@
-"""What the Ewald sums have in common."""
+"""The base class of Ewald sums."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._box import volume
+from adjsim._box import Periodic, volume
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
 from adjsim._layout import materialise
 from adjsim._params import refuse_unknown, register
+from adjsim._reading import derived
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ParameterVJP, Potential, Pullback, VJPSum
 from adjsim.potentials.ewald.autograd import ChargeSum, force_of
@@ -22,15 +23,14 @@ from adjsim.potentials.ewald.screened import ScreenedCoulomb
 from adjsim.potentials.ewald.splitting import checked_tolerance, splitting
 
 
-class EwaldSum(Potential):
-    """The energy of periodic point charges, as a sum in real and in reciprocal space.
+class EwaldSum(Periodic, Potential):
+    """Base class of Ewald sums: the energy of periodic point charges, in real and reciprocal space.
 
     Subclasses write ``reciprocal(position)``, which returns the reciprocal part.
     """
 
     charge: Tensor
-    cell: Tensor
-    partners: Tensor | None
+    exclusions: Tensor | None
 
     def __init__(
         self,
@@ -56,32 +56,59 @@ class EwaldSum(Potential):
         self.alpha = splitting(alpha, self.cutoff, self.tolerance)
         with outside_inference_mode():
             register(self, "charge", charge)
-            # One tensor with two names: the charges of both parts are the same parameter.
-            self.real = ScreenedCoulomb(
+            # The checks of the part in real space.
+            part = ScreenedCoulomb(
                 self.charge, self.alpha, constant,
                 cutoff=self.cutoff, box=box, exclusions=exclusions, skin=skin,
             )  # fmt: skip
-            reduced, excluded = self.real.box, self.real.exclusions
-            assert reduced is not None
-            if len(reduced) != 3:
-                raise ValueError(f"{name} is for three dimensions; box has {len(reduced)}.")
-            self.constant = self.real.constant
-            # The rows as they are given, along which waves and points are counted.
-            cell = torch.as_tensor(box, dtype=torch.float64, device=reduced.device).detach()
-            self.register_buffer("cell", torch.diag(cell) if cell.ndim == 1 else cell.clone())
-            partners = None if excluded is None else partners_of(excluded, len(self.charge))
-            self.register_buffer("partners", partners)
-        self._volume = float(volume(self.cell))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "charge":
-            setattr(self.real, name, value)
+            self.skin, self.constant = part.skin, part.constant
+            self.register_box(box)
+            self.register_buffer("exclusions", part.exclusions)
+        if self.cell.shape != (3, 3):
+            raise ValueError(f"{name} is for three dimensions; box has {len(self.cell)}.")
+        _ = self.partners
 
     @property
-    def box(self) -> Tensor | None:
-        """The periodic box, as of a pair potential."""
-        return self.real.box
+    def real(self) -> ScreenedCoulomb:
+        """The part in real space, which reads the charges and the box of the sum."""
+        # Charges may be computed, by a parametrisation, also where a sweep records no graph.
+        with torch.enable_grad():
+            charge = self.charge
+        tensors = {
+            "charge": charge, "alpha": self.screening, "box": self.box, "species": None,
+            "exclusions": self.exclusions, "image_box": self.image_box,
+        }  # fmt: skip
+        settings = {
+            "cutoff": self.cutoff, "skin": self.skin, "constant": self.constant,
+            "smallest_listed": self.smallest_listed,
+        }  # fmt: skip
+        return ScreenedCoulomb.part_of(self, tensors, settings)
+
+    @derived("alpha")
+    def screening(self) -> Tensor:
+        """Alpha as a tensor, which kernels read. A number would be compiled into them."""
+        return torch.tensor(self.alpha, dtype=torch.float64)
+
+    @derived("box")
+    def cell(self) -> Tensor:
+        """The rows of the box as they are given, along which waves and points are counted."""
+        assert self.box is not None
+        return torch.diag(self.box) if self.box.ndim == 1 else self.box.clone()
+
+    @derived("cell")
+    def volume(self) -> Tensor:
+        """The volume of the box."""
+        return volume(self.cell)
+
+    @derived("exclusions", "atoms")
+    def partners(self) -> Tensor | None:
+        """The excluded partners of each atom."""
+        return None if self.exclusions is None else partners_of(self.exclusions, self.atoms)
+
+    @property
+    def atoms(self) -> int:
+        """The number of atoms."""
+        return len(self.charge)
 
     def lengths(self) -> list[float]:
         """Return the lengths of the rows of the cell."""
@@ -154,9 +181,9 @@ class EwaldSum(Potential):
     def _parts(self, position: Tensor) -> list[ChargeSum]:
         parts = [self.reciprocal(position)]
         if self.partners is not None:
-            box = self.real.box
-            assert box is not None
-            parts.append(ExcludedPairs(self.partners, box.to(position), self.alpha, self.constant))
+            assert self.image_box is not None
+            box = self.image_box.to(position)
+            parts.append(ExcludedPairs(self.partners, box, self.alpha, self.constant))
         return parts
 
     def _constant_energy(self, charge: Tensor) -> Tensor:
@@ -165,7 +192,7 @@ class EwaldSum(Potential):
         return self._background(charge) - own
 
     def _background(self, charge: Tensor) -> Tensor:
-        factor = self.constant * math.pi / (2 * self._volume * self.alpha**2)
+        factor = self.constant * math.pi / (2 * self.volume.to(charge) * self.alpha**2)
         return -factor * charge.sum().square()
 
 

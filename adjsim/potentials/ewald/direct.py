@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from adjsim._reading import derived
 from adjsim._typing import Array, Number
 from adjsim.potentials.ewald.base import EwaldSum
 from adjsim.potentials.ewald.splitting import three_numbers, wave_numbers
-from adjsim.potentials.ewald.waves import Waves, waves
+from adjsim.potentials.ewald.waves import Waves, wave_vectors, wave_weights
 
 
 class Ewald(EwaldSum):
@@ -46,9 +47,6 @@ class Ewald(EwaldSum):
             three-dimensional, a cutoff that is too large, a tolerance outside (0, 0.5).
     """
 
-    vectors: Tensor
-    weight: Tensor
-
     def __init__(
         self,
         charge: Number,
@@ -66,14 +64,24 @@ class Ewald(EwaldSum):
             charge, box=box, cutoff=cutoff, alpha=alpha, tolerance=tolerance,
             exclusions=exclusions, constant=constant, skin=skin,
         )  # fmt: skip
-        self.kmax = (
-            wave_numbers(self.alpha, self.lengths(), self.tolerance)
-            if kmax is None
-            else three_numbers("kmax", kmax, 0)
-        )
-        vectors, weight = waves(self.cell, self.kmax, self.alpha, self.constant)
-        self.register_buffer("vectors", vectors)
-        self.register_buffer("weight", weight)
+        self.given = None if kmax is None else three_numbers("kmax", kmax, 0)
+
+    @derived("cell", "given", "alpha", "tolerance")
+    def kmax(self) -> tuple[int, ...]:
+        """The largest wave number along each row of the box."""
+        if self.given is not None:
+            return self.given
+        return wave_numbers(self.alpha, self.lengths(), self.tolerance)
+
+    @derived("cell", "kmax")
+    def vectors(self) -> Tensor:
+        """The vectors of the waves, ``(waves, 3)``."""
+        return wave_vectors(self.cell, self.kmax)
+
+    @derived("cell", "vectors", "alpha", "constant")
+    def weight(self) -> Tensor:
+        """The factor of ``|S(k)|^2`` of each wave."""
+        return wave_weights(self.cell, self.vectors, self.alpha, self.constant)
 
     def reciprocal(self, position: Tensor) -> Waves:
         return Waves(self.vectors.to(position), self.weight.to(position), self.alpha)

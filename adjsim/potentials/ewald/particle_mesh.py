@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_whole
+from adjsim._reading import derived
 from adjsim._typing import Array, Number
 from adjsim.potentials.ewald.base import EwaldSum
 from adjsim.potentials.ewald.mesh import Mesh, full_influence, mesh_virial, real_influence
@@ -46,9 +47,6 @@ class ParticleMeshEwald(EwaldSum):
             the order.
     """
 
-    influence: Tensor
-    to_mesh: Tensor
-
     def __init__(
         self,
         charge: Number,
@@ -73,15 +71,27 @@ class ParticleMeshEwald(EwaldSum):
                 f"order must be from {SMALLEST_ORDER} to {LARGEST_ORDER}, so that the derivative "
                 f"of the force is continuous; got {order}."
             )
-        self.grid = (
-            mesh_size(self.alpha, self.lengths(), self.tolerance, self.order)
-            if grid is None
-            else three_numbers("grid", grid, self.order)
-        )
+        self.given = None if grid is None else three_numbers("grid", grid, self.order)
+        _ = self.grid
+
+    @derived("cell", "given", "alpha", "tolerance", "order")
+    def grid(self) -> tuple[int, ...]:
+        """The number of mesh points along each row of the box."""
+        if self.given is not None:
+            return self.given
+        return mesh_size(self.alpha, self.lengths(), self.tolerance, self.order)
+
+    @derived("cell", "grid", "alpha", "order", "constant")
+    def influence(self) -> Tensor:
+        """The influence function, of the waves that a real transform has."""
         full = full_influence(self.cell, self.grid, self.alpha, self.order, self.constant)
-        self.register_buffer("influence", real_influence(full))
+        return real_influence(full)
+
+    @derived("cell", "grid")
+    def to_mesh(self) -> Tensor:
+        """The matrix that takes positions to units of the spacing of the mesh."""
         points = torch.tensor(self.grid, dtype=torch.float64, device=self.cell.device)
-        self.register_buffer("to_mesh", torch.linalg.inv(self.cell) * points)
+        return torch.linalg.inv(self.cell) * points
 
     def reciprocal(self, position: Tensor) -> Mesh:
         def strain(square: Tensor) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from adjsim._reading import as_part
 from adjsim._typing import Array, Number
 from adjsim.potentials.coulomb import Coulomb
+from adjsim.potentials.pair import SHIFTED
 
 
 class ScreenedCoulomb(Coulomb):
@@ -39,6 +43,20 @@ class ScreenedCoulomb(Coulomb):
         super().__init__(charge, constant, cutoff=cutoff, box=box, exclusions=exclusions, skin=skin)
         # A tensor, which kernels read. A number would be compiled into them.
         self.register_buffer("alpha", torch.tensor(alpha, dtype=torch.float64))
+
+    @classmethod
+    def part_of(
+        cls,
+        whole: nn.Module,
+        tensors: Mapping[str, Tensor | None],
+        settings: Mapping[str, Any],
+    ) -> ScreenedCoulomb:
+        """Make the part of a sum that has checked these tensors and settings."""
+        part = object.__new__(cls)
+        nn.Module.__init__(part)
+        part._buffers.update(tensors)
+        vars(part).update(truncation=SHIFTED, **settings)
+        return as_part(part, whole)
 
     def truncated_energy(self, s: Tensor) -> Tensor:
         return self.pair_energy(s)

@@ -112,11 +112,12 @@ def half_space(kmax: Sequence[int]) -> Tensor:
     return torch.tensor(found, dtype=torch.float64).reshape(-1, 3)
 
 
-def waves(
-    cell: Tensor, kmax: Sequence[int], alpha: float, constant: float
-) -> tuple[Tensor, Tensor]:
-    """Compute the vectors of the waves, and the factors of ``|S(k)|^2``."""
-    vectors = 2 * math.pi * half_space(kmax).to(cell.device) @ torch.linalg.inv(cell).T
+def wave_vectors(cell: Tensor, kmax: Sequence[int]) -> Tensor:
+    """Compute the vectors of the waves, ``(waves, 3)``."""
+    return 2 * math.pi * half_space(kmax).to(cell.device) @ torch.linalg.inv(cell).T
+
+
+def wave_weights(cell: Tensor, vectors: Tensor, alpha: float, constant: float) -> Tensor:
+    """Compute the factors of ``|S(k)|^2``."""
     square = (vectors * vectors).sum(-1)
-    weight = 4 * math.pi * constant / volume(cell) * torch.exp(-square / (4 * alpha**2)) / square
-    return vectors, weight
+    return 4 * math.pi * constant / volume(cell) * torch.exp(-square / (4 * alpha**2)) / square
