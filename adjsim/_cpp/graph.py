@@ -300,10 +300,12 @@ class Lowering:
                 raise UnprintableError("mean of no elements")
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         count = x.numel // max(1, meta.numel())
-        # A sum over all pairs sums rows first, so that it can share a loop with other row sums.
-        if len([axis for axis in axes if x.shape[axis] > 1]) > 1 and x.numel > self.large:
-            last = max(axis for axis in axes if x.shape[axis] > 1)
-            keep = len(meta.shape) == len(x.shape)
+        # One axis after the other, the last first. So a sum over all pairs can share a loop with
+        # sums of rows, and the order of its terms does not depend on the memory order.
+        long = [axis for axis in axes if x.shape[axis] > 1]
+        keep = len(meta.shape) == len(x.shape)
+        while len(long) > 1:
+            last = long.pop()
             rows = tuple(
                 n if axis != last else 1 for axis, n in enumerate(x.shape) if keep or axis != last
             )

@@ -2,6 +2,11 @@
 
 The innermost loop runs along the axis with contiguous memory accesses, and is vectorised: over the
 lanes of a row sum, or over neighbouring elements.
+
+A sum has the same bits in every program, whatever is computed beside it. It has LANES partial sums:
+number l adds the terms l, l + LANES, ... in order, and a binary tree adds the partial sums. A sum
+of at most LANES terms adds them in order. A compiler that chose the partial sums would choose
+others for a loop that reads other tensors, and an exact run would not be retraced.
 """
 
 from __future__ import annotations
@@ -219,37 +224,38 @@ class Nest:
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
         """Print sums along rows, accumulated in the lanes of a vector."""
-        others = [name for name in self.inner if name != innermost]
-        sums = [f"s{n}" for n in range(len(self.results))]
         lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
-        lines += [
-            f"{TYPES[t.buffer.dtype]} {s} = 0;"
-            for s, (t, _, _) in zip(sums, self.results, strict=True)
-        ]
-        lines += [self._head(name) for name in others]
-        lines += [
-            f"#pragma omp simd reduction(+:{','.join(sums)})",
-            self._head(innermost, limit),
-            *self.body.lines,
-        ]
-        for total, (task, text, _) in zip(sums, self.results, strict=True):
-            length, zero = self.length[innermost], f"({TYPES[task.buffer.dtype]})0"
-            term = text if limit == length else f"{innermost} < {length} ? {text} : {zero}"
-            lines.append(f"{total} += {term};")
-        lines += ["}"] * (len(others) + 1)
-        for total, (task, _, at) in zip(sums, self.results, strict=True):
-            lines.append(
-                f"{task.buffer.name} = {total};"
-                if task.buffer.variable
-                else f"{task.buffer.name}[{at}] = {total};"
-            )
+        length, whole = self.length[innermost], limit % LANES == 0
+        for total, kind in self._sums():
+            lines.append(f"alignas(64) {kind} {total}[{self.lanes}] = {{}};")
+        if self.lanes == 1:
+            lines.append(self._head(innermost))
+        else:
+            stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
+            lines += [
+                f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{",
+                f"const int64_t end = {stop};",
+                "#pragma omp simd",
+                f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
+                f"const int64_t {innermost} = b + l;",
+            ]
+        lines += self.body.lines
+        for (total, kind), (_, text, _) in zip(self._sums(), self.results, strict=True):
+            padded = self.lanes > 1 and limit > length
+            term = f"({innermost} < {length} ? {text} : ({kind})0)" if padded else text
+            lines.append(f"{total}[{'l' if self.lanes > 1 else 0}] += {term};")
+        lines += ["}"] if self.lanes == 1 else ["}", "}"]
+        for (total, _), (task, _, at) in zip(self._sums(), self.results, strict=True):
+            result = _tree([f"{total}[{lane}]" for lane in range(self.lanes)])
+            name = task.buffer.name if task.buffer.variable else f"{task.buffer.name}[{at}]"
+            lines.append(f"{name} = {result};")
         return lines + ["}"] * len(self.outer)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
         """Print sums for neighbouring elements, a block of elements at a time."""
         others = [name for name in self.outer if name != innermost]
+        (summed,) = self.inner
         block = min(BLOCK, limit)
-        sums = [f"s{k}" for k in range(len(self.results))]
         whole = limit % block == 0
         end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
         lines = self._parallel_pragma(others) + [self._head(name) for name in others]
@@ -258,21 +264,41 @@ class Nest:
             f"const int64_t end = {end};",
         ]
         stop = str(block) if whole else "end"
-        for total, (task, _, _) in zip(sums, self.results, strict=True):
-            lines.append(f"alignas(64) {TYPES[task.buffer.dtype]} {total}[{block}] = {{}};")
-        lines += [self._head(name) for name in self.inner]
+        for total, kind in self._sums():
+            lines.append(f"alignas(64) {kind} {total}[{self.lanes}][{block}] = {{}};")
+        lane = f"{summed} % {LANES}" if self.lanes > 1 else "0"
         lines += [
+            self._head(summed),
+            f"const int64_t lane = {lane};",
             "#pragma omp simd",
             f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;",
         ]
         lines += self.body.lines
         lines += [
-            f"{total}[l] += {text};" for total, (_, text, _) in zip(sums, self.results, strict=True)
+            f"{total}[lane][l] += {text};"
+            for (total, _), (_, text, _) in zip(self._sums(), self.results, strict=True)
         ]
-        lines += ["}"] * (len(self.inner) + 1)
+        lines += ["}", "}"]
         lines += [f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"]
         lines += [
-            f"{t.buffer.name}[{at}] = {s}[l];"
-            for s, (t, _, at) in zip(sums, self.results, strict=True)
+            f"{t.buffer.name}[{at}] = {_tree([f'{total}[{n}][l]' for n in range(self.lanes)])};"
+            for (total, _), (t, _, at) in zip(self._sums(), self.results, strict=True)
         ]
         return lines + ["}"] * (len(others) + 2)
+
+    def _sums(self) -> list[tuple[str, str]]:
+        """Return the names and types of the sums."""
+        return [(f"s{n}", TYPES[task.buffer.dtype]) for n, task in enumerate(self.tasks)]
+
+    @property
+    def lanes(self) -> int:
+        """The number of partial sums of a sum."""
+        return LANES if self.length[self.inner[0]] > LANES else 1
+
+
+def _tree(terms: list[str]) -> str:
+    """Print the sum of partial sums by a binary tree."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [f"({a} + {b})" for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]
