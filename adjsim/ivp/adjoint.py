@@ -62,6 +62,7 @@ class AdjointSolver:
         method: SciPy's solver class for the forward solution.
         rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
         max_step: largest step size, as in the forward solution.
+        state_rtol, state_atol: tolerances of the forward solution.
     """
 
     rhs: RightHandSide
@@ -69,6 +70,8 @@ class AdjointSolver:
     rtol: float
     atol: float
     max_step: float
+    state_rtol: Any
+    state_atol: Any
 
     def backward(
         self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array
@@ -104,7 +107,8 @@ class AdjointSolver:
         return sweep.adjoint, sweep.integral.sums
 
     def _sweep(self, adjoint: Array) -> Sweep:
-        settings = self.rhs, self.rtol, self.atol, self.max_step, adjoint
+        tolerances = self.state_rtol, self.state_atol
+        settings = self.rhs, self.rtol, self.atol, self.max_step, *tolerances, adjoint
         if not issubclass(self.method, IMPLICIT):
             return SolverSweep(*settings, self.method)
         return (

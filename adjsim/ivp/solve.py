@@ -268,7 +268,8 @@ def _adjoint_settings(
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
-    return options, AdjointSolver(rhs, method, backward, absolute, options.get("max_step", np.inf))
+    max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
+    return options, AdjointSolver(rhs, method, backward, absolute, max_step, *tolerances)
 
 
 def _array(x: Any) -> Any:
