@@ -27,11 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy.integrate
 import torch
-from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
+from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
+from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.rate_check import RateCheck
 from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
 from adjsim.ivp.sweep import CollocationSweep, SolverSweep, Sweep
@@ -44,7 +46,7 @@ METHODS: dict[str, type[OdeSolver]] = {
     "BDF": BDF,
     "LSODA": LSODA,
 }
-IMPLICIT = (Radau, BDF, LSODA)
+IMPLICIT = (Radau, BDF, scipy.integrate.LSODA)
 
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
 # collocation, which solves one dense linear system per step.

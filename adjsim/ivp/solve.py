@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.integrate
 import torch
 from scipy.integrate import OdeSolver
 from torch import Tensor
@@ -40,9 +41,10 @@ def solve_ivp(
     r"""Solve an initial value problem with SciPy, and differentiate it by the adjoint method.
 
     The problem is dy/dt = fun(t, y, \*args), y(t0) = y0. The forward solution is computed by
-    :func:`scipy.integrate.solve_ivp`: its values are those of SciPy for the same function, to the
-    last bit (or rounded to float32). Gradients are those of the exact solution, to the tolerances,
-    by the adjoint equation
+    SciPy's solvers: its values are those of :func:`scipy.integrate.solve_ivp` for the same
+    function, to the last bit (or rounded to float32). Times of events in steps shorter than 1e-3
+    are more accurate. A step of LSODA to a state that is not finite is taken again. Gradients are
+    those of the exact solution, to the tolerances, by the adjoint equation
 
     .. math::
         \dot\lambda = -(\partial f/\partial y)^T \lambda, \qquad dL/d\theta = \int \lambda^T
@@ -225,7 +227,7 @@ def _plain(tree: Any) -> Any:
 def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
-        return method
+        return METHODS["LSODA"] if method is scipy.integrate.LSODA else method
     if method in COLUMN_METHODS and method not in METHODS:
         raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
