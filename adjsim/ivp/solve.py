@@ -130,8 +130,8 @@ def solve_ivp(
       with ``dense_output`` all are stored. In both cases each step is evaluated once more, with its
       derivative. The gradient of Rodas4 needs second derivatives of ``fun``.
     - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
-      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. A
-      jump of ``fun`` that depends on the state is not noticed, and makes the gradient wrong.
+      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. So
+      is a jump of ``fun`` where a gradient is wanted, unless it is at a fixed time.
     - A column whose steps become too short, or whose rates are not finite, is named in the error.
 
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
