@@ -14,6 +14,8 @@ Registration keeps the value that the parameter has.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -49,12 +51,20 @@ class Between(nn.Module):
     on y, so a start should be away from both.
 
     Args:
-        low, high: the bounds.
+        low, high: the bounds, finite. For one bound use :class:`Positive`.
+
+    Raises:
+        ValueError: bounds that are not finite, or not in order.
     """
 
     def __init__(self, low: float | int, high: float | int) -> None:
         super().__init__()
         self.low, self.high = as_number("low", low), as_number("high", high)
+        if not (math.isfinite(self.low) and math.isfinite(self.high)):
+            raise ValueError(
+                f"the bounds of Between must be finite; got {self.low:g} and {self.high:g}. For "
+                "positive numbers use Positive()."
+            )
         if not self.low < self.high:
             raise ValueError(f"low must be below high; got {self.low:g} and {self.high:g}.")
 

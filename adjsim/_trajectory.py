@@ -20,16 +20,16 @@ class TimeAverage:
     """The time average of a function of the state, accumulated without storing the run.
 
     With steps of one size it is the mean of ``function`` over the ends of all steps with
-    ``t - ts[0] > burn_in``. With :class:`~adjsim.Coupled` steps of varying size it is the integral
-    of ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
-    error is of second order in the steps, whatever the order of the method.
-    With :class:`~adjsim.ODESolver` or :class:`~adjsim.SDESolver` it is the integral of
-    ``function`` over the same time, divided by the length of this time. The integral is
-    solved as an additional component of the equation, and is left out of the step-size
-    control, so that the path does not change.
+    ``t - ts[0] > burn_in``. (:class:`~adjsim.SDESolver` stores the states after these steps until
+    the end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
+    ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
+    error is of second order in the steps, whatever the order of the method. With
+    :class:`~adjsim.ODESolver` it is the same integral, solved as an additional component of the
+    equation. The component is left out of the step-size control, so that the path does not change.
 
     Args:
-        function: a function from the state to a tensor.
+        function: a function from the state to a tensor. Of integers and bools the average has the
+            dtype of the state. The shape must not change from step to step.
         burn_in: time at the start that is left out.
 
     Raises:
@@ -251,6 +251,32 @@ def step_numbers(times: Tensor, dt: float) -> list[int]:
     if any(b <= a for a, b in pairwise(steps)):
         raise ValueError(f"two save times fall on one step of dt = {dt:g}.")
     return steps
+
+
+def floating(value: Tensor, state: Any) -> Tensor:
+    """Convert a value of an averaged function to a floating-point dtype, that of the state."""
+    if value.is_floating_point() or value.is_complex():
+        return value
+    return value.to(state[0].real.dtype)
+
+
+def sum_dtype(value: Tensor) -> torch.dtype:
+    """Choose a dtype in which sums over many steps keep their digits."""
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def check_shape(value: Tensor, shape: torch.Size, when: str) -> None:
+    """Refuse a value of a recorded or averaged function with another shape than before.
+
+    Raises:
+        ValueError: another shape, with the time or the step in ``when``.
+    """
+    if value.shape != shape:
+        raise ValueError(
+            f"the record has shape {tuple(value.shape)} {when}, and had shape {tuple(shape)} "
+            "before. A recorded or averaged function must keep its shape: pad the value, or reduce "
+            "it to a fixed shape."
+        )
 
 
 def first_averaged_step(burn_in: float, dt: float, last: int) -> int:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from adjsim._state import AnyState, State, position_of
 from adjsim._store import Tree
+from adjsim._trajectory import sum_dtype
 from adjsim.adjoints.compiled_loop import Loop, LoopConstants
 from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.history import StoredStates
 from adjsim.adjoints.iterated_loops import iterated_move, run_iterated
 from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
-from adjsim.adjoints.recorder import Recording, sum_dtype
+from adjsim.adjoints.recorder import Recording
 from adjsim.adjoints.saved_tensors import saving_step
 from adjsim.adjoints.saves import Resumable
 from adjsim.dynamics.base import Dynamics

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState
+from adjsim._trajectory import sum_dtype
 from adjsim.adjoints.compiled_loop import Loop, LoopConstants
 from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
 from adjsim.adjoints.loops import LoopSpec, clone
-from adjsim.adjoints.recorder import sum_dtype
 from adjsim.adjoints.stepper import naming
 from adjsim.solvers.implicit_field import ImplicitFieldMove
 from adjsim.solvers.newton_iteration import Newton, first_iteration, iterate

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim._state import AnyState, select, stack
 from adjsim._store import Tree
-from adjsim._trajectory import Record, TimeAverage
+from adjsim._trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.saves import Saved
 from adjsim.adjoints.stepper import Stepper
@@ -60,6 +60,8 @@ class Recorder:
         assert callable(function)
         versions = [None if x.is_inference() else x._version for x in state]
         value = function(state)
+        if self.average is not None:
+            value = floating(value, state)
         if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
             raise ValueError(
                 "the record writes into the state that it is given, which would change the run. "
@@ -99,14 +101,16 @@ class Recording(Saved):
             if recorder.record is None:
                 self.states.append(state)
             else:
-                self.values.append(recorder.value(state))
+                value = recorder.value(state)
+                if self.values:
+                    check_shape(value, self.values[0].shape, f"after step {step}")
+                self.values.append(value)
 
     def add(self, value: Tensor, step: int) -> None:
         """Add the value after a step to the time average."""
-        self.dtype, value = (
-            _average_dtype(value, self.stepper),
-            self.recorder.summand(value, step),
-        )
+        if self.total is not None:
+            check_shape(value, self.total.shape, f"after step {step}")
+        self.dtype, value = value.dtype, self.recorder.summand(value, step)
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
     @property
@@ -269,20 +273,4 @@ def _changed(difference: str) -> ReconstructionError:
         f"{difference} when the backward sweep computed it again, so its gradient would be wrong. "
         "The recorded function is random, or reads a value that has changed since the run (a plain "
         "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
-    )
-
-
-def sum_dtype(value: Tensor) -> torch.dtype:
-    """Choose a dtype in which sums over many steps keep their digits."""
-    return torch.complex128 if value.is_complex() else torch.float64
-
-
-def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
-    """Choose the dtype of a time average.
-
-    This is the dtype of the values, or a floating-point dtype for counts and bools.
-    """
-    floating = value.is_floating_point() or value.is_complex()
-    return (
-        value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)
     )

@@ -27,11 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy.integrate
 import torch
-from scipy.integrate import BDF, DOP853, LSODA, RK23, RK45, OdeSolver, Radau
+from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
+from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.rate_check import RateCheck
 from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
 from adjsim.ivp.sweep import CollocationSweep, SolverSweep, Sweep
@@ -44,7 +46,7 @@ METHODS: dict[str, type[OdeSolver]] = {
     "BDF": BDF,
     "LSODA": LSODA,
 }
-IMPLICIT = (Radau, BDF, LSODA)
+IMPLICIT = (Radau, BDF, scipy.integrate.LSODA)
 
 # Largest number of real state entries for which the adjoint of a stiff problem is solved by
 # collocation, which solves one dense linear system per step.
@@ -62,6 +64,7 @@ class AdjointSolver:
         method: SciPy's solver class for the forward solution.
         rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
         max_step: largest step size, as in the forward solution.
+        state_rtol, state_atol: tolerances of the forward solution.
     """
 
     rhs: RightHandSide
@@ -69,6 +72,8 @@ class AdjointSolver:
     rtol: float
     atol: float
     max_step: float
+    state_rtol: Any
+    state_atol: Any
 
     def backward(
         self, piece: Piece, path: Path, times: Array, cotangents: Array, states: Array
@@ -104,7 +109,8 @@ class AdjointSolver:
         return sweep.adjoint, sweep.integral.sums
 
     def _sweep(self, adjoint: Array) -> Sweep:
-        settings = self.rhs, self.rtol, self.atol, self.max_step, adjoint
+        tolerances = self.state_rtol, self.state_atol
+        settings = self.rhs, self.rtol, self.atol, self.max_step, *tolerances, adjoint
         if not issubclass(self.method, IMPLICIT):
             return SolverSweep(*settings, self.method)
         return (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
+from adjsim.ivp.column_jumps import ColumnJumpCheck
 from adjsim.ivp.column_reads import ColumnReads
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.rate_check import changed_message
@@ -49,13 +50,16 @@ class ColumnSolution:
     rejections: Tensor = field(init=False)
     attempts: int = 0
 
-    def solve(self, times: Tensor, first_step: float | None, store: bool) -> Tensor:
+    def solve(
+        self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool
+    ) -> Tensor:
         """Take all steps, and return the states ``(n, times, batch)`` at sorted times.
 
         Args:
             times: the times ``(times, batch)``.
             first_step: the first step size; None: chosen from the rates.
             store: whether the history is needed later.
+            refuse_jumps: whether a jump of the right-hand side is an error.
         """
         state = self.stepper.start(self.begin, self.start.detach().double(), first_step)
         self.steps = torch.zeros_like(self.begin, dtype=torch.int64)
@@ -64,12 +68,15 @@ class ColumnSolution:
         found = state.y[:, None].expand(-1, len(times), -1).clone()
         if store:
             self.history(state)
+        check = ColumnJumpCheck(self.rhs, self.stepper, state) if refuse_jumps else None
         while bool(self.stepper.active(state).any()):
             before = state
             state, step = self.stepper.advance(before)
             self.attempts += 1
             self.steps += state.t != before.t
             self.rejections += state.retry
+            if check is not None:
+                check(before, state, step)
             if rows := reads.between(before.t, state.t):
                 h, coefficients = state.t - before.t, step.polynomial()
                 reads.write(found, rows, before.t, h, before.y, coefficients)

@@ -120,7 +120,10 @@ def solve_columns(
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(
-            grid.detach(), options.get("first_step"), wants_gradient or dense_output
+            grid.detach(),
+            options.get("first_step"),
+            wants_gradient or dense_output,
+            wants_gradient,
         )
     calls, jacobians = rate.calls, solution.attempts if method == "Rodas4" else 0
     return OdeResult(

@@ -13,31 +13,21 @@ state carry derivatives, so the saltation matrix :math:`\partial_y r + (f^+ - \p
 :math:`f^+` are the limits before and after the event. They differ if ``fun`` jumps on the surface
 (:mod:`adjsim.ivp.jumps`).
 
-If the solution only touches the surface, :math:`t_e` has no derivative: an error :math:`\delta g`
-of the size of the tolerance makes two events or none when :math:`\dot g^2 \le 2 |\ddot g| \delta
-g`. Such grazing raises an error, whether or not the solver has found an event there.
+If the solution only touches the surface, :math:`t_e` has no derivative
+(:mod:`adjsim.ivp.grazing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.integrate import OdeSolver
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
-
-
-class GrazingError(ValueError):
-    """Raised if a solution touches an event without crossing it.
-
-    The time of such an event has no derivative.
-    """
 
 
 class _Side(NamedTuple):
@@ -108,7 +98,14 @@ class Event:
         return isinstance(value, Tensor) and value.requires_grad
 
     def take_side(
-        self, t: float, before: Array, after: Array, flow: Array, sign: float, stopped: bool
+        self,
+        t: float,
+        before: Array,
+        after: Array,
+        flow: Array,
+        sign: float,
+        stopped: bool,
+        unit: float,
     ) -> None:
         """Fix the side of the event's surface on which a piece starts after a reset.
 
@@ -122,17 +119,18 @@ class Event:
             flow: the rate of the state after the reset.
             sign: 1 if the solution is integrated forward in time, -1 if backward.
             stopped: whether this event ended the previous piece.
+            unit: the unit of time in estimates of rounding.
         """
         self._start = None
         (left, old, _), (value, new, weights) = self.slopes(t, before), self.slopes(t, after, flow)
-        near = self._rounding(t, after, weights, abs(old) + abs(new))
+        near = self._rounding(t, after, weights, abs(old) + abs(new), unit)
         # If this event ended the previous piece, its exact value before the reset is zero, so
         # ``left`` is an error.
         if abs(value) > near + (4 * abs(left) if stopped else 0.0):
             return
         rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
         happened = stopped or any(
-            abs(float(x.detach()) - t) <= rounding * (1 + abs(t)) for x in self.times[-1:]
+            abs(float(x.detach()) - t) <= rounding * (unit + abs(t)) for x in self.times[-1:]
         )
         if stopped and new == 0:
             raise RuntimeError(
@@ -189,18 +187,21 @@ class Event:
         gradient = np.zeros_like(y) if dg_dy is None else to_numpy(dg_dy)
         return float(value.detach()), 0.0 if dg_dt is None else float(dg_dt), gradient
 
-    def rate_before(self, t: float, y: Array, sign: float) -> Array:
+    def rate_before(self, t: float, y: Array, sign: float, unit: float) -> Array:
         """Compute the limit, from before the event, of the rate at a state.
 
         The state is on the event's surface. ``sign`` is 1 if the solution is integrated forward in
-        time, -1 if backward. The derivation is in :mod:`adjsim.ivp.jumps`.
+        time, -1 if backward. ``unit`` is the unit of time in estimates of rounding. The derivation
+        is in :mod:`adjsim.ivp.jumps`.
         """
-        found = [side.flow for side in self._sides(t, y, -sign, 0.0) if side.outward > 0]
+        found = [side.flow for side in self._sides(t, y, -sign, 0.0, unit) if side.outward > 0]
         if len(found) == 2:
             raise self._sliding(t)
         return found[0] if found else self.rhs.rate(t, y)
 
-    def rate_after(self, t: float, before: Array, y: Array, sign: float) -> tuple[Array, Array]:
+    def rate_after(
+        self, t: float, before: Array, y: Array, sign: float, unit: float
+    ) -> tuple[Array, Array]:
         """Compute the limit, from after the event, of the rate at a state.
 
         Returns:
@@ -212,7 +213,7 @@ class Event:
             RuntimeError: the rates on both sides point at the surface, so the solution slides
                 along it.
         """
-        sides = self._sides(t, y, sign, self(t, before))
+        sides = self._sides(t, y, sign, self(t, before), unit)
         if len(sides) == 2 and all(side.outward < 0 for side in sides):
             raise self._sliding(t)
         found = [side for side in sides if side.outward > 0]
@@ -232,20 +233,21 @@ class Event:
             "an equation of the sliding motion in the reset."
         )
 
-    def _sides(self, t: float, y: Array, sense: float, off: float) -> list[_Side]:
+    def _sides(self, t: float, y: Array, sense: float, off: float, unit: float) -> list[_Side]:
         """Evaluate both sides of the event's surface next to a state.
 
         Args:
             t, y: time and state.
             sense: the direction of time in which ``outward`` is measured, 1 or -1.
             off: a value of the event that also counts as zero, in addition to rounding.
+            unit: the unit of time in estimates of rounding.
 
         Returns:
             two sides; an empty list if the state is not on the surface.
         """
         value, dg_dt, dg_dy = self._gradient(t, y)
         rate = dg_dt + float((dg_dy.conj() * self.rhs.rate(t, y)).sum().real)
-        near = 4 * self._rounding(t, y, np.abs(dg_dy), abs(rate)) + 4 * abs(off)
+        near = 4 * self._rounding(t, y, np.abs(dg_dy), abs(rate), unit) + 4 * abs(off)
         steep = float((np.abs(dg_dy) ** 2).sum())
         if abs(value) > near or dg_dt**2 + steep == 0:
             return []
@@ -265,10 +267,10 @@ class Event:
             )
         return found
 
-    def _rounding(self, t: float, y: Array, weights: Array, rate: float) -> float:
+    def _rounding(self, t: float, y: Array, weights: Array, rate: float, unit: float) -> float:
         """Estimate the error of an event's value due to rounding of time and state."""
         rounding = 16 * float(torch.finfo(self.rhs.like.dtype).eps)
-        return rounding * (float(np.sum(weights * np.abs(y))) + (1 + abs(t)) * rate)
+        return rounding * (float(np.sum(weights * np.abs(y))) + (unit + abs(t)) * rate)
 
     def event_time(self, time: float, state: Tensor, rate: Callable[[], float]) -> Tensor:
         """Return the time of the event, with its derivative with respect to the state there.
@@ -305,84 +307,3 @@ class _EventTime(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
         return -grad_outputs[0] / ctx.rate, None, None
-
-
-class GrazingCheck:
-    """An observer of a SciPy solver that finds events that are touched but not crossed.
-
-    Args:
-        events: the events.
-        rtol, atol: the tolerances of the solution.
-    """
-
-    def __init__(self, events: Sequence[Event], rtol: Any, atol: Any) -> None:
-        self.events, self.rtol, self.atol = events, rtol, atol
-        self.touches: list[tuple[float, Event]] = []
-        # For each event the steps in which it happens: both end times, and the rate at the first.
-        self.crossings: dict[Event, list[tuple[float, float, float]]] = {
-            event: [] for event in events
-        }
-        self._before: tuple[float, list[tuple[float, float, Array]]] | None = None
-
-    def __call__(self, solver: OdeSolver) -> None:
-        now, slopes = float(solver.t), [event.slopes(solver.t, solver.y) for event in self.events]
-        if self._before is not None and now != self._before[0]:
-            begin, before = self._before
-            for event, (value, rate, _), (g, r, _) in zip(self.events, before, slopes, strict=True):
-                if value * g <= 0:
-                    self.crossings[event].append((begin, now, rate))
-                # Both ends are on one side, and the event's value is closer to zero in between.
-                elif value * rate * solver.direction < 0 < g * r * solver.direction:
-                    self._between(solver, event, begin)
-        self._before = (now, slopes)
-
-    def _between(self, solver: OdeSolver, event: Event, begin: float) -> None:
-        dense = solver.dense_output()
-        side = np.sign(event(begin, dense(begin))) or 1.0
-        bounds = sorted((begin, solver.t))
-        nearest = minimize_scalar(
-            lambda t: side * event(t, dense(t)), bounds=bounds, method="bounded"
-        )
-        state = dense(nearest.x)
-        if side * event(nearest.x, state) <= self._uncertainty(
-            event.slopes(nearest.x, state)[2], state
-        ):
-            self.touches.append((float(nearest.x), event))
-
-    def _uncertainty(self, gradient: Array, state: Array) -> float:
-        """Compute the uncertainty of an event's value due to the tolerance of the solution."""
-        return float(np.sum(gradient * (self.atol + self.rtol * np.abs(state))))
-
-    def refuse(self, end: float, sign: float) -> None:
-        """Raise an error if an event was touched before the end of a finished piece."""
-        for time, event in self.touches:
-            if sign * (end - time) >= 0:
-                raise GrazingError(
-                    f"the solution touches event {event.number} near t = {time:g}, or crosses it "
-                    "twice within a step, so its time has no derivative. If it does cross, use a "
-                    "smaller max_step or rtol to resolve both crossings."
-                )
-
-    def rate(self, event: Event, time: float, state: Array, flow: Array) -> float:
-        """Return the rate of an event's value where it happens, which must not vanish.
-
-        ``flow`` is the rate of the state as it arrives.
-        """
-        _, rate, gradient = event.slopes(time, state, flow)
-        inside = [
-            (a, r)
-            for a, b, r in self.crossings[event]
-            if min(a, b) <= time <= max(a, b) and time != a
-        ]
-        curvature = max((abs((rate - r) / (time - a)) for a, r in inside), default=0.0)
-        if not rate and not gradient.any():
-            raise ValueError(
-                f"event {event.number} at t = {time:g} does not depend on t or y in a way that "
-                "has a derivative."
-            )
-        if rate * rate <= 2 * curvature * self._uncertainty(gradient, state):
-            raise GrazingError(
-                f"the solution touches event {event.number} at t = {time:g} and hardly crosses it "
-                f"(rate {rate:.3g}), so its time has no derivative."
-            )
-        return rate

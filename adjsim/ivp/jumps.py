@@ -39,6 +39,7 @@ from scipy.integrate import OdeSolver
 
 from adjsim.ivp.rate_check import StepRates
 from adjsim.ivp.rhs import Array, RightHandSide
+from adjsim.ivp.roots import time_unit
 
 # A step is searched for a jump if the rate changes this many times faster than over the step
 # before.
@@ -164,13 +165,17 @@ class DiscontinuityCheck:
         near = [(of_a, a - k * apart) for k in (1, 2, 3)] + [
             (of_b, b + k * apart) for k in (1, 2, 3)
         ]
-        times = [(of, min(max(t, low), high)) for of, t in near]
-        scatter = max(self._size(self.rates.of(t, path(t)) - of, end, state) for of, t in times)
+        beside = [(of, min(max(t, low), high)) for of, t in near]
+        scatter = max(self._size(self.rates.of(t, path(t)) - of, end, state) for of, t in beside)
         if height <= SCATTER * scatter or self._at_fixed_time(a, b, path, (end, state, height)):
             return None
         rounding = 64 * float(torch.finfo(self.rhs.like.dtype).eps)
         reached = float(np.max(np.abs(state))) / (float(np.max(np.abs(of_a))) or 1.0)
-        return a, path(a), 1e-6 * abs(end - begin) + rounding * (1 + abs(a) + reached)
+        return (
+            a,
+            path(a),
+            1e-6 * abs(end - begin) + rounding * (time_unit(end - begin) + abs(a) + reached),
+        )
 
     def _at_fixed_time(
         self, a: float, b: float, path: Rate, at: tuple[float, Array, float]

@@ -9,13 +9,12 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import scipy.integrate
 import torch
 from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
 from adjsim.ivp.adjoint import AdjointSolver, Path, Piece
-from adjsim.ivp.events import Event, GrazingCheck
+from adjsim.ivp.events import Event
 from adjsim.ivp.forward_states import (
     Backsolved,
     Checkpointed,
@@ -23,12 +22,15 @@ from adjsim.ivp.forward_states import (
     observed,
     solution,
 )
+from adjsim.ivp.grazing import GrazingCheck
 from adjsim.ivp.jumps import DiscontinuityCheck
+from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rate_check import RateCheck, StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
+from adjsim.ivp.roots import Root, time_unit
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
-# Resets closer than this fraction of the time span count as accumulating.
+# Resets closer than this fraction of the time since the start count as accumulating.
 ZENO = 1e-10
 
 Rates = Callable[[float, Array], Array]
@@ -36,7 +38,7 @@ Rates = Callable[[float, Array], Array]
 
 @dataclass
 class PiecewiseSolve:
-    """The solution over the time span, with one call to SciPy per piece.
+    """The solution over the time span, with one of SciPy's solvers per piece.
 
     The states and event times of each piece are connected to their inputs in autograd.
 
@@ -71,11 +73,13 @@ class PiecewiseSolve:
 
     def __post_init__(self) -> None:
         self.final_time = float(self.end.detach())
-        self.span = abs(self.final_time - float(self.begin.detach()))
         self.sign = 1.0 if self.final_time >= float(self.begin.detach()) else -1.0
 
-    def run(self, start: Tensor) -> Any:
-        """Solve from the start to the end, and return SciPy's result for the last piece."""
+    def run(self, start: Tensor) -> March:
+        """Solve from the start to the end, and return the last piece."""
+        if self.t_eval is not None:
+            times = self.t_eval.detach().cpu().numpy()
+            check_times(times, float(self.begin.detach()), self.final_time)
         begin, close, rate_after = self.begin, 0, None
         for event in self.events:
             event.check_start(float(begin.detach()), to_numpy(start))
@@ -85,8 +89,8 @@ class PiecewiseSolve:
                 return found
             before, begin, state = float(begin.detach()), stopped.times[-1], stopped.states[-1]
             now = float(begin.detach())
-            span = self.span if np.isfinite(self.span) else abs(now - float(self.begin.detach()))
-            close = close + 1 if abs(now - before) <= ZENO * span else 0
+            elapsed = abs(now - float(self.begin.detach()))
+            close = close + 1 if abs(now - before) <= ZENO * elapsed else 0
             if close > len(self.events):
                 raise RuntimeError(
                     f"resets of event {stopped.number} accumulate at t = {now:.9g} (Zeno): there "
@@ -102,14 +106,15 @@ class PiecewiseSolve:
                     f"{tuple(state.shape)}."
                 )
             old, new = to_numpy(state), to_numpy(start)
-            rate_after, shift = stopped.rate_after(now, old, new, self.sign)
+            unit = time_unit(found.roots[stopped.number][-1].step)
+            rate_after, shift = stopped.rate_after(now, old, new, self.sign, unit)
             start = start + torch.as_tensor(shift).to(start) if shift.any() else start
             for event in self.events:
-                event.take_side(now, old, new, rate_after, self.sign, event is stopped)
+                event.take_side(now, old, new, rate_after, self.sign, event is stopped, unit)
 
     def _piece(
         self, begin: Tensor, start: Tensor, rate_after: Array | None
-    ) -> tuple[Any, Event | None]:
+    ) -> tuple[March, Event | None]:
         """Solve from one start to the end or to the next reset.
 
         Args:
@@ -117,7 +122,7 @@ class PiecewiseSolve:
             rate_after: the rate after a reset; None at the start of the time span.
 
         Returns:
-            SciPy's result, and the event that ended the piece.
+            the piece, and the event that ended the piece.
         """
         t0 = float(begin.detach())
         rate_column = None if rate_after is None else rate_after[:, None]
@@ -160,7 +165,7 @@ class PiecewiseSolve:
         piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)
         if self.dense_output:
             self.pieces.append(
-                (piece, solution(found.sol.ts, found.sol.interpolants, self.method), start)
+                (piece, solution(found.ends, found.interpolants, self.method), start)
             )
         jumps.refuse(end, self.sign, stopped is not None)
         if grazing is not None:
@@ -168,22 +173,21 @@ class PiecewiseSolve:
         self._connect(piece, found, start, begin, rate_column, grazing, stopped)
         return found, stopped
 
-    def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> Any:
-        """Call SciPy's solve_ivp for one piece."""
+    def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> March:
+        """Take the steps of one piece."""
         eval_times = self._eval_times(t0)
-        found = scipy.integrate.solve_ivp(
+        solver = method(
             rates,
-            (t0, self.final_time),
+            t0,
             to_numpy(start),
-            method,
-            None if eval_times is None else eval_times.detach().cpu().numpy(),
-            self.dense_output,
-            self.events or None,
-            self.rhs.vectorized,
+            self.final_time,
+            vectorized=self.rhs.vectorized,
             **self.options,
         )
+        times = None if eval_times is None else eval_times.detach().cpu().numpy()
+        found = march(solver, self.events, times, self.dense_output)
         for name in self.counts:
-            self.counts[name] += getattr(found, name)
+            self.counts[name] += getattr(solver, name)
         if found.status < 0:
             raise RuntimeError(f"{self.method.__name__} failed: {found.message}")
         return found
@@ -209,20 +213,20 @@ class PiecewiseSolve:
             return self.t_eval
         return self.t_eval[self.sign * self.t_eval.detach() > self.sign * begin]
 
-    def _stop(self, found: Any) -> tuple[Event | None, float]:
+    def _stop(self, found: March) -> tuple[Event | None, float]:
         """Return the event that ended a piece, if any, and the end time."""
         stopped, end = None, self.final_time
-        for event, times in zip(self.events, found.t_events or (), strict=True):
-            if found.status == 1 and event.terminal is not None and len(times) >= event.terminal:
-                stopped, end = event, float(times[-1])
+        for event, roots in zip(self.events, found.roots, strict=True):
+            if found.status == 1 and event.terminal is not None and len(roots) >= event.terminal:
+                stopped, end = event, roots[-1].t
             if event.terminal_left is not None:
-                event.terminal_left -= len(times)
+                event.terminal_left -= len(roots)
         return stopped, end
 
     def _connect(
         self,
         piece: Piece,
-        found: Any,
+        found: March,
         start: Tensor,
         begin: Tensor,
         rate_column: Array | None,
@@ -230,26 +234,23 @@ class PiecewiseSolve:
         stopped: Event | None,
     ) -> None:
         """Connect the states and event times of a piece to their inputs in autograd."""
-        events = list(zip(self.events, found.t_events or (), found.y_events or (), strict=True))
         happened = [
-            (event, float(t), np.asarray(y))
-            for event, ts, ys in events
-            for t, y in zip(ts, ys, strict=True)
+            (event, root)
+            for event, roots in zip(self.events, found.roots, strict=True)
+            for root in roots
         ]
-        saved = np.asarray(found.t, float)
-        states = [
-            np.asarray(found.y).reshape(len(start), len(saved)),
-            *(y[:, None] for _, _, y in happened),
-        ]
-        every = np.concatenate([saved, [t for _, t, _ in happened]])
+        saved = found.t
+        every = np.concatenate([saved, [root.t for _, root in happened]])
+        states = [found.y, *(root.y[:, None] for _, root in happened)]
         connected = piece.states(every, np.concatenate(states, 1), start)
         arriving = None
-        for i, (event, t, y) in enumerate(happened):
+        for i, (event, root) in enumerate(happened):
             at = connected[:, len(saved) + i]
-            time = torch.tensor(t, dtype=torch.float64, device=at.device)
+            time = torch.tensor(root.t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
-                flow = cache(partial(event.rate_before, t, y, self.sign))
-                time = event.event_time(t, at, partial(_rate, grazing, event, t, y, flow))
+                unit = time_unit(root.step)
+                flow = cache(partial(event.rate_before, root.t, root.y, self.sign, unit))
+                time = event.event_time(root.t, at, partial(_rate, grazing, event, root, flow))
                 if time.requires_grad:
                     at = self.rhs.with_time_derivative(
                         at[:, None], time.reshape(1), flow()[:, None]
@@ -285,10 +286,12 @@ def _warn_loose() -> None:
 
 
 def _rate(
-    grazing: GrazingCheck | None, event: Event, t: float, y: Array, flow: Callable[[], Array]
+    grazing: GrazingCheck | None, event: Event, root: Root, flow: Callable[[], Array]
 ) -> float:
     """Return the rate of an event where it happens, and check for grazing if wanted."""
-    return event.slopes(t, y, flow())[1] if grazing is None else grazing.rate(event, t, y, flow())
+    if grazing is None:
+        return event.slopes(root.t, root.y, flow())[1]
+    return grazing.rate(event, root.t, root.y, flow())
 
 
 def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array) -> Rates:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from adjsim.ivp.rhs import Array
 
 # The nodes and weights of the seven-point Kronrod extension of the four-point Lobatto rule, and the
 # differences of the weights from those of the four-point rule. The nodes include the ends of the
@@ -17,7 +19,7 @@ WEIGHTS = np.array([77, 432, 625, 672, 625, 432, 77]) / 1470
 DIFFERENCES = WEIGHTS - np.array([1, 0, 5, 0, 5, 0, 1]) / 6
 
 # Smallest tolerance, relative to the integral of the size that the integrand has without
-# cancellation.
+# cancellation in its products.
 ROUNDING = 1e-13
 # Largest number of bisections of one interval; a jump takes fifty.
 DIVISIONS = 2_000
@@ -27,6 +29,8 @@ STRIDE = 8
 
 # The sums of the integrand at times, weighted with each of several rows of weights.
 Integrand = Callable[..., list[list[Tensor]]]
+# The uncertainty of such a sum at times with weights, for each tensor.
+Uncertainty = Callable[[Array, Array], list[float]]
 
 
 class Integral:
@@ -45,7 +49,11 @@ class Integral:
         self.sizes, self.allowed = [0.0 for _ in like], allowed
 
     def error(
-        self, found: list[Tensor], off: list[Tensor], near: float, scale: Callable[[], list[Tensor]]
+        self,
+        found: list[Tensor],
+        off: list[Tensor],
+        near: float,
+        *smallest: Callable[[], Sequence[float]],
     ) -> float:
         """Return the difference of the two formulas, relative to the allowed difference.
 
@@ -53,20 +61,21 @@ class Integral:
             found: the contribution of the interval.
             off: the difference of the two formulas.
             near: a time in the interval, for messages.
-            scale: returns the size of the contribution if nothing cancels in it.
+            smallest: return differences that are allowed whatever the integral is, such as those
+                of rounding. The next is called only if those before do not suffice.
         """
-        errors, sizes = _largest(off), zip(self.sizes, _largest(found), strict=True)
+        errors, sizes = largest(off), zip(self.sizes, largest(found), strict=True)
         if not np.isfinite(errors).all():
             raise FloatingPointError(
                 "the derivative of fun with respect to a parameter is not finite near t = "
                 f"{near:g}."
             )
         allowed = [self.allowed * (known + more) for known, more in sizes]
-        if any(error > most for error, most in zip(errors, allowed, strict=True)):
-            allowed = [
-                max(most, ROUNDING * size)
-                for most, size in zip(allowed, _largest(scale()), strict=True)
-            ]
+        for least in smallest:
+            if all(error <= most for error, most in zip(errors, allowed, strict=True)):
+                break
+            # A state outside the domain of fun makes an uncertainty of NaN, which fmax leaves out.
+            allowed = [float(np.fmax(*both)) for both in zip(allowed, least(), strict=True)]
         tiny = float(np.finfo(float).tiny)
         return max(
             (error / max(most, tiny) for error, most in zip(errors, allowed, strict=True)),
@@ -75,7 +84,7 @@ class Integral:
 
     def add(self, found: list[Tensor]) -> None:
         """Add the contribution of an interval."""
-        self.sizes = [a + b for a, b in zip(self.sizes, _largest(found), strict=True)]
+        self.sizes = [a + b for a, b in zip(self.sizes, largest(found), strict=True)]
         for total, x in zip(self.sums, found, strict=True):
             total += x
 
@@ -98,7 +107,11 @@ class AdaptiveLobatto(Integral):
         self.stride = 1
 
     def integrate(
-        self, times: Sequence[float], integrand: Integrand, scale: Callable[[float], list[Tensor]]
+        self,
+        times: Sequence[float],
+        integrand: Integrand,
+        scale: Callable[[float], list[Tensor]],
+        uncertainty: Uncertainty,
     ) -> None:
         """Add the integral from the first of several times to the last.
 
@@ -109,25 +122,36 @@ class AdaptiveLobatto(Integral):
             times: the times.
             integrand: the integrand.
             scale: returns the size of the integrand at a time if nothing cancels in it.
+            uncertainty: returns the uncertainty of a weighted sum of the integrand that the error
+                of the states makes.
         """
         k, last = 0, len(times) - 1
         while k < last:
             end = min(k + self.stride, last)
-            whole = self._add(times[k], times[end], integrand, scale)
+            whole = self._add(times[k], times[end], integrand, scale, uncertainty)
             self.stride = min(2 * self.stride, STRIDE) if whole else max(1, self.stride // 2)
             k = end
 
     def _add(
-        self, begin: float, end: float, integrand: Integrand, scale: Callable[[float], list[Tensor]]
+        self,
+        begin: float,
+        end: float,
+        integrand: Integrand,
+        scale: Callable[[float], list[Tensor]],
+        uncertainty: Uncertainty,
     ) -> bool:
         """Add the integral over an interval, and return whether it remained undivided."""
         waiting, divisions = [(begin, end)], 0
-        size = cache(lambda: [abs(end - begin) * x for x in scale((begin + end) / 2)])
+        rounding = cache(
+            lambda: [ROUNDING * abs(end - begin) * x for x in largest(scale((begin + end) / 2))]
+        )
         while waiting:
             a, b = waiting.pop()
             half, middle = (b - a) / 2, (a + b) / 2
-            found, off = integrand(middle + half * NODES, half * WEIGHTS, half * DIFFERENCES)
-            if self.error(found, off, middle, size) <= 1:
+            nodes, differences = middle + half * NODES, half * DIFFERENCES
+            found, off = integrand(nodes, half * WEIGHTS, differences)
+            unsure = partial(uncertainty, nodes, differences)
+            if self.error(found, off, middle, rounding, unsure) <= 1:
                 self.add(found)
                 continue
             divisions += 1
@@ -145,5 +169,6 @@ def no_convergence(t: float) -> RuntimeError:
     )
 
 
-def _largest(tensors: Sequence[Tensor]) -> list[float]:
+def largest(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the largest absolute entry of each tensor."""
     return [float(x.abs().max()) if x.numel() else 0.0 for x in tensors]

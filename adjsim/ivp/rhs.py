@@ -231,7 +231,7 @@ class RightHandSide:
         """Return the rate at one state, and refuse undeclared tensors that require grad."""
         return to_numpy(self._with_graph(t, y)[1])
 
-    def has_unused_parameter(self, *points: tuple[float, Array]) -> bool:
+    def has_unused_parameter(self, *points: tuple[float | Array, Array]) -> bool:
         """Test whether the rates at some times and states leave an input tensor unused.
 
         The input tensors are the arguments and declared tensors that require grad, without those of

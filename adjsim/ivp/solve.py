@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.integrate
 import torch
 from scipy.integrate import OdeSolver
 from torch import Tensor
@@ -40,9 +41,10 @@ def solve_ivp(
     r"""Solve an initial value problem with SciPy, and differentiate it by the adjoint method.
 
     The problem is dy/dt = fun(t, y, \*args), y(t0) = y0. The forward solution is computed by
-    :func:`scipy.integrate.solve_ivp`: its values are those of SciPy for the same function, to the
-    last bit (or rounded to float32). Gradients are those of the exact solution, to the tolerances,
-    by the adjoint equation
+    SciPy's solvers: its values are those of :func:`scipy.integrate.solve_ivp` for the same
+    function, to the last bit (or rounded to float32). Times of events in steps shorter than 1e-3
+    are more accurate. A step of LSODA to a state that is not finite is taken again. Gradients are
+    those of the exact solution, to the tolerances, by the adjoint equation
 
     .. math::
         \dot\lambda = -(\partial f/\partial y)^T \lambda, \qquad dL/d\theta = \int \lambda^T
@@ -128,8 +130,8 @@ def solve_ivp(
       with ``dense_output`` all are stored. In both cases each step is evaluated once more, with its
       derivative. The gradient of Rodas4 needs second derivatives of ``fun``.
     - ``rtol`` is a number, ``atol`` a number or of shape ``(n,)``; the other options are
-      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. A
-      jump of ``fun`` that depends on the state is not noticed, and makes the gradient wrong.
+      ``max_step`` and ``first_step``. Complex states, events and functions of NumPy are refused. So
+      is a jump of ``fun`` where a gradient is wanted, unless it is at a fixed time.
     - A column whose steps become too short, or whose rates are not finite, is named in the error.
 
     Where an equation is almost linear, DOP853 takes steps that are too long for its interpolant of
@@ -225,7 +227,7 @@ def _plain(tree: Any) -> Any:
 def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
-        return method
+        return METHODS["LSODA"] if method is scipy.integrate.LSODA else method
     if method in COLUMN_METHODS and method not in METHODS:
         raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
@@ -268,7 +270,8 @@ def _adjoint_settings(
         options["jac"] = to_numpy(jac)
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
-    return options, AdjointSolver(rhs, method, backward, absolute, options.get("max_step", np.inf))
+    max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
+    return options, AdjointSolver(rhs, method, backward, absolute, max_step, *tolerances)
 
 
 def _array(x: Any) -> Any:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
 from adjsim.ivp.forward_states import solution
-from adjsim.ivp.quadrature import DIVISIONS, STRIDE, AdaptiveLobatto, Integral, no_convergence
+from adjsim.ivp.quadrature import (
+    DIVISIONS,
+    ROUNDING,
+    STRIDE,
+    AdaptiveLobatto,
+    Integral,
+    largest,
+    no_convergence,
+)
 from adjsim.ivp.rhs import Array, RightHandSide
 
 SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
@@ -25,6 +33,8 @@ SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
+# Fraction of a change of the states at which a change of the integrand has to be smaller too.
+SHRUNK = 2.0**-10
 
 
 @dataclass
@@ -35,6 +45,7 @@ class Sweep(ABC):
         rhs: the right-hand side.
         rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
         max_step: the largest step size.
+        state_rtol, state_atol: the tolerances of the states along which the sweep integrates.
         adjoint: the cotangent of the state at the current time.
 
     Attributes:
@@ -46,6 +57,8 @@ class Sweep(ABC):
     rtol: float
     atol: float
     max_step: float
+    state_rtol: Array
+    state_atol: Array
     adjoint: Array
     step: float | None = dataclasses.field(init=False)
     integral: Integral = dataclasses.field(init=False)
@@ -68,8 +81,31 @@ class Sweep(ABC):
 
     def _integrand_size(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
         """Return the size of the integrand at a time if nothing cancels in it."""
-        weights = (1 + 0.5 * np.cos(np.arange(adjoint.size) ** 2)) * np.abs(adjoint)
-        return self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights[:, None])[0]
+        weights = _without_cancellation(adjoint[:, None])
+        return self.rhs.parameter_vjp(np.array([t]), path(t)[:, None], weights)[0]
+
+    def _uncertainty(self, times: Array, path: OdeSolution, weights: Array) -> list[float]:
+        """Return the change of a weighted sum of the integrand if the states change.
+
+        The states ``(n, times)`` change by as much as the tolerance of the solution. A difference
+        of two formulas that is smaller is the roughness of the solution. Shorter intervals do not
+        remove this roughness: where fun subtracts two large numbers, nothing else may remain. A
+        change that does not shrink with that of the states, as that of random numbers, is left out.
+        """
+        states, sizes = path(times), _without_cancellation(weights)
+        scale = np.reshape(self.state_atol, (-1, 1)) + self.state_rtol * np.abs(states)
+        shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
+        here, there, nearby = (
+            self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
+            for part in (0.0, 1.0, SHRUNK)
+        )
+        changes, less = (
+            largest([b - a for a, b in zip(here, sums, strict=True)]) for sums in (there, nearby)
+        )
+        return [
+            change if small <= 16 * SHRUNK * change else 0.0
+            for change, small in zip(changes, less, strict=True)
+        ]
 
 
 @dataclass
@@ -121,7 +157,12 @@ class SolverSweep(Sweep):
 
         # The forward steps resolve how fast the states change.
         self.points.integrate(
-            [begin, *_forward_steps_between(begin, end, path), end], integrand, size
+            [begin, *_forward_steps_between(begin, end, path), end],
+            integrand,
+            size,
+            lambda times, weights: self._uncertainty(
+                times, path, weights * _as_state_type(found(times), self.adjoint)
+            ),
         )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
@@ -219,13 +260,17 @@ class CollocationSweep(Sweep):
         )
         found, off = self.rhs.parameter_vjp(times, path(times), -weights, -differences)
 
-        def size() -> list[Tensor]:
-            largest = _as_state_type(
+        def rounding() -> list[float]:
+            most = _as_state_type(
                 np.maximum(np.abs(step.start), np.abs(step.values[-1])), self.adjoint
             )
-            return [length * x for x in self._integrand_size(middle, largest, path)]
+            return [
+                ROUNDING * length * x for x in largest(self._integrand_size(middle, most, path))
+            ]
 
-        error = self.integral.error(found, off, middle, size)
+        error = self.integral.error(
+            found, off, middle, rounding, lambda: self._uncertainty(times, path, differences)
+        )
         self.rejections += error > 1
         if self.rejections > DIVISIONS:
             raise no_convergence(middle)
@@ -236,6 +281,14 @@ def _forward_steps_between(begin: float, end: float, path: OdeSolution) -> list[
     """Return the ends of forward steps between two times, in order from ``begin`` on."""
     low, high = min(begin, end), max(begin, end)
     return sorted((t for t in map(float, path.ts) if low < t < high), reverse=bool(begin > end))
+
+
+def _without_cancellation(weights: Array) -> Array:
+    """Return the sizes of weights ``(n, times)``, with factors that make no sum of theirs cancel.
+
+    The factors differ from row to row and lie between a half and three halves.
+    """
+    return (1 + 0.5 * np.cos(np.arange(len(weights)) ** 2))[:, None] * np.abs(weights)
 
 
 def _adjoint_error(t: float, message: str | None) -> RuntimeError:

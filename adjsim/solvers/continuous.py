@@ -6,14 +6,21 @@ These libraries have both gradients: backpropagation through the solve, and the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
 from adjsim._params import refuse_captured
 from adjsim._state import State, stack
-from adjsim._trajectory import TimeAverage, step_numbers
+from adjsim._trajectory import (
+    TimeAverage,
+    check_shape,
+    first_averaged_step,
+    floating,
+    step_numbers,
+    sum_dtype,
+)
 from adjsim.dynamics.forces import counted_backward
 from adjsim.solvers.base import Problem
 
@@ -22,10 +29,14 @@ class ContinuousSolver(ABC):
     """The base class of solvers that return the states at given times.
 
     ``dt`` is the step, or None if the solver chooses its steps. A time average is the integral of
-    its function, solved as an additional component of the equation.
+    its function, solved as an additional component of the equation. Stages of a step with noise
+    have other moments than the state, so there (:attr:`averages_ends`) the average is the mean over
+    the ends of steps.
     """
 
     dt: float | None
+    #: Whether a time average is the mean over the ends of all steps.
+    averages_ends: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
@@ -51,28 +62,33 @@ class ContinuousSolver(ABC):
         record = problem.bound_record
         average = record if isinstance(record, TimeAverage) else None
         times, saves = self.times(problem)
-        field = VectorField(problem, average, self.dt, backsolve is not None)
+        integrated = None if self.averages_ends else average
+        field = VectorField(problem, integrated, self.dt, backsolve is not None)
         start = tuple(problem.state)
-        if average is not None:
-            value = average.function(problem.state)
-            dtype = (
-                value.dtype
-                if value.is_floating_point() or value.is_complex()
-                else problem.state[0].dtype
-            )
-            start = (*start, torch.zeros_like(value, dtype=dtype))
+        if integrated is not None:
+            value = floating(integrated.function(problem.state), problem.state)
+            start = (*start, torch.zeros_like(value))
         frames = self.integrate(field, start, times, backsolve)
         _check_finite(frames, problem, saves)
         kind, count = type(problem.state), len(problem.state)
-        states = [kind._make(x[i] for x in frames[:count]) for i in saves]
+        frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
+        states = [frame[i] for i in saves]
         problem.stats["steps"] = None if self.dt is None else round(float(times[-1]))
-        if average is not None:
+        if integrated is not None:
             quadrature = frames[-1]
-            first = int((times - times[0] - self._in_units(average.burn_in)).abs().argmin())
-            span = float(problem.times[-1] - problem.times[0]) - average.burn_in
+            first = int((times - times[0] - self._in_units(integrated.burn_in)).abs().argmin())
+            span = float(problem.times[-1] - problem.times[0]) - integrated.burn_in
             return None, (quadrature[-1] - quadrature[first]) / span, states[-1]
+        if average is not None:
+            assert self.dt is not None
+            first = first_averaged_step(average.burn_in, self.dt, round(float(times[-1])))
+            ends = {round(t): x for t, x in zip(times.tolist(), frame, strict=True) if t >= first}
+            return None, _mean(average, ends), states[-1]
         if record is not None and not isinstance(record, TimeAverage):
-            return None, torch.stack([record(state) for state in states]), states[-1]
+            values = [record(state) for state in states]
+            for t, value in zip(problem.times.tolist(), values, strict=True):
+                check_shape(value, values[0].shape, f"at t = {t:g}")
+            return None, torch.stack(values), states[-1]
         return stack(states), None, states[-1]
 
     def times(self, problem: Problem[State]) -> tuple[Tensor, list[int]]:
@@ -83,24 +99,30 @@ class ContinuousSolver(ABC):
         times, record = problem.times, problem.record
         if self.dt is not None:
             times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
-        saves = list(range(len(times)))
-        if isinstance(record, TimeAverage) and record.burn_in > 0:
-            begin = float(times[0]) + self._in_units(record.burn_in)
-            if begin >= float(times[-1]):
-                raise ValueError(
-                    f"burn_in = {record.burn_in:g} leaves nothing of the run to average."
-                )
-            if self.dt is not None:
-                if abs(begin - round(begin)) > 1e-3:
-                    raise ValueError(
-                        f"burn_in = {record.burn_in:g} is not an integer number of steps of dt = "
-                        f"{self.dt:g}."
-                    )
-                begin = float(round(begin))
-            all_times = sorted({*times.tolist(), begin})
-            saves = [all_times.index(t) for t in times.tolist()]
-            times = torch.tensor(all_times, dtype=torch.float64)
-        return times, saves
+        if not isinstance(record, TimeAverage):
+            return times, list(range(len(times)))
+        if self.averages_ends:
+            assert self.dt is not None
+            last = round(float(times[-1]))
+            more = list(map(float, range(first_averaged_step(record.burn_in, self.dt, last), last)))
+        else:
+            more = [self._burnt_in(record.burn_in, times)]
+        all_times = sorted({*times.tolist(), *more})
+        number = {t: i for i, t in enumerate(all_times)}
+        return torch.tensor(all_times, dtype=torch.float64), [number[t] for t in times.tolist()]
+
+    def _burnt_in(self, burn_in: float, times: Tensor) -> float:
+        """Return the time from which a function is integrated, in the units of the times."""
+        begin = float(times[0]) + self._in_units(burn_in)
+        if begin >= float(times[-1]):
+            raise ValueError(f"burn_in = {burn_in:g} leaves nothing of the run to average.")
+        if self.dt is None:
+            return begin
+        if abs(begin - round(begin)) > 1e-3:
+            raise ValueError(
+                f"burn_in = {burn_in:g} is not an integer number of steps of dt = {self.dt:g}."
+            )
+        return float(round(begin))
 
     def _in_units(self, time: float) -> float:
         return time / self.dt if self.dt is not None else time
@@ -156,7 +178,9 @@ class VectorField(torch.nn.Module, Generic[State]):
         state, stats = self.state(fields), self.problem.stats
         rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
         if self.average is not None:
-            rates = (*rates, self.average.function(state).to(fields[-1].dtype))
+            value = self.average.function(state)
+            check_shape(value, fields[-1].shape, f"at t = {float(t):g}")
+            rates = (*rates, value.to(fields[-1].dtype))
         if self.checked and torch.is_grad_enabled():
             known = [*fields, t, *self.parameters_of_adjoint]
             for rate in rates:
@@ -169,6 +193,20 @@ class VectorField(torch.nn.Module, Generic[State]):
             # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
             tracked.register_hook(counted_backward(stats))
         return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
+
+
+def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:
+    """Compute the mean of an averaged function over the states after steps."""
+    total, value = None, None
+    for step, state in ends.items():
+        value = floating(average.function(state), state)
+        if total is None:
+            total = torch.zeros_like(value, dtype=sum_dtype(value))
+        check_shape(value, total.shape, f"after step {step}")
+        total = total + value.to(total.dtype)
+    assert total is not None
+    assert value is not None
+    return (total / len(ends)).to(value.dtype)
 
 
 def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:

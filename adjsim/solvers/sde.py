@@ -8,7 +8,7 @@ to the last bit at any dt.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class SDESolver(ContinuousSolver):
         method: a name of torchsde.
         dt: the step, time.
     """
+
+    averages_ends: ClassVar[bool] = True
 
     def __init__(self, method: str = "midpoint", *, dt: float) -> None:
         if method not in STRATONOVICH + ITO:
@@ -156,11 +158,6 @@ class _Equation(torch.nn.Module):
         self.noise_type = dynamics.noise if isinstance(dynamics, SDE) else "diagonal"
         batch = dynamics.batch_shape(field.problem.state)
         self.rows = 1 if self.noise_type == "diagonal" else batch.numel()
-        if self.rows > 1 and any(x.shape[: len(batch)] != batch for x in start):
-            raise ValueError(
-                f"with {self.noise_type} noise the function of a TimeAverage must keep the batch "
-                f"axes {tuple(batch)}: average over systems after the run."
-            )
         self.shapes = [x.shape for x in start]
         self.sizes = [x.numel() // self.rows for x in start]
         assert field.unit is not None
@@ -184,22 +181,16 @@ class _Equation(torch.nn.Module):
         field = self._field
         amplitudes = tuple(field.diffusion(t, field.state(self.fields(y))))
         if self.noise_type == "diagonal":
-            zeros = [y.new_zeros(shape) for shape in self.shapes[len(amplitudes) :]]
-            return self.flat((*amplitudes, *zeros)) * self._root
+            return self.flat(amplitudes) * self._root
         matrices = [
-            g.reshape(self.rows, size, -1) for g, size in zip(amplitudes, self.sizes, strict=False)
-        ]
-        matrices += [
-            y.new_zeros(self.rows, size, matrices[0].shape[-1])
-            for size in self.sizes[len(amplitudes) :]
+            g.reshape(self.rows, size, -1) for g, size in zip(amplitudes, self.sizes, strict=True)
         ]
         return torch.cat(matrices, 1) * self._root
 
     def noisy(self) -> list[bool]:
         """Return which fields have noise."""
         problem = self._field.problem
-        noisy = problem.dynamics.noisy_fields(problem.times[0], problem.state)
-        return noisy + [False] * (len(self.shapes) - len(noisy))
+        return problem.dynamics.noisy_fields(problem.times[0], problem.state)
 
 
 class _StepNoise(BaseBrownian):

@@ -375,6 +375,7 @@ def test_a_constraint_has_its_slope_and_refuses_other_starts():
         (lambda: Positive().right_inverse(x - 0.5), "got -0.3"),
         (lambda: between.right_inverse(x + 1), r"Between\(-1, 8\) excludes 8"),
         (lambda: Between(1.0, 1.0), "low must be below high"),
+        (lambda: Between(0.0, math.inf), "the bounds of Between must be finite; got 0 and inf"),
         (lambda: Between(0.0, 1.0).right_inverse(x * math.nan), "excludes nan"),
     ):
         with pytest.raises(ValueError, match=says):

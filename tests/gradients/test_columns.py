@@ -366,3 +366,51 @@ def test_a_shared_network_in_columns():
         adjsim.solve_ivp(field, (0, 2), column, "RK45", **TIGHT).y[:, -1].square().sum().backward()
     for x, p in zip(found, net.parameters(), strict=True):
         torch.testing.assert_close(x, p.grad, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("method", "switch"),
+    [
+        ("RK45", "time"),
+        ("Rodas4", "time"),
+        ("RK45", "state"),
+        ("Rodas4", "state"),
+        ("RK45", "sliding"),
+    ],
+)
+def test_a_jump_is_refused_as_in_a_single_call(method, switch):
+    """y' = 1 before t = p or y = p, and 3 after: y(1.2) depends on p, and the steps do not. Where
+    the rate is -1 after y = p, the solution slides.
+    """
+    p = torch.tensor([0.9, 0.5, 0.7], dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(1, 3, dtype=torch.float64)
+
+    def fun(t, y, p):
+        after = -1.0 if switch == "sliding" else 3.0
+        return torch.where((t if switch == "time" else y[0]) < p, 1.0, after) + 0 * y
+
+    with pytest.raises(ValueError, match=r"fun jumps at t = .* in column \d, where no event"):
+        adjsim.solve_ivp(fun, (0, 1.2), start, method, args=(p,), **TIGHT)
+    with torch.no_grad():
+        adjsim.solve_ivp(fun, (0, 0.6), start, method, args=(p,))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_jumps_at_a_fixed_time_and_steep_rates_are_not_refused(method):
+    """y' = p before t = 0.4 and 3 p after has dy(1)/dp = 2.2; a switch of
+    width 0.01 from -1 to 1 at t = p has -2.
+    """
+    p = torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True)
+    start = torch.zeros(1, 2, dtype=torch.float64)
+
+    def jump(t, y, p):
+        return torch.where(t < 0.4, p, 3 * p) + 0 * y
+
+    def switch(t, y, p):
+        return torch.tanh(100 * (t - p)) + 0 * y
+
+    for fun, answer in ((jump, 2.2), (switch, -2.0)):
+        found = adjsim.solve_ivp(fun, (0, 1), start, method, args=(p,), **TIGHT)
+        (by_p,) = torch.autograd.grad(found.y[0, -1].sum(), p)
+        # The step across the jump is of first order: its error is a hundred times its estimate.
+        assert by_p.tolist() == pytest.approx([answer] * 2, abs=1e-4)

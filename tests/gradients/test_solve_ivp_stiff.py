@@ -138,6 +138,35 @@ def test_what_decays_is_right_at_the_start(method, first):
     np.testing.assert_allclose(start.grad, expected, rtol=0, atol=1e-7 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(
+    ("method", "rtol", "stiffness"),
+    [
+        ("Radau", 1e-10, 1e2),
+        ("BDF", 1e-8, 1e5),
+        ("BDF", 1e-8, 1e7),
+        ("LSODA", 1e-8, 1e7),
+    ],
+)
+def test_a_derivative_of_which_only_the_error_of_the_states_remains(method, rtol, stiffness):
+    """Prothero and Robinson's y' = -L (y - a cos t) - a sin t has y = a cos t for every L, so dy/dL
+    = 0: the rate's derivative with respect to L is y - a cos t, the error of the states.
+    """
+    a, rate = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (1.0, stiffness))
+    found = adjsim.solve_ivp(
+        lambda t, y, a, rate: -rate * (y - a * torch.cos(t)) - a * torch.sin(t),
+        (0, 1),
+        a[None],
+        method,
+        args=(a, rate),
+        rtol=rtol,
+        atol=rtol / 100,
+    )
+    found.y[0, -1].backward()
+    # The error of the states is below rtol, and that of the adjoint a tenth of this.
+    assert abs(float(a.grad) - np.cos(1)) < rtol
+    assert abs(stiffness * float(rate.grad)) < rtol
+
+
 @pytest.mark.parametrize("degree", range(STAGES + 1))
 def test_the_area_of_a_layer_is_that_of_polynomials(degree):
     """z' = -z/tau, g' = phi z' with phi = (1 - t)^degree: g(1) = -phi(0) z(0) for tau to zero, up
