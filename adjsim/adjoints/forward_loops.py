@@ -180,7 +180,7 @@ class ForwardLoops(Resumable):
         if recording.total is None:
             with torch.no_grad():
                 value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
-            recording.add(torch.zeros_like(value), recording.last_step)
+            recording.add(torch.zeros_like(value), recording.last_step, state)
         assert recording.total is not None
         return recording.total
 

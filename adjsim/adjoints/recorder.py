@@ -93,7 +93,7 @@ class Recording(Saved):
         recorder = self.recorder
         if recorder.average is not None:
             if step >= recorder.first and step > self.last_step:
-                self.add(recorder.value(self.stepper.from_lattice(state)), step)
+                self.add(recorder.value(self.stepper.from_lattice(state)), step, state)
         elif step in recorder.frames:
             state = self.stepper.from_lattice(state)
             if recorder.record is None:
@@ -101,12 +101,9 @@ class Recording(Saved):
             else:
                 self.values.append(recorder.value(state))
 
-    def add(self, value: Tensor, step: int) -> None:
-        """Add the value after a step to the time average."""
-        self.dtype, value = (
-            _average_dtype(value, self.stepper),
-            self.recorder.summand(value, step),
-        )
+    def add(self, value: Tensor, step: int, state: AnyState) -> None:
+        """Add the value after a step, in this state, to the time average."""
+        self.dtype, value = _average_dtype(value, state), self.recorder.summand(value, step)
         self.total, self.last_step = value if self.total is None else self.total + value, step
 
     @property
@@ -277,12 +274,10 @@ def sum_dtype(value: Tensor) -> torch.dtype:
     return torch.complex128 if value.is_complex() else torch.float64
 
 
-def _average_dtype(value: Tensor, stepper: Stepper) -> torch.dtype:
+def _average_dtype(value: Tensor, state: AnyState) -> torch.dtype:
     """Choose the dtype of a time average.
 
-    This is the dtype of the values, or a floating-point dtype for counts and bools.
+    This is the dtype of the values, or the dtype of the state for counts and bools.
     """
     floating = value.is_floating_point() or value.is_complex()
-    return (
-        value.dtype if floating else torch.promote_types(torch.get_default_dtype(), torch.float32)
-    )
+    return value.dtype if floating else state[0].dtype
