@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -60,8 +61,9 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
     :func:`adjsim.potentials.tail_corrections`.
 
     Args:
-        dynamics: dynamics with masses, whose potential is a pair potential with a box, or a sum of
-            pair potentials with one box.
+        dynamics: dynamics with masses, whose potential has a box and a virial, or a sum of such
+            potentials with one box. Terms within molecules (bonds, angles, torsions, scaled pairs)
+            need no box if the positions are those of whole molecules.
         state: a state with positions and momenta, or a trajectory.
 
     Raises:
@@ -95,17 +97,29 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
 
 def _volume(potential: nn.Module) -> Tensor:
     """Return the volume of the box of a potential, or of the parts of a sum."""
-    parts = list(potential.parts) if isinstance(potential, SumPotential) else [potential]
-    boxes: list[Tensor] = []
-    for part in parts:
-        box: Tensor | None = getattr(part, "box", None)
-        if box is None:
-            raise ValueError(
-                "pressure and stress need a potential with a periodic box, and "
-                f"{type(part).__name__} has none: make it with box=."
-            )
-        boxes.append(box)
+    boxes = list(_boxes(potential))
+    if not boxes:
+        raise ValueError(
+            "pressure and stress need a potential with a periodic box, and no part of "
+            f"{type(potential).__name__} has one: make the nonbonded parts with box=."
+        )
     first = boxes[0]
     if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes[1:]):
         raise ValueError("the parts of the potential have different boxes.")
     return volume(first)
+
+
+def _boxes(potential: nn.Module) -> Iterator[Tensor]:
+    """List the boxes of the parts of a potential; terms within molecules need none."""
+    if isinstance(potential, SumPotential):
+        for part in potential.parts:
+            yield from _boxes(part)
+        return
+    box: Tensor | None = getattr(potential, "box", None)
+    if box is not None:
+        yield box
+    elif not (isinstance(potential, Potential) and potential.within_molecules):
+        raise ValueError(
+            "pressure and stress need a potential with a periodic box, and "
+            f"{type(potential).__name__} has none: make it with box=."
+        )

@@ -14,7 +14,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,15 @@ from adjsim.potentials.products import (
 
 
 class Potential(nn.Module):
-    """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms."""
+    """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms.
+
+    Attributes:
+        within_molecules: whether the energy is a sum over terms of atoms of one molecule. Without a
+            box such terms read the positions of a whole molecule as they are, in a periodic system
+            too.
+    """
+
+    within_molecules: ClassVar[bool] = False
 
     def forward(self, position: Positions) -> Energies:
         raise TypeError(

@@ -56,6 +56,7 @@ class BondedPotential(Potential):
     steps: ClassVar[tuple[tuple[int, int], ...]]
     coordinate: ClassVar[type[Coordinate]]
     dim: ClassVar[int | None] = None
+    within_molecules = True
 
     index: Tensor
     types: Tensor | None
