@@ -11,6 +11,7 @@ error that names it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -52,6 +53,35 @@ def register(
         module.register_parameter(name, value)
     else:
         module.register_buffer(name, value)
+
+
+def check_count(name: str, value: Tensor, atoms: int) -> None:
+    """Refuse a number for each atom of a system with more or fewer atoms."""
+    if value.numel() not in (1, atoms):
+        raise ValueError(
+            f"{name} has {value.numel()} entries and the state {atoms} atoms: give one number, or "
+            "one for each atom."
+        )
+
+
+def refuse_negative(name: str, value: Tensor) -> None:
+    """Refuse the depth of a well that is negative, with which atoms fall on top of each other."""
+    if not bool((value.detach() >= 0).all()):
+        raise ValueError(
+            f"{name} must not be negative; got {describe(value)}. It is the depth of a well. "
+            "adjsim.Positive keeps a fitted one positive."
+        )
+
+
+def refuse_degrees(name: str, value: Tensor) -> None:
+    """Refuse an angle of more than a turn, which is likely in degrees."""
+    largest = float(value.detach().abs().max())
+    # A turn may be rounded.
+    if largest > 2 * math.pi * (1 + 1e-6):
+        raise ValueError(
+            f"{name} must be in radians, between -2 pi and 2 pi; got {largest:g}. Convert degrees "
+            "with math.radians or torch.deg2rad."
+        )
 
 
 def describe(value: Tensor) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adjsim._box import volume
 from adjsim._inputs import as_number, as_tensor
+from adjsim._params import check_count
 from adjsim._typing import Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential, SumPotential
 
@@ -45,11 +46,10 @@ def kinetic_temperature(
         dof: degrees of freedom; None: atoms x dim. Subtract dim if the total momentum is zero and
             stays zero.
     """
-    p, m = as_tensor("momentum", momentum), as_tensor("mass", mass)
-    if m.numel() > 1:
-        m = m.reshape(-1, 1)
+    p = as_tensor("momentum", momentum)
+    m = _masses(as_tensor("mass", mass), p)
     count = p.shape[-1] * p.shape[-2] if dof is None else as_number("dof", dof)
-    return (p**2 / m.to(p)).sum((-1, -2)) / count
+    return (p**2 / m).sum((-1, -2)) / count
 
 
 def pressure(dynamics: Massive, state: Moving) -> Energies:
@@ -89,10 +89,14 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
             f"{type(dynamics.potential).__name__} has no virial(position), which the pressure and "
             "the stress need. Pair potentials and sums of them have one."
         )
-    m = dynamics.mass.to(p)
-    m = m.reshape(-1, 1) if m.numel() > 1 else m
-    kinetic = (p / m).transpose(-1, -2) @ p
+    kinetic = (p / _masses(dynamics.mass, p)).transpose(-1, -2) @ p
     return -(kinetic + dynamics.potential.virial(q)) / size
+
+
+def _masses(mass: Tensor, p: Tensor) -> Tensor:
+    """Return masses to divide momenta by, in their dtype."""
+    check_count("mass", mass, p.shape[-2])
+    return mass.to(p).reshape(-1, 1) if mass.numel() > 1 else mass.to(p)
 
 
 def _volume(potential: nn.Module) -> Tensor:

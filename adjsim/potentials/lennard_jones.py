@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from adjsim._params import register
+from adjsim._params import refuse_negative, register
 from adjsim._typing import Array, Number
 from adjsim.potentials.pair import SHIFTED, PairPotential, check_symmetric
 from adjsim.potentials.truncation import Truncation
@@ -26,8 +26,8 @@ class LennardJones(PairPotential):
         skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
-        ValueError: epsilon or sigma is not symmetric, or is a vector. For a number per atom or
-            species, with a mixing rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon is negative; epsilon or sigma is not symmetric, or is a vector. For a
+            number per atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -48,6 +48,7 @@ class LennardJones(PairPotential):
             cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
         )
         register(self, "epsilon", epsilon)
+        refuse_negative("epsilon", self.epsilon)
         register(self, "sigma", sigma, positive=True)
         self._check_parameters()
 

@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from adjsim._inputs import as_number
+from adjsim._params import refuse_negative
 from adjsim._typing import Array, Number
 from adjsim.potentials.pair import SHIFTED, PairPotential
 from adjsim.potentials.truncation import Truncation
@@ -100,6 +101,7 @@ class Mie(SoftSphere):
             skin=skin,
             exclusions=exclusions,
         )
+        refuse_negative("epsilon", self.epsilon)
         self.attraction = _positive("attraction", attraction)
         n, m = self.exponent, self.attraction
         if not m < n:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adjsim._geometry import Distance, SquaredDistance
 from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
+from adjsim._params import refuse_negative
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
@@ -174,6 +175,7 @@ class ExplicitPairs(BondedPotential):
     ) -> None:
         super().__init__(index, types=types, box=box)
         self.register_term_parameter("epsilon", epsilon)
+        refuse_negative("epsilon", self.epsilon)
         self.register_term_parameter("sigma", sigma)
         self.register_term_parameter("product", product)
         self.constant = as_number("constant", constant)
