@@ -32,6 +32,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
@@ -195,10 +197,13 @@ class _KeyBuilder:
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module of the dynamics."""
         name = type(x).__name__
+        # Hooks of weight_norm and spectral_norm compute an attribute anew before each evaluation.
+        hooks = x._forward_pre_hooks.values()
+        computed = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
         attributes = {
             key: value
             for key, value in vars(x).items()
-            if key not in _MODULE_ATTRIBUTES or (value and key in _HOOKS)
+            if key not in computed and (key not in _MODULE_ATTRIBUTES or (value and key in _HOOKS))
         }
         parts = tuple(
             (path, Identity(part)) for path, part in x._modules.items() if part is not None
