@@ -32,6 +32,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from adjsim._reading import derived_names, source_of
@@ -197,11 +199,17 @@ class _KeyBuilder:
     def module(self, x: nn.Module) -> Any:
         """Build the key of one module of the dynamics."""
         name = type(x).__name__
+        # Hooks of weight_norm and spectral_norm compute an attribute anew before each evaluation.
+        hooks = x._forward_pre_hooks.values()
+        computed = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
         attributes = {
             key: value
             for key, value in vars(x).items()
-            if (key not in _MODULE_ATTRIBUTES and key not in derived_names(type(x)))
-            or (value and key in _HOOKS)
+            if key not in computed
+            and (
+                (key not in _MODULE_ATTRIBUTES and key not in derived_names(type(x)))
+                or (value and key in _HOOKS)
+            )
         }
         parts = tuple(
             (path, Identity(source_of(part)))

@@ -184,6 +184,11 @@ class DenseInverse(PseudoInverse):
 
     def _largest(self) -> float:
         matrix = self.hessian.products(np.eye(self.hessian.shape[0]))
+        if not np.isfinite(matrix).all():
+            raise RuntimeError(
+                f"a second derivative of the energy is NaN or infinite in {self.q.dtype}. Take "
+                "positions in float64, or units in which lengths and energies are near one."
+            )
         self.values, self.vectors = np.linalg.eigh(0.5 * (matrix + matrix.T))
         return float(np.abs(self.values).max())
 

@@ -182,7 +182,7 @@ class Angle(Coordinate):
         straight = square <= _smallest(square)
         sine = torch.where(straight, 1.0, square).sqrt()
         # The angle of points on a line is a constant.
-        constant = torch.where(c.detach() > 0, torch.pi, 0.0).to(c)
+        constant = torch.pi * (c.detach() > 0).to(c)
         value = torch.atan2(sine, torch.where(straight, 0.0, -c))
         self.value = torch.where(straight, constant, value)
         self._sine = torch.where(straight, 0.0, sine)

@@ -2,8 +2,9 @@
 
 A setting (a step, a cutoff, a time) becomes a Python float or int. A physical number or a field
 becomes a tensor. Tensors keep their dtype, device and graph. NumPy's float32 and float64 keep their
-dtype and are copied. Python numbers, lists and integers of any kind become float64. A string, None
-or a bool in place of a number is a TypeError.
+dtype and are copied. Python numbers, lists and integers of any kind become float64. Quantities of
+OpenMM become float64 in eV, angstrom and amu. A string, None or a bool in place of a number is a
+TypeError.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from adjsim._openmm_units import converted, is_quantity
 
 
 def as_number(name: str, value: Any) -> float:
@@ -33,6 +36,8 @@ def as_number(name: str, value: Any) -> float:
                 f"number, such as {name}.item()."
             )
         value = value.detach().cpu().numpy()
+    elif is_quantity(value):
+        value = converted(name, value)
     if isinstance(value, np.ndarray):
         if value.size != 1:
             raise ValueError(f"{name} must be one number; got shape {value.shape}.")
@@ -120,9 +125,11 @@ def _as_array(name: str, value: Any) -> np.ndarray:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Replace the tensors inside lists by their numbers."""
+    """Replace quantities, and the tensors inside lists, by their numbers."""
     if isinstance(value, list | tuple):
         return [_plain(name, entry) for entry in value]
+    if is_quantity(value):
+        return converted(name, value)
     if not isinstance(value, Tensor):
         return value
     if value.requires_grad:

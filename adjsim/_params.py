@@ -23,12 +23,18 @@ from adjsim._typing import Number
 
 
 def register(
-    module: nn.Module, name: str, value: Number, *, positive: bool = False, finite: bool = False
+    module: nn.Module,
+    name: str,
+    value: Number,
+    *,
+    positive: bool = False,
+    finite: bool = False,
+    depth: bool = False,
 ) -> None:
     """Store a physical number on a module, as a parameter or a buffer.
 
     Numbers, arrays and lists become buffers. Where infinity has a meaning, such as a pinned atom's
-    mass, ``finite`` is left out.
+    mass, ``finite`` is left out. A ``depth`` is that of a well, which must not be negative.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
@@ -44,7 +50,7 @@ def register(
         value = as_tensor(name, value)
     if value.numel() == 0:
         raise ValueError(f"{name} has no entries.")
-    rule = NumberRule(positive, finite)
+    rule = NumberRule(positive, finite, depth)
     rule(name, value.detach())
     vars(module).setdefault("_rules", {})[name] = rule
     if isinstance(value, nn.Parameter):
@@ -57,20 +63,46 @@ def register(
 class NumberRule:
     """The numbers that a parameter may be, checked whenever a run reads it."""
 
-    positive: bool
-    finite: bool
+    positive: bool = False
+    finite: bool = False
+    depth: bool = False
 
     def __call__(self, name: str, value: Tensor) -> None:
         """Refuse a value that the parameter may not have."""
-        smallest, largest = (
-            (x.item() for x in value.aminmax()) if value.numel() > 1 else (value.item(),) * 2
-        )
+        ends = value.aminmax() if value.numel() > 1 else (value, value)
+        smallest, largest = (x.item() for x in ends)
         if smallest != smallest:
             raise ValueError(f"{name} is NaN.")
         if self.positive and not smallest > 0:
             raise ValueError(f"{name} must be positive; got {describe(value)}.")
+        if self.depth and smallest < 0:
+            raise ValueError(
+                f"{name} must not be negative; got {describe(value)}. It is the depth of a well, "
+                "and with a negative one atoms fall on top of each other. adjsim.Positive keeps a "
+                "fitted one positive."
+            )
         if self.finite and not math.isfinite(max(abs(smallest), abs(largest))):
             raise ValueError(f"{name} must be finite; got {value.tolist()}.")
+
+
+def check_count(name: str, value: Tensor, atoms: int) -> None:
+    """Refuse a number for each atom of a system with more or fewer atoms."""
+    if value.numel() not in (1, atoms):
+        raise ValueError(
+            f"{name} has {value.numel()} entries and the state {atoms} atoms: give one number, or "
+            "one for each atom."
+        )
+
+
+def refuse_degrees(name: str, value: Tensor) -> None:
+    """Refuse an angle of more than a turn, which is likely in degrees."""
+    largest = float(value.detach().abs().max())
+    # A turn may be rounded.
+    if largest > 2 * math.pi * (1 + 1e-6):
+        raise ValueError(
+            f"{name} must be in radians, between -2 pi and 2 pi; got {largest:g}. Convert degrees "
+            "with math.radians or torch.deg2rad."
+        )
 
 
 def describe(value: Tensor) -> str:

@@ -125,19 +125,23 @@ class Trajectory(Generic[State]):
         record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
             :class:`TimeAverage`, None without ``record=``.
         final: the state at the last time.
-        stats: a dict. Every run has ``steps`` and ``energy_evaluations`` (passes over the energy: a
-            force is one, a product with its Jacobian is one, and backward adds its own).
-            ``reconstruction_error`` is None before backward and for adjoints that do not
-            reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
+        stats: a dict. Every run has ``steps`` (None for adaptive steps of torchdiffeq),
+            ``energy_evaluations`` (passes over the energy: a force is one, a product with its
+            Jacobian is one, and backward adds its own) and ``reconstruction_error`` (None before
+            backward and for adjoints that do not reconstruct, 0 where the reversal of an exact run
+            was verified). Some runs have
             ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
             steps), ``step_times`` (of steps of varying size: the time of the start and of the end
             of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
             that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
-            reversible adjoint: the smallest distance and the number of stored states), ``seed`` (of
-            stochastic dynamics), ``pairs`` (how each pair potential evaluates them: "neighbour
-            list", "all pairs", or by operations of torch, with the reason), ``buffer_bits`` and
-            ``buffer_bound`` (of an exact run: the bits per step and degree of freedom that its
-            buffers took, and that friction removes).
+            reversible adjoint: the smallest distance, or None, and the number of stored states),
+            ``compiled_forward``, ``compiled_backward`` and ``compile_seconds`` (of compiled runs:
+            what compiled the loops, None before they run, and the time that it took),
+            ``resumed_at`` (of a run with a store: the step from which it went on, or None),
+            ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential evaluates them:
+            "neighbour list", "all pairs", or by operations of torch, with the reason),
+            ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and degree of
+            freedom that its buffers took, and that friction removes).
 
     A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
     (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the

@@ -186,6 +186,7 @@ def run(
         check_start(problem)
     if store is not None:
         problem.saving = Saving(*store, run_manifest(problem, adjoint))
+        problem.stats["resumed_at"] = None
     try:
         states, saved, final, end = adjoint.run(problem)
     except FloatingPointError:

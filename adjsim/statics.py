@@ -31,6 +31,8 @@ GAUGE, SHIFT = 1e-10, 1e-6
 SUFFICIENT = 1e-4
 # Share of the sum of all forces from which a net force is more than rounding.
 NET_SHARE = 1e-8
+# Rounding errors of a coordinate that the residual force may come from.
+ROUNDED = 64
 # Share of dF/dtheta along a flat direction that counts as zero.
 FLAT_SHARE = 1e-6
 
@@ -77,8 +79,9 @@ def minimize(
         position: where to start, ``(*batch, atoms, dim)``. The fixed atoms stay there, and
             gradients reach their positions. The minimum does not depend on the start of the others.
         fixed: the atoms that are held: a mask ``(atoms,)`` or numbers of atoms; None: no atom.
-        tol: the largest residual force component, relative to the largest curvature times the size
-            of start and minimum.
+        tol: the largest residual force component, relative to the largest curvature times a length:
+            the extent of the atoms, or the largest displacement. A force that is left since the
+            coordinates are rounded is always allowed.
         max_iterations: the largest number of iterations of the minimiser.
 
     Returns:
@@ -165,8 +168,7 @@ class _Search:
         left, allowed, inverse = math.inf, 0.0, self.pseudo_inverse(q)
         self._refuse_unheld(start, inverse)
         for _ in range(NEWTON_STEPS):
-            scale = max(1e-300, float(start.abs().max()), float(inverse.q.abs().max()))
-            left, allowed = inverse.residual_force, self.tol * inverse.largest_curvature * scale
+            left, allowed = inverse.residual_force, self._allowed(start, inverse)
             step = inverse.estimate(inverse.hessian.force())
             nearer = self.pseudo_inverse(inverse.q + inverse.hessian.embed(step), inverse)
             if left <= allowed and nearer.residual_force >= 0.5 * left:
@@ -177,6 +179,17 @@ class _Search:
             f"the minimiser stopped where a force of {left:.2g} is left ({allowed:.2g} is "
             "allowed): start nearer to a minimum, or raise max_iterations or tol."
         )
+
+    def _allowed(self, start: Tensor, inverse: PseudoInverse) -> float:
+        """Return the largest residual force component of a minimum.
+
+        Coordinates far from the origin are coarse, and so are the forces at them.
+        """
+        q = inverse.q
+        moved = float((q - start).abs().max())
+        size = max(_extent(start), _extent(q), moved)
+        coarse = ROUNDED * inverse.epsilon * float(q.abs().max())
+        return inverse.largest_curvature * max(self.tol * size, coarse)
 
     def _refuse_unheld(self, start: Tensor, inverse: PseudoInverse) -> None:
         """Refuse a body that a force moves without end, since no curvature holds it.
@@ -258,20 +271,45 @@ class _Search:
     def _descend(self, start: Tensor) -> Tensor:
         """Follow quasi-Newton steps down to the rounding of the energy."""
         frame = Hessian(self.potential, start, self.free)
+        length, first = _step_length(frame), self._energy(start)
+        # Differences of energies, in units of the work of the first step.
+        work = length * float(np.linalg.norm(frame.force()))
+        if not 0 < work < math.inf:
+            return start
 
         def place(x: np.ndarray) -> Tensor:
-            return torch.where(self.free[:, None].to(start.device), frame.embed(x), start)
+            return start + frame.embed(length * x)
 
         def energy(x: np.ndarray) -> tuple[float, np.ndarray]:
             q = place(x)
             with torch.no_grad():
-                return self._energy(q), -frame.restrict(force(self.potential, q))
+                slope = -frame.restrict(force(self.potential, q))
+            return (self._energy(q) - first) / work, slope * (length / work)
 
         options = {"maxiter": self.max_iterations, "ftol": 0.0, "gtol": 0.0, "maxcor": 30}
         found = scipy.optimize.minimize(
-            energy, frame.restrict(start), jac=True, method="L-BFGS-B", options=options
+            energy, np.zeros(frame.shape[0]), jac=True, method="L-BFGS-B", options=options
         )
         return place(found.x)
+
+
+def _step_length(hessian: Hessian) -> float:
+    """Estimate the length of a first step along the force, from the curvature in its direction.
+
+    The length does not depend on the units, and is at most the extent of the body.
+    """
+    f = hessian.force()
+    size = float(np.linalg.norm(f))
+    if not 0 < size < math.inf:
+        return 0.0
+    curvature = abs(float(f @ hessian.matvec(f / size))) / size
+    longest = _extent(hessian.q) or float(hessian.q.abs().max()) or 1.0
+    return min(size / curvature, longest) if curvature > 0 else longest
+
+
+def _extent(q: Tensor) -> float:
+    """Return the largest distance of a coordinate from the mean of the atoms."""
+    return float((q - q.mean(0)).abs().max())
 
 
 class _Minimum(torch.autograd.Function):

@@ -25,9 +25,9 @@ class Net(nn.Module):
     def __init__(self, n: int = 3, width: int = 5) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.inner, self.outer = nn.Linear(n + 1, width), nn.Linear(width, n)
+        self.inner = nn.Linear(n + 1, width, dtype=torch.float64)
+        self.outer = nn.Linear(width, n, dtype=torch.float64)
         self.decay = parameter(0.3)
-        self.double()
 
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
         time = t.expand(*y.shape[:-1], 1)

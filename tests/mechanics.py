@@ -24,7 +24,7 @@ class Follower(Controller):
 
     def forward(self, t, position: Tensor, velocity: Tensor | None = None) -> Tensor:
         assert velocity is not None
-        away = position - self.target * torch.sin(torch.as_tensor(t) + 1.0)
+        away = position - self.target * torch.sin(torch.as_tensor(t, dtype=torch.float64) + 1.0)
         return -self.gain[0] * torch.tanh(velocity) - self.gain[1] * away * velocity**2
 
 
@@ -34,10 +34,12 @@ class Path(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.radius, self.rate = parameter(0.2), parameter(1.5)
-        self.register_buffer("centre", torch.tensor([[0.0, 0.3], [1.0, 0.3]]).double())
+        self.register_buffer("centre", torch.tensor([[0.0, 0.3], [1.0, 0.3]], dtype=torch.float64))
 
     def forward(self, t) -> Tensor:
-        turn = self.rate * torch.as_tensor(t, dtype=torch.float64) + torch.tensor([0.0, 0.5])
+        turn = self.rate * torch.as_tensor(t, dtype=torch.float64) + torch.tensor(
+            [0.0, 0.5], dtype=torch.float64
+        )
         round_ = torch.stack([torch.cos(turn), torch.sin(turn)], -1)
         return self.centre + self.radius * round_
 
@@ -70,7 +72,7 @@ def floor() -> PlaneContact:
 
 
 def moving_floor() -> MovingContact:
-    plane = Plane(torch.tensor([0.1, 1.0]), parameter(-0.05))
+    plane = Plane([0.1, 1.0], parameter(-0.05))
     return MovingContact(Moving(plane, Slide()), Softplus(parameter(40.0), parameter(0.05)))
 
 
@@ -79,7 +81,7 @@ def start() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     corners = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]).double()
     noise = torch.randn(2, 4, 2, generator=generator, dtype=torch.float64)
-    return corners + 0.05 * noise[0], 0.5 * noise[1] + torch.tensor([0.8, 0.0])
+    return corners + 0.05 * noise[0], 0.5 * noise[1] + torch.tensor([0.8, 0.0], dtype=torch.float64)
 
 
 def masses() -> nn.Parameter:

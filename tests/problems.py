@@ -48,10 +48,10 @@ POTENTIALS: dict[str, Callable[[], nn.Module]] = {
     "muller-brown": lambda: adjsim.MullerBrown(),
     "lennard-jones": lambda: adjsim.LennardJones(parameter(1.1), parameter(0.95)),
     "cutoff": lambda: adjsim.LennardJones(
-        parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([3.6, 3.7])
+        parameter(1.1), parameter(0.95), cutoff=1.75, box=[3.6, 3.7]
     ),
     "tilted": lambda: adjsim.LennardJones(
-        parameter(1.1), parameter(0.95), cutoff=1.75, box=torch.tensor([[3.6, 0.0], [0.6, 3.6]])
+        parameter(1.1), parameter(0.95), cutoff=1.75, box=[[3.6, 0.0], [0.6, 3.6]]
     ),
     "mixture": lambda: adjsim.LennardJonesMixture(
         torch.tensor([0, 1, 0, 1]),

@@ -17,8 +17,12 @@ from torch.fx import GraphModule, Node
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return the transpose of a matrix, with contiguous rows."""
-    return x.mT.contiguous()
+    """Copy the transpose of a matrix, with contiguous rows.
+
+    The transpose of a matrix of one row is contiguous already, and no inputs of a loop may share
+    memory.
+    """
+    return x.mT.clone(memory_format=torch.contiguous_format)
 
 
 ONCE: set[Any] = {transposed}

@@ -135,7 +135,8 @@ class LoopRunner:
         self.solver_key = self._solver_key()
         self.stops: list[int] = []
         self._last_noise: tuple[int, int, Tensor] | None = None
-        problem.stats.setdefault("compile_seconds", 0.0)
+        unknown = {"compile_seconds": 0.0, "compiled_forward": None, "compiled_backward": None}
+        problem.stats.update({name: x for name, x in unknown.items() if name not in problem.stats})
 
     def boundaries(self, wanted: set[int]) -> list[int]:
         """Choose the steps after which loops have to end.

@@ -87,7 +87,7 @@ class ReversibleAdjoint(Adjoint):
         if every is None and not exact:
             growth = _growth(problem, self.tol)
             every = None if growth is not None else _spacing(problem, self.tol)
-        problem.stats.update(reconstruction_error=None, checkpoint_every=every)
+        problem.stats.update(checkpoint_every=every, checkpoints=0)
 
         def history(stepper: Stepper) -> History:
             return (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, refuse_uncalled
 from adjsim._noise import Noise, NoiseStream, seed_from
-from adjsim._params import register, trainable
+from adjsim._params import check_count, register, trainable
 from adjsim._state import (
     AnyMomentumState,
     AnyState,
@@ -304,6 +304,7 @@ class MassiveDynamics(Dynamics[MomentumState]):
 
         The trailing axis keeps them per atom where the number of atoms equals dim.
         """
+        check_count("mass", self.mass, like.shape[-2])
         return per_atom(self.mass, like)
 
     def mobile(self, like: Tensor) -> Tensor:
@@ -440,6 +441,4 @@ def check_dof(dof: float | None, state: AnyState) -> None:
 
 
 def check_entries(name: str, value: Tensor, state: AnyState) -> None:
-    atoms = position_of(state).shape[-2]
-    if value.numel() not in (1, atoms):
-        raise ValueError(f"{name} has {value.numel()} entries and the state {atoms} atoms.")
+    check_count(name, value, position_of(state).shape[-2])

@@ -43,7 +43,7 @@ class Feedback(Term[PhaseState]):
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         with torch.no_grad():
-            step = torch.as_tensor(h).to(state.momentum)
+            step = torch.as_tensor(h, dtype=torch.float64).to(state.momentum)
         return {"h": step, "1/m": 1 / self.dynamics.masses(state.momentum)}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:

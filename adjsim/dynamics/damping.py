@@ -82,13 +82,14 @@ class RayleighDamping(Term[PhaseState]):
         terms = slice(int(needed[-1]) + 2)
         series = sizes[terms] * np.where(n[terms] % 2, -1.0, 1.0) * np.exp(-h * (centre - radius))
         back = sizes[terms] * np.exp(h * (centre + radius))
+        numbers = {"series": series, "back": back, "centre": centre, "1/radius": 1 / radius}
         return {
             **self._parts(state),
             "reference": state.position,
-            "series": torch.as_tensor(series).to(like),
-            "back": torch.as_tensor(back).to(like),
-            "centre": torch.as_tensor(centre).to(like),
-            "1/radius": torch.as_tensor(1 / radius).to(like),
+            **{
+                name: torch.as_tensor(value, dtype=torch.float64).to(like)
+                for name, value in numbers.items()
+            },
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:

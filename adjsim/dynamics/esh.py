@@ -41,7 +41,7 @@ class Glide(Term[ESHState]):
         return {"position": state.direction}
 
     def coefficients(self, h: float, state: ESHState) -> dict[str, Tensor]:
-        return {"h": torch.as_tensor(h).to(state.position)}
+        return {"h": torch.as_tensor(h, dtype=torch.float64).to(state.position)}
 
     def moves(self, h: float, state: ESHState) -> Sequence[Move]:
         return (Shear("position", Field("direction"), "h"),)

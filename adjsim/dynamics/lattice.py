@@ -166,7 +166,9 @@ class Lattice:
         self, coefficients: dict[str, Coefficients], moves: Sequence[tuple[str, Move]]
     ) -> BufferGrowth:
         """Compute how fast the scales of a step fill the buffers."""
-        bits: dict[str, Tensor] = {name: torch.zeros(()) for name in self.scaled}
+        bits: dict[str, Tensor] = {
+            name: torch.zeros((), dtype=torch.float64) for name in self.scaled
+        }
         largest = DENOMINATOR if self._state_dependent else 1
         for letter, move in moves:
             if isinstance(move, Scale) and isinstance(move.source, Coefficient):

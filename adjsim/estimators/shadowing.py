@@ -177,7 +177,7 @@ class Shadowing(ChunkedEstimator):
             y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
         last_finite(states, counts.skip, steps.h)
-        for i in torch.linspace(0, counts.steps, 4).long().tolist():
+        for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
             widths = [x.shape[-1] for x in starts]
             refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)

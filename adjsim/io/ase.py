@@ -25,6 +25,9 @@ from adjsim._trajectory import Trajectory
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import Potential, Pullback, SumPotential, force
 
+# Columns of velocities that extended XYZ files have. ASE reads momenta alone.
+VELOCITIES = ("vel", "velo", "velocity", "velocities")
+
 
 class Structure(NamedTuple):
     """Atoms with their positions, momenta, masses, box and symbols, in ASE's units.
@@ -45,10 +48,11 @@ def from_ase(atoms: ase.Atoms) -> Structure:
 
     Raises:
         ValueError: no atoms, numbers that are not finite, a cell that is periodic along some axes
-            only, or without a volume.
+            only, or without a volume, velocities in a column whose unit is not known.
     """
     if len(atoms) == 0:
         raise ValueError("the ase.Atoms has no atoms.")
+    _refuse_unread_velocities(atoms)
     for name, values in (("position", atoms.get_positions()), ("momentum", atoms.get_momenta())):
         bad = np.flatnonzero(~np.isfinite(values).all(1))
         if len(bad):
@@ -62,6 +66,24 @@ def from_ase(atoms: ase.Atoms) -> Structure:
         box_of(atoms),
         tuple(atoms.get_chemical_symbols()),
     )
+
+
+def _refuse_unread_velocities(atoms: ase.Atoms) -> None:
+    """Refuse velocities that ASE keeps in a column of a file's own, beside zero momenta.
+
+    Some programs write these columns in angstrom / fs, others in ASE's unit.
+    """
+    if atoms.get_momenta().any():
+        return
+    for name in VELOCITIES:
+        if name in atoms.arrays and atoms.arrays[name].any():
+            column = f"atoms.arrays[{name!r}]"
+            raise ValueError(
+                f"the ase.Atoms has velocities in {column} and no momenta, and ASE does not know "
+                f"the unit of this column. Call atoms.set_velocities({column}) if the unit is "
+                f"ASE's, atoms.set_velocities({column} / ase.units.fs) if the unit is angstrom/fs "
+                f"(as GPUMD writes), or del {column}."
+            )
 
 
 def box_of(atoms: ase.Atoms) -> Tensor | None:

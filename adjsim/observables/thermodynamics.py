@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from adjsim._box import volume
 from adjsim._inputs import as_number, as_tensor
+from adjsim._params import check_count
 from adjsim._typing import Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential, SumPotential
 
@@ -44,11 +46,10 @@ def kinetic_temperature(
         dof: degrees of freedom; None: atoms x dim. Subtract dim if the total momentum is zero and
             stays zero.
     """
-    p, m = as_tensor("momentum", momentum), as_tensor("mass", mass)
-    if m.numel() > 1:
-        m = m.reshape(-1, 1)
+    p = as_tensor("momentum", momentum)
+    m = _masses(as_tensor("mass", mass), p)
     count = p.shape[-1] * p.shape[-2] if dof is None else as_number("dof", dof)
-    return (p**2 / m.to(p)).sum((-1, -2)) / count
+    return (p**2 / m).sum((-1, -2)) / count
 
 
 def pressure(dynamics: Massive, state: Moving) -> Energies:
@@ -60,8 +61,9 @@ def pressure(dynamics: Massive, state: Moving) -> Energies:
     :func:`adjsim.potentials.tail_corrections`.
 
     Args:
-        dynamics: dynamics with masses, whose potential is a pair potential with a box, or a sum of
-            pair potentials with one box.
+        dynamics: dynamics with masses, whose potential has a box and a virial, or a sum of such
+            potentials with one box. Terms within molecules (bonds, angles, torsions, scaled pairs)
+            need no box if the positions are those of whole molecules.
         state: a state with positions and momenta, or a trajectory.
 
     Raises:
@@ -87,25 +89,41 @@ def stress(dynamics: Massive, state: Moving) -> Tensor:
             f"{type(dynamics.potential).__name__} has no virial(position), which the pressure and "
             "the stress need. Pair potentials and sums of them have one."
         )
-    m = dynamics.mass.to(p)
-    m = m.reshape(-1, 1) if m.numel() > 1 else m
-    kinetic = (p / m).transpose(-1, -2) @ p
+    kinetic = (p / _masses(dynamics.mass, p)).transpose(-1, -2) @ p
     return -(kinetic + dynamics.potential.virial(q)) / size
+
+
+def _masses(mass: Tensor, p: Tensor) -> Tensor:
+    """Return masses to divide momenta by, in their dtype."""
+    check_count("mass", mass, p.shape[-2])
+    return mass.to(p).reshape(-1, 1) if mass.numel() > 1 else mass.to(p)
 
 
 def _volume(potential: nn.Module) -> Tensor:
     """Return the volume of the box of a potential, or of the parts of a sum."""
-    parts = list(potential.parts) if isinstance(potential, SumPotential) else [potential]
-    boxes: list[Tensor] = []
-    for part in parts:
-        box: Tensor | None = getattr(part, "box", None)
-        if box is None:
-            raise ValueError(
-                "pressure and stress need a potential with a periodic box, and "
-                f"{type(part).__name__} has none: make it with box=."
-            )
-        boxes.append(box)
+    boxes = list(_boxes(potential))
+    if not boxes:
+        raise ValueError(
+            "pressure and stress need a potential with a periodic box, and no part of "
+            f"{type(potential).__name__} has one: make the nonbonded parts with box=."
+        )
     first = boxes[0]
     if any(box.shape != first.shape or not torch.equal(box, first) for box in boxes[1:]):
         raise ValueError("the parts of the potential have different boxes.")
     return volume(first)
+
+
+def _boxes(potential: nn.Module) -> Iterator[Tensor]:
+    """List the boxes of the parts of a potential; terms within molecules need none."""
+    if isinstance(potential, SumPotential):
+        for part in potential.parts:
+            yield from _boxes(part)
+        return
+    box: Tensor | None = getattr(potential, "box", None)
+    if box is not None:
+        yield box
+    elif not (isinstance(potential, Potential) and potential.within_molecules):
+        raise ValueError(
+            "pressure and stress need a potential with a periodic box, and "
+            f"{type(potential).__name__} has none: make it with box=."
+        )

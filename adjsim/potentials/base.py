@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,14 @@ class Potential(_Read):
 
     ``potential(position, box=None)`` evaluates a reading of the potential, made at the call. A box
     takes the place of that of the constructor, in every part of a sum.
+
+    Attributes:
+        within_molecules: whether the energy is a sum over terms of atoms of one molecule. Without a
+            box such terms read the positions of a whole molecule as they are, in a periodic system
+            too.
     """
+
+    within_molecules: ClassVar[bool] = False
 
     def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
         given = None if box is None else as_box(box)

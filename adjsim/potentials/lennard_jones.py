@@ -26,8 +26,8 @@ class LennardJones(PairPotential):
         skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
 
     Raises:
-        ValueError: epsilon or sigma is not symmetric, or is a vector. For a number per atom or
-            species, with a mixing rule, see :class:`LennardJonesMixture`.
+        ValueError: epsilon is negative; epsilon or sigma is not symmetric, or is a vector. For a
+            number per atom or species, with a mixing rule, see :class:`LennardJonesMixture`.
     """
 
     epsilon: Tensor
@@ -47,7 +47,7 @@ class LennardJones(PairPotential):
         super().__init__(
             cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
         )
-        register(self, "epsilon", epsilon)
+        register(self, "epsilon", epsilon, depth=True)
         register(self, "sigma", sigma, positive=True)
         self._check_parameters()
 

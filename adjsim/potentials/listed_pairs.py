@@ -316,7 +316,7 @@ def _is_elementwise(pair: PairPotential, position: Tensor, formula: str) -> bool
     """
     assert pair.cutoff is not None
     atoms = position.shape[-2]
-    s = pair.cutoff**2 * torch.tensor(_SAMPLE).to(position.detach())
+    s = pair.cutoff**2 * torch.tensor(_SAMPLE, dtype=torch.float64).to(position.detach())
     j = torch.arange(len(s), device=position.device) % atoms
     some = torch.tensor(_SUBSET, device=position.device)
 

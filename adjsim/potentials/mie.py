@@ -100,6 +100,7 @@ class Mie(SoftSphere):
             skin=skin,
             exclusions=exclusions,
         )
+        self.register_pair_parameter("epsilon", self.epsilon, depth=True)
         self.attraction = _positive("attraction", attraction)
         n, m = self.exponent, self.attraction
         if not m < n:

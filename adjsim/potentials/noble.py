@@ -95,11 +95,6 @@ class LennardJonesMixture(LennardJones):
                 "epsilon and sigma must list one number for each species; got shapes "
                 f"{tuple(self.epsilon.shape)} and {tuple(self.sigma.shape)}."
             )
-        if not bool((self.epsilon.detach() >= 0).all()):
-            raise ValueError(
-                "mixing takes the root of epsilon, which must not be negative; got "
-                f"{describe(self.epsilon.detach())}."
-            )
 
     def pair_table(self, name: str) -> Tensor:
         if name not in ("epsilon", "sigma"):

@@ -171,9 +171,11 @@ class PairPotential(Periodic, Potential):
             return f"{'neighbour list' if listed else 'all pairs'}, by torch: {operator}"
         return "all pairs" if operator.layout.skin is None else "neighbour list"
 
-    def register_pair_parameter(self, name: str, value: Number, *, positive: bool = False) -> None:
+    def register_pair_parameter(
+        self, name: str, value: Number, *, positive: bool = False, depth: bool = False
+    ) -> None:
         """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
-        register(self, name, value, positive=positive)
+        register(self, name, value, positive=positive, depth=depth)
         check_symmetric(name, getattr(self, name))
 
     def pair_table(self, name: str) -> Tensor:

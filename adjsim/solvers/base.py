@@ -268,7 +268,9 @@ class Problem(Generic[State]):
     saving: Saving | None = None
     continues: RunEnd | None = None
     key: Any = None
-    stats: dict[str, Any] = field(default_factory=lambda: {"energy_evaluations": 0})
+    stats: dict[str, Any] = field(
+        default_factory=lambda: {"energy_evaluations": 0, "reconstruction_error": None}
+    )
 
     @property
     def needs_gradient(self) -> bool:

@@ -174,7 +174,9 @@ class Coupled(SteppingSolver):
         if isinstance(self.steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.tensor([t])).program(dynamics, state, t)
+            return self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64)).program(
+                dynamics, state, t
+            )
         return self._program(dynamics, state, t, self._typical(t))
 
     def _program(
@@ -214,7 +216,9 @@ class Coupled(SteppingSolver):
             # They depend on the step.
             return {LETTER: {}}
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.zeros(1)).coefficients(dynamics, state)
+            return self.resolved(dynamics, state, torch.zeros(1, dtype=torch.float64)).coefficients(
+                dynamics, state
+            )
         values = {"c": self.coupling, "1-c": 1 - self.coupling}
         return {
             LETTER: {

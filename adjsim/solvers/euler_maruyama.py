@@ -92,7 +92,7 @@ class EulerMaruyama(SteppingSolver):
         assert isinstance(dynamics, OverdampedLangevin)
         friction = dynamics.frictions(position_of(state))
         noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
-        weights = torch.tensor(self.weights).to(position_of(state))
+        weights = torch.tensor(self.weights, dtype=torch.float64).to(position_of(state))
         return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
 
     def __repr__(self) -> str:

@@ -57,7 +57,8 @@ class VaryingCoupling:
             return None
         fastest = self._fastest(program)
         assert fastest.bits is not None
-        bits = torch.tensor(float(decays(self.rate, clock.sizes).mean()) / np.log(2.0))
+        mean = float(decays(self.rate, clock.sizes).mean())
+        bits = torch.tensor(mean / np.log(2.0), dtype=torch.float64)
         return replace(fastest, bits=dict.fromkeys(fastest.bits, bits))
 
     def limit(self, program: Program) -> float:

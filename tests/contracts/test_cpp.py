@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adjsim._cpp import library
 from adjsim._cpp.mathematics import TANH
+from adjsim._cpp.once import transposed
 from adjsim._cpp.operations import FUNCTIONS
 from adjsim._cpp.program import Part, Parts, program
 from adjsim._cpp.rows import RowMemory
@@ -728,3 +729,13 @@ def test_memory_of_rows_is_lent_once():
     assert third[0].data_ptr() not in places
     del kept
     assert memory.take()[0].data_ptr() == address
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (4, 1)])
+def test_transposes_share_no_memory_with_their_matrix(shape):
+    """The transpose of one row is contiguous, and torch's loops refuse inputs that share memory."""
+    x = torch.randn(shape)
+    y = transposed(x)
+    assert torch.equal(y, x.T)
+    assert y.is_contiguous()
+    assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

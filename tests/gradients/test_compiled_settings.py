@@ -322,3 +322,45 @@ def test_a_change_before_the_way_back_was_compiled_is_refused():
     dynamics.potential.scale = 1.5
     with pytest.raises(RuntimeError, match="has changed since the run"):
         run.final.position.sum().backward()
+
+
+class Normalised(nn.Module):
+    """A network whose first weight is computed by a hook, or by a parametrisation."""
+
+    def __init__(self, normalise):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(normalise(nn.Linear(8, 5)), nn.Tanh(), nn.Linear(5, 1)).eval()
+
+    def forward(self, position):
+        return self.net(position.flatten(-2)).squeeze(-1)
+
+
+# Spectral norms in eval mode are printed as C++. Inductor compiles weight_norm, in ten seconds.
+NORMS = {
+    "spectral, hook": nn.utils.spectral_norm,
+    "weight, hook": nn.utils.weight_norm,
+    "weight, parametrisation": nn.utils.parametrizations.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", slow_but(lambda name: name == "spectral, hook", NORMS))
+def test_weights_that_are_normalised_before_each_evaluation(name):
+    gradients = []
+    for compile in (False, True):
+        dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.3)) + Normalised(NORMS[name]))
+        run = adjsim.simulate(
+            dynamics,
+            dynamics.init(*square()),
+            [0.0, 0.1],
+            solver=adjsim.VelocityVerlet(0.01),
+            adjoint=ReversibleAdjoint(),
+            compile=compile,
+        )
+        loss = (run.final.position**2).sum()
+        found = torch.autograd.grad(loss, list(dynamics.parameters()), materialize_grads=True)
+        gradients.append(torch.cat([x.flatten() for x in found]))
+    assert float(gradients[0].abs().max()) > 0.01
+    # Ten steps, rounded in another order.
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)

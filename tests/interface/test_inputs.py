@@ -182,12 +182,62 @@ def test_pair_matrices_that_are_refused(name):
         (([0.5, 0.0], [1.0, 1.0], [1.0, 1.0]), "species must be integers"),
         (([[0], [1]], [1.0, 1.0], [1.0, 1.0]), r"species must be \(atoms,\)"),
         (([0, 1], [1.0, 1.0], [1.0]), "one number for each species"),
-        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "mixing takes the root of epsilon"),
+        (([0, 1], [1.0, -1.0], [1.0, 1.0]), "epsilon must not be negative"),
     ],
 )
 def test_mixtures_that_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         adjsim.LennardJonesMixture(*arguments)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: adjsim.LennardJones(-1.0),
+        lambda: adjsim.LennardJones([[1.0, -1.0], [-1.0, 1.0]]),
+        lambda: adjsim.WCA(-1.0),
+        lambda: adjsim.Mie(-1.0),
+        lambda: adjsim.ExplicitPairs([[0, 1]], [-1.0], 1.0),
+    ],
+)
+def test_a_well_of_negative_depth_is_refused(make):
+    with pytest.raises(ValueError, match=r"epsilon must not be negative; got .*-1.*Positive"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: adjsim.HarmonicAngle([[0, 1, 2]], 1.0, x), "angle"),
+        (lambda x: adjsim.CosineAngle([[0, 1, 2]], 1.0, [x]), "angle"),
+        (lambda x: adjsim.PeriodicTorsion([[0, 1, 2, 3]], 1.0, 1, x), "phase"),
+        (lambda x: adjsim.HarmonicImproper([[0, 1, 2, 3]], 1.0, x), "angle"),
+    ],
+)
+def test_angles_in_degrees_are_refused(make, name):
+    for value in (109.5, -180.0):
+        with pytest.raises(ValueError, match=rf"{name} must be in radians.*got {abs(value):g}"):
+            make(value)
+    # A full turn, rounded to float32, is none.
+    make(float(torch.tensor(2 * torch.pi, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("mass", [[1.0, 2.0, 3.0], [[1.0], [2.0], [3.0], [4.0], [5.0]]])
+def test_masses_of_another_number_of_atoms_are_refused(mass):
+    q, p = square()
+    thermal = (adjsim.Langevin, adjsim.NoseHooverChain, adjsim.Bussi, adjsim.Andersen)
+    calls = [lambda make=make: make(adjsim.Harmonic(), mass).init(q) for make in thermal]
+    state = adjsim.PhaseState(q, p)
+    boxed = adjsim.Hamiltonian(adjsim.LennardJones(cutoff=2.0, box=[9.0, 9.0]), mass)
+    calls += [
+        lambda: adjsim.GeneralizedLangevin(adjsim.Harmonic(), mass).init(q, p),
+        lambda: boxed.kinetic_energy(state),
+        lambda: adjsim.kinetic_temperature(p, mass),
+        lambda: adjsim.stress(boxed, state),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"mass has {len(mass)} entries and .* 4 atoms: give"):
+            call()
 
 
 def test_a_mixture_is_for_its_atoms():

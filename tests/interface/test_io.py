@@ -139,6 +139,23 @@ def test_a_reference_calculator_runs_and_has_no_gradient():
             ).final.position.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["vel", "velo", "velocity", "velocities"])
+def test_velocities_that_ase_does_not_read_are_refused(name, tmp_path):
+    path = tmp_path / "argon.xyz"
+    path.write_text(f"1\nProperties=species:S:1:pos:R:3:{name}:R:3\nAr 0 0 0 0.001 0 0.002\n")
+    atoms = ase.io.read(str(path))
+    with pytest.raises(ValueError, match=rf"velocities in atoms.arrays\['{name}'\] and no momenta"):
+        from_ase(atoms)
+    # The ways out of the message.
+    column = atoms.arrays[name]
+    atoms.set_velocities(column / units.fs)
+    expected = atoms.get_masses()[0] * column[0] / units.fs
+    assert from_ase(atoms).momentum[0].tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    atoms.set_momenta(0 * column)
+    del atoms.arrays[name]
+    assert not from_ase(atoms).momentum.any()
+
+
 def test_bad_structures_are_named():
     atoms = argon()
     atoms.positions[3, 1] = np.nan

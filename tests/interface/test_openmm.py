@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from openmm import app, unit
 
 import adjsim
+from adjsim._inputs import as_number
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.force_field import ForceFieldPotential
@@ -586,6 +587,59 @@ def test_a_shared_parameter_is_written_in_place():
     assert abs(float((potential(structure.position) - before).detach())) > 0.1
 
 
+def water(scale=1.0):
+    """64 flexible waters in a periodic box, whole, some of them across its faces.
+
+    Their Lennard-Jones energy is switched, so that the energy is smooth as the box is scaled.
+    """
+    rng, side = np.random.default_rng(4), 1.24
+    sites = np.array(np.meshgrid(*3 * [np.arange(4)])).reshape(3, -1).T * side / 4
+    arms = np.array([[0, 0, 0], [0.0957, 0, 0], [-0.024, 0.0927, 0]])
+    positions = np.concatenate([
+        site + arms @ np.linalg.qr(rng.standard_normal((3, 3)))[0] for site in sites
+    ])  # fmt: skip
+    system = openmm.System()
+    system.setDefaultPeriodicBoxVectors(*(scale * side * np.eye(3)))
+    bonds, angles, force = (
+        openmm.HarmonicBondForce(), openmm.HarmonicAngleForce(), openmm.NonbondedForce()
+    )  # fmt: skip
+    force.setNonbondedMethod(openmm.NonbondedForce.PME)
+    force.setPMEParameters(7.0, 24, 24, 24)
+    force.setCutoffDistance(0.6)
+    force.setUseSwitchingFunction(True)
+    force.setSwitchingDistance(0.45)
+    for o in range(0, 192, 3):
+        for k, mass in enumerate((16.0, 1.0, 1.0)):
+            system.addParticle(mass)
+            force.addParticle(0.41 if k else -0.82, 0.3166, 0.0 if k else 0.65)
+        for i, j in ((o, o + 1), (o, o + 2), (o + 1, o + 2)):
+            force.addException(i, j, 0.0, 0.1, 0.0)
+        bonds.addBond(o, o + 1, 0.1012, 443153.0)
+        bonds.addBond(o, o + 2, 0.1012, 443153.0)
+        angles.addAngle(o + 1, o, o + 2, 1.976, 317.6)
+    for one in (bonds, angles, force):
+        system.addForce(one)
+    return from_openmm(system, scale * displaced(positions))
+
+
+def test_pressure_of_a_liquid_of_whole_molecules():
+    """Bonded forces of OpenMM have no box. Against differences as box and positions are scaled."""
+    potential, structure = water()
+    assert potential.bonds.box is None
+    assert potential.coulomb.box is not None
+    dynamics = adjsim.Hamiltonian(potential, structure.mass)
+    start = dynamics.init(structure.position, structure.momentum)
+    h, size = 1e-5, float(structure.box.prod())
+    with torch.no_grad():
+        energies = [float(other(at.position)) for other, at in (water(1 + h), water(1 - h))]
+    slope = (energies[0] - energies[1]) / (2 * h)
+    found = float(adjsim.pressure(dynamics, start).detach())
+    # Truncation is of order h^2. The parts of the pressure cancel to a few percent.
+    assert found == pytest.approx(-slope / (3 * size), rel=1e-6)
+    trace = adjsim.stress(dynamics, start).diagonal().sum()
+    assert float(trace.detach()) == pytest.approx(-3 * found, rel=1e-12)
+
+
 def test_mixed_up_units():
     """Nanometres taken for angstrom put atoms on top of each other: two of them are named."""
     system, positions, topology = molecule("dipeptide.pdb", AMBER14)
@@ -607,6 +661,60 @@ def test_mixed_up_units():
         start = dynamics.init(batch, torch.zeros_like(batch))
         with pytest.raises(ValueError, match=r"start of system 1 is .*atoms 0 and 21, 0.001"):
             adjsim.simulate(dynamics, start, [0.0, 1.0], solver=adjsim.BAOAB(1.0))
+
+
+# A force constant of OpenMM, and the factor of its unit in eV and angstrom.
+STIFF = 443153.0 * unit.kilojoule_per_mole / unit.nanometer**2
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_quantities_are_taken_in_the_units_of_from_openmm():
+    """Numbers with units, wherever a number is taken: parameters, lists, settings and times."""
+    energy = units.kJ / units.mol
+    bond = adjsim.HarmonicBond(
+        [[0, 1], [0, 2]], STIFF, [0.1012 * unit.nanometer, 1.012 * unit.angstrom]
+    )
+    system = openmm.System()
+    force = openmm.HarmonicBondForce()
+    for _ in range(3):
+        system.addParticle(1.0)
+    for k in (1, 2):
+        force.addBond(0, k, 0.1012, STIFF)
+    system.addForce(force)
+    positions = [openmm.Vec3(0, 0, 0), openmm.Vec3(0.1, 0, 0), openmm.Vec3(0, 0.11, 0)]
+    read, structure = from_openmm(system, positions)
+    assert float(bond.k) == pytest.approx(float(read.bonds.k[0].detach()), rel=1e-14)
+    torch.testing.assert_close(bond.length, read.bonds.length.detach(), rtol=1e-14, atol=0)
+    pair = adjsim.LennardJones(0.65 * unit.kilojoule_per_mole, cutoff=1 * unit.nanometer)
+    assert (float(pair.epsilon), pair.cutoff) == (pytest.approx(0.65 * energy, rel=1e-14), 10.0)
+    angle = adjsim.HarmonicAngle([[1, 0, 2]], 1.0, 109.5 * unit.degrees)
+    assert float(angle.angle) == pytest.approx(np.radians(109.5), rel=1e-14)
+    dynamics = adjsim.Langevin(
+        bond,
+        [16.0 * unit.dalton, 1.0 * unit.dalton, 1.0 * unit.gram / unit.mole],
+        300 * unit.kelvin * unit.MOLAR_GAS_CONSTANT_R,
+        1 / unit.picosecond,
+    )
+    assert dynamics.mass.tolist() == [16.0, 1.0, 1.0]
+    # The constants of OpenMM and of ASE are of different years.
+    assert float(dynamics.kT) == pytest.approx(300 * units.kB, rel=1e-6)
+    assert float(dynamics.friction) == pytest.approx(1e-3 / units.fs, rel=1e-8)
+    start = dynamics.init(positions * unit.nanometer, generator=1)
+    assert torch.equal(start.position, structure.position)
+    solver = adjsim.BAOAB(0.5 * unit.femtosecond)
+    run = adjsim.simulate(dynamics, start, [0, 1 * unit.femtosecond], solver=solver, generator=1)
+    assert float(run.times[-1]) == pytest.approx(units.fs, rel=1e-8)
+    with pytest.raises(ValueError, match=r"kT is 300 K.*multiply it by .*MOLAR_GAS_CONSTANT_R"):
+        adjsim.Langevin(bond, kT=300 * unit.kelvin)
+
+
+def test_quantities_per_molecule_and_per_mole_agree():
+    for one, other in (
+        (unit.joule, units.J), (unit.bar, units.bar), (unit.elementary_charge, 1.0),
+        (unit.kilocalorie_per_mole, units.kcal / units.mol), (unit.kilogram, units.kg),
+    ):  # fmt: skip
+        # ASE's unit of mass and Avogadro's number are rounded to nine digits.
+        assert as_number("x", 2 * one) == pytest.approx(2 * other, rel=1e-9)
 
 
 def test_without_openmm(monkeypatch):

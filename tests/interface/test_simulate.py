@@ -452,3 +452,48 @@ def test_canonical_weights_sum_to_one_over_time():
     weights = adjsim.dynamics.canonical_weights(torch.tensor([[0.0, 1.0], [0.5, 3.0]]))
     torch.testing.assert_close(weights.sum(0), torch.ones(2))
     torch.testing.assert_close(weights[1] / weights[0], torch.tensor([0.5, 2.0]).exp())
+
+
+@pytest.mark.parametrize(
+    ("solver", "adjoint"),
+    [
+        (adjsim.VelocityVerlet(0.1), adjsim.DirectAdjoint()),
+        (adjsim.Splitting("BAB", 0.1, exact=True), adjsim.CheckpointAdjoint()),
+        (adjsim.ImplicitMidpoint(0.1), adjsim.CheckpointAdjoint()),
+        (adjsim.RungeKutta("rk4", 0.1), adjsim.DirectAdjoint()),
+        (adjsim.ODESolver(), adjsim.DirectAdjoint()),
+        (adjsim.ODESolver(), adjsim.BacksolveAdjoint()),
+        (adjsim.Splitting("BAB", 0.1, exact=True), adjsim.ReversibleAdjoint()),
+        (adjsim.VelocityVerlet(0.1), adjsim.ReversibleAdjoint()),
+    ],
+    ids=repr,
+)
+def test_every_run_says_what_was_reconstructed(solver, adjoint):
+    """None before backward, and after it too where nothing is reconstructed."""
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    run = adjsim.simulate(
+        dynamics, dynamics.init(*square()), [0.0, 0.3], solver=solver, adjoint=adjoint
+    )
+    assert run.stats["reconstruction_error"] is None
+    run.final.position.sum().backward()
+    reversible = isinstance(adjoint, adjsim.ReversibleAdjoint)
+    assert (run.stats["reconstruction_error"] is not None) == reversible
+    if reversible:
+        # The start is the one state that a plain run stores; an exact run stores none.
+        assert run.stats["checkpoints"] == (0 if solver.exact else 1)
+
+
+def test_compiled_runs_and_stores_have_their_keys_from_the_start(tmp_path):
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    run = adjsim.simulate(
+        dynamics,
+        dynamics.init(*square()),
+        [0.0, 0.3],
+        solver=adjsim.VelocityVerlet(0.1),
+        adjoint=adjsim.ReversibleAdjoint(),
+        compile=True,
+        store=tmp_path,
+    )
+    assert run.stats["compiled_forward"] == "C++"
+    assert run.stats["compiled_backward"] is None
+    assert run.stats["resumed_at"] is None

@@ -298,3 +298,41 @@ def test_what_cannot_be_minimised_or_differentiated_again_is_refused():
     q = minimize(adjsim.DoubleWell(k), torch.full((1, 1), 1.1))
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(q.sum(), k, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("offset", "dtype"),
+    [*((x, torch.float64) for x in (0.0, 1e3, 1e10)), *((x, torch.float32) for x in (0.0, 1e3))],
+)
+def test_a_pair_far_from_the_origin(offset, dtype):
+    """The minimum is at 2^(1/6) sigma to the resolution of the coordinates, from 1.3 sigma, where
+    the curvature is negative.
+    """
+    resolution = torch.finfo(dtype).eps * max(1.3, offset)
+    potential = adjsim.LennardJones(1.0, parameter(1.0))
+    start = torch.tensor([[0.0, 0.0, 0.0], [1.3, 0.0, 0.0]], dtype=torch.float64) + offset
+    q = minimize(potential, start.to(dtype))
+    length = (q[1] - q[0]).norm()
+    # Rounding of two coordinates, and that of the force over the curvature.
+    assert float(length.detach()) == pytest.approx(2 ** (1 / 6), abs=2 * resolution)
+    (slope,) = torch.autograd.grad(length, potential.sigma)
+    # The length is proportional to sigma. The relative change of the curvature is 21 times that
+    # of the length.
+    assert float(slope) == pytest.approx(2 ** (1 / 6), abs=64 * resolution)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+@pytest.mark.parametrize(("energy", "length"), [(1.65e-21, 3.4e-10), (1e20, 1e10)])
+def test_minima_do_not_depend_on_the_units(energy, length, offset):
+    start = cluster().position * 1.15 + offset
+    expected = minimize(adjsim.LennardJones(), start)
+    found = minimize(adjsim.LennardJones(energy, length), start * length)
+    # The condition number is 30.
+    close = 100 * torch.finfo(torch.float64).eps * max(1.0, offset)
+    torch.testing.assert_close(found / length, expected, rtol=0, atol=close)
+
+
+def test_second_derivatives_that_float32_does_not_hold_are_refused():
+    start = torch.tensor([[0.0, 0.0], [1.2e-10, 0.0]], dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="in float64, or units"):
+        minimize(adjsim.LennardJones(1e-21, 1e-10), start)

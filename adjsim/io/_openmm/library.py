@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from ase import units
 
+from adjsim._openmm_units import LENGTH
+
 ENERGY = units.kJ / units.mol
 """kJ/mol, OpenMM's unit of energy, in eV."""
-LENGTH = 10.0
-"""A nanometre in angstrom."""
 COULOMB = 138.93545764438198 * ENERGY * LENGTH
 """1/(4 pi epsilon_0) in eV angstrom per squared charge, with the constant of OpenMM's kernels, so
 that energies agree to rounding. It is within 2e-9 of CODATA's."""

@@ -56,6 +56,7 @@ class BondedPotential(Periodic, Potential):
     steps: ClassVar[tuple[tuple[int, int], ...]]
     coordinate: ClassVar[type[Coordinate]]
     dim: ClassVar[int | None] = None
+    within_molecules = True
 
     index: Tensor
     types: Tensor | None
@@ -212,15 +213,21 @@ class BondedPotential(Periodic, Potential):
             raise ValueError(f"{name} needs {self.dim} dimensions; position has dim {dim}.")
 
     def register_term_parameter(
-        self, name: str, value: Number, *, positive: bool = False, columns: tuple[int, ...] = ()
+        self,
+        name: str,
+        value: Number,
+        *,
+        positive: bool = False,
+        depth: bool = False,
+        columns: tuple[int, ...] = (),
     ) -> None:
         """Store a parameter: a number, one for each term or one for each type.
 
         Args:
-            name, value, positive: as for a parameter of any potential.
+            name, value, positive, depth: as for a parameter of any potential.
             columns: the shape of the parameter of one term.
         """
-        register(self, name, value, positive=positive)
+        register(self, name, value, positive=positive, depth=depth)
         found: Tensor = getattr(self, name)
         self._check_parameter(name, found, columns)
         if self.types is not None and found.ndim > len(columns):

@@ -173,7 +173,7 @@ class ExplicitPairs(BondedPotential):
         box: Array | None = None,
     ) -> None:
         super().__init__(index, types=types, box=box)
-        self.register_term_parameter("epsilon", epsilon)
+        self.register_term_parameter("epsilon", epsilon, depth=True)
         self.register_term_parameter("sigma", sigma)
         self.register_term_parameter("product", product)
         self.constant = as_number("constant", constant)

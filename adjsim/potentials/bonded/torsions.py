@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adjsim._geometry import Dihedral
 from adjsim._inputs import as_indices, outside_inference_mode
+from adjsim._params import refuse_degrees
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
@@ -56,6 +57,7 @@ class PeriodicTorsion(BondedPotential):
                 raise ValueError(f"periodicity must be positive integers; got {int(times.min())}.")
             self.register_term_parameter("periodicity", times)
         self.register_term_parameter("phase", phase)
+        refuse_degrees("phase", self.phase)
 
     def element(self, x: Tensor) -> Tensor:
         k, _, turn = self._turn(x)
