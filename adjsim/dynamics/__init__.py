@@ -6,6 +6,7 @@ from adjsim.dynamics.base import Dynamics, MassiveDynamics, Term
 from adjsim.dynamics.berendsen import Berendsen
 from adjsim.dynamics.bussi import Bussi
 from adjsim.dynamics.couplings import Map, Scale, Shear
+from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDensity
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
 from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
 from adjsim.dynamics.hamiltonian import Hamiltonian
@@ -36,6 +37,8 @@ __all__ = [
     "Andersen",
     "Berendsen",
     "Bussi",
+    "Canonical",
+    "CanonicalPositions",
     "ChainState",
     "Coefficient",
     "Combination",
@@ -60,6 +63,7 @@ __all__ = [
     "Random",
     "Scale",
     "Shear",
+    "StationaryDensity",
     "Term",
     "Time",
     "VelocityRescale",
