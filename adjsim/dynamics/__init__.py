@@ -10,6 +10,7 @@ from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDen
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
 from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
 from adjsim.dynamics.hamiltonian import Hamiltonian
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.mechanics import Mechanics
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
@@ -51,6 +52,7 @@ __all__ = [
     "FunctionOfTime",
     "GeneralizedLangevin",
     "Hamiltonian",
+    "HeatLimit",
     "Langevin",
     "Map",
     "MassiveDynamics",

@@ -33,6 +33,7 @@ from adjsim._state import (
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.start_energy import check_potential, describe_force_not_finite
 
 
@@ -239,6 +240,14 @@ class Dynamics(nn.Module, Generic[State]):
         Raises:
             ValueError: the reason; the run adds the step.
         """
+
+    def heat_limit(self, start: AnyState) -> HeatLimit | None:
+        """Return the kinetic energy above which a run has blown up; None: there is no limit.
+
+        It is checked together with the finiteness of a run. Dynamics with a bath at kT return
+        ``HeatLimit(self, start)``.
+        """
+        return None
 
     def margin(self, t: Any, state: State) -> Tensor | None:
         """Compute distances to the states that ``check_state`` refuses, negative beyond.

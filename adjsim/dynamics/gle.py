@@ -23,6 +23,7 @@ from adjsim.dynamics.base import (
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -262,6 +263,9 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
             raise ValueError(
                 f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
             )
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
     def stationary_density(self) -> Canonical:
         """Declare the canonical density. Each memory variable is distributed as a momentum."""

@@ -22,6 +22,7 @@ from adjsim.dynamics.base import (
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -109,6 +110,9 @@ class Langevin(MassiveDynamics[PhaseState]):
     def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("friction", self.friction, state)
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
     def stationary_density(self) -> Canonical:
         return Canonical(self)

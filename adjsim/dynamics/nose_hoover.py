@@ -18,6 +18,7 @@ from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, ref
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -343,6 +344,9 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
             "bath_momentum": torch.sqrt(Q * target),
             "bath_position": torch.ones_like(Q),
         }
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
     def stationary_density(self) -> Canonical:
         """Declare the canonical density, with the weights Q_j of the chain's momenta.

@@ -13,6 +13,7 @@ from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Number, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.couplings import Map
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Source
 
 
@@ -34,6 +35,9 @@ class Thermostat(MassiveDynamics[PhaseState]):
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)
         return state
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
 
 class Rescaling(Thermostat):
