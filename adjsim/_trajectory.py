@@ -128,7 +128,9 @@ class Trajectory(Generic[State]):
         stats: a dict. Every run has ``steps`` and ``energy_evaluations`` (passes over the energy: a
             force is one, a product with its Jacobian is one, and backward adds its own).
             ``reconstruction_error`` is None before backward and for adjoints that do not
-            reconstruct, and 0 where the reversal of an exact run was verified. Some runs have
+            reconstruct, and 0 where the reversal of an exact run was verified. With checkpoint and
+            reversible adjoints there is ``cotangent_growth``, None before backward: how much the
+            cotangents of the state grew in the sweep. Some runs have
             ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
             steps), ``step_times`` (of steps of varying size: the time of the start and of the end
             of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts

@@ -29,6 +29,7 @@ from adjsim._state import State
 from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.compiled import CompiledDriver
+from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.forward_loops import ForwardLoops
 from adjsim.adjoints.history import History
@@ -50,6 +51,7 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
     # Copies with a graph, through which autograd reaches the user's own tensors.
     stepper, inputs = prepare(problem, tuple(x.clone() for x in problem.tensors.tensors))
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
+    problem.stats["cotangent_growth"] = None
     outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
     final = type(problem.state)._make(outputs[-width:])
@@ -162,11 +164,13 @@ class _SweptRun:
         )
         if rewind.error is not None:
             problem.stats["reconstruction_error"] = rewind.error
+        growth = CotangentGrowth({name: x.norm() for name, x in received.items()})
         saved = RecordSweep(
             self.recorder,
             cotangents[: -self.width],
             None if whole else outputs[0],
             rewind.tolerance,
+            growth,
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
@@ -183,6 +187,7 @@ class _SweptRun:
             )
             saved.finish()
             sums.complete()
+        problem.stats["cotangent_growth"] = growth.factor()
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
             problem.stats["reconstruction_error"] = rewind.error
