@@ -45,7 +45,7 @@ class HeatLimit:
     def __init__(self, dynamics: Heated, start: AnyState) -> None:
         self.dynamics, self.position = dynamics, position_of(start).detach()
         self.dof = dynamics.mobile_dof(self.position)
-        self.thermal = self.dof / 2 * dynamics.kT.detach().to(self.position)
+        self.thermal = self.dof / 2 * dynamics.kT.detach().to(self.position).reshape(())
         known = not isinstance(dynamics.potential, ForceField) and self.dof > 0
         scale = dynamics.kinetic_energy(start).detach().maximum(self.thermal)
         self.largest = LARGEST_RISE * scale if known else torch.full_like(scale, torch.inf)
