@@ -129,7 +129,9 @@ class Trajectory(Generic[State]):
             ``energy_evaluations`` (passes over the energy: a force is one, a product with its
             Jacobian is one, and backward adds its own) and ``reconstruction_error`` (None before
             backward and for adjoints that do not reconstruct, 0 where the reversal of an exact run
-            was verified). Some runs have
+            was verified). With checkpoint and reversible adjoints there is ``cotangent_growth``,
+            None before backward: how much the cotangents of the state grew in the sweep. Some runs
+            have
             ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
             steps), ``step_times`` (of steps of varying size: the time of the start and of the end
             of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts

@@ -16,6 +16,9 @@ from adjsim._state import State
 from adjsim.dynamics import Dynamics
 from adjsim.solvers.base import SteppingSolver
 
+# For tests of chaotic runs, whose sweeps warn that their gradients grow.
+chaotic = pytest.mark.filterwarnings("ignore:the cotangents of the state grew")
+
 
 def parameter(value: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor(value, dtype=torch.float64))

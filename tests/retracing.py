@@ -7,6 +7,7 @@ import torch
 from adjsim._noise import Noise
 from adjsim._reading import Reading
 from adjsim._state import State
+from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.exact_inversion import Fingerprints
 from adjsim.adjoints.recorder import Recorder, RecordSweep
@@ -34,7 +35,9 @@ def forth_and_back(
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
     after = stepper.run(before, inputs, driver, [history], problem)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}
-    unread = RecordSweep(Recorder(None, stepper.clock), [None] * len(start), None, 0.0)
+    unread = RecordSweep(
+        Recorder(None, stepper.clock), [None] * len(start), None, 0.0, CotangentGrowth({})
+    )
     rewind = history.rewind(inputs, forces, None, start)
     found = driver.sweep(rewind.final(), Cotangents(nothing), unread, rewind, False)
     return before, after, found

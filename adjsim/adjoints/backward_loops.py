@@ -13,6 +13,7 @@ from torch import Tensor
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State
 from adjsim.adjoints.compiled_loop import Loop, LoopConstants
+from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.eager import resumed
 from adjsim.adjoints.history import Rewind, StatesRewind
 from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
@@ -33,12 +34,14 @@ class BackwardCarry(NamedTuple):
         coefficients: the sums of the cotangents of coefficients.
         parameters: the sums of the cotangents of parameters.
         cotangents: the cotangents of the fields.
+        injected: the norms of the cotangents that outputs have given to the fields.
         state: the fields of the state.
     """
 
     coefficients: dict[tuple[str, str], Tensor]
     parameters: dict[str, Tensor]
     cotangents: dict[str, Tensor]
+    injected: dict[str, Tensor]
     state: tuple[Tensor, ...]
 
 
@@ -68,10 +71,12 @@ class BackwardLoops:
                 saved.accumulate(
                     stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
                 )
-            state = self._traverse(state, stop, start, cotangents, saved.average_cotangent, rewind)
+            state = self._traverse(state, stop, start, cotangents, saved, rewind)
+            saved.growth.observe(cotangents)
             state = rewind.restore(start, state)
             if saves is not None:
-                saves.after(start, state, cotangents, [saved.total, rewind.error])
+                rest = [saved.total, rewind.error, saved.growth.rest()]
+                saves.after(start, state, cotangents, rest)
         return state
 
     def _traverse(
@@ -80,11 +85,11 @@ class BackwardLoops:
         stop: int,
         start: int,
         cotangents: Cotangents,
-        average: Tensor | None,
+        saved: RecordSweep,
         rewind: Rewind,
     ) -> State:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
-        driver, fields = self.driver, cotangents.fields
+        driver, fields, average = self.driver, cotangents.fields, saved.average_cotangent
         coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
         carry = BackwardCarry(
             {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in driver.wanted},
@@ -93,6 +98,7 @@ class BackwardLoops:
                 for name, p in cotangents.parameters.items()
             },
             {name: driver.pack(cotangents[name]) for name in fields},
+            {name: clone(x) for name, x in saved.growth.injected.items()},
             tuple(map(driver.pack, state)),
         )
         while stop > start:
@@ -120,6 +126,7 @@ class BackwardLoops:
             cotangents[name] = driver.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
         cotangents.parameter_sums.update(carry.parameters)
+        saved.growth.injected.update(carry.injected)
         return type(state)._make(map(driver.unpack, carry.state))
 
     @staticmethod
@@ -147,6 +154,7 @@ class BackwardLoops:
                 trainable = driver.reading.trainable(constants.parameters)
                 fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
+                self.growth = CotangentGrowth(carry.injected)
                 self.program = driver.program.with_spacings(constants.spacings)
                 self.forces = self.program.forces(
                     driver.dynamics.potential, parameters=trainable, stats=self.stats
@@ -213,9 +221,14 @@ class BackwardLoops:
                 if averaging:
                     sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
                     state = driver.stepper.from_lattice(self.state)
-                    RecordSweep(driver.recorder, (), None, 0.0).add_function(
+                    before = dict(self.growth.injected)
+                    RecordSweep(driver.recorder, (), None, 0.0, self.growth).add_function(
                         state, self.constants.average[0], sums, self.forces
                     )
+                    if absent is not None:
+                        for name, x in before.items():
+                            after = self.growth.injected[name]
+                            self.growth.injected[name] = torch.where(absent, x, after)
 
             def carry(self) -> BackwardCarry:
                 self.sums.complete()
@@ -223,6 +236,7 @@ class BackwardLoops:
                     {key: clone(self.sums.coefficient_sums[key]) for key in driver.wanted},
                     {name: clone(self.sums.parameter_sums[name]) for name in self.sums.parameters},
                     {name: driver.pack(self.sums[name]) for name in self.sums.fields},
+                    {name: clone(x) for name, x in self.growth.injected.items()},
                     tuple(map(driver.pack, self.state)),
                 )
 

@@ -90,9 +90,11 @@ class EagerDriver(Resumable):
             state = rewind.restore(step - 1, state)
             if (step - 1) % SETTLE_EVERY == 0:
                 cotangents.complete()
+                saved.growth.observe(cotangents)
                 self.forces.forget()
                 if saves is not None:
-                    saves.after(step - 1, state, cotangents, [saved.total, rewind.error])
+                    rest = [saved.total, rewind.error, saved.growth.rest()]
+                    saves.after(step - 1, state, cotangents, rest)
         return state
 
 
@@ -109,4 +111,5 @@ def resumed(
     if rest is not None:
         saved.resume(rest[0], stepper.from_lattice(state))
         rewind.resume(rest[1])
+        saved.growth.resume(rest[2])
     return state, step

@@ -12,6 +12,7 @@ from adjsim._state import AnyState, select, stack
 from adjsim._store import Tree
 from adjsim._trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.adjoints.base import ReconstructionError
+from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.saves import Saved
 from adjsim.adjoints.stepper import Stepper
 from adjsim.dynamics.buffer import Spill
@@ -163,6 +164,7 @@ class RecordSweep:
         cotangents: the cotangents of the saved fields, or of the record.
         saved: the record, if the run saved one.
         tolerance: allowed relative difference between the values and the saved values.
+        growth: receives the sizes of the contributions.
     """
 
     def __init__(
@@ -171,7 +173,9 @@ class RecordSweep:
         cotangents: Sequence[Tensor | None],
         saved: Tensor | None,
         tolerance: float,
+        growth: CotangentGrowth,
     ) -> None:
+        self.growth = growth
         self.recorder, self.cotangents, self.saved, self.tolerance = (
             recorder,
             cotangents,
@@ -212,6 +216,7 @@ class RecordSweep:
             for name, cotangent in zip(state._fields, self.cotangents, strict=True):
                 if cotangent is not None:
                     cotangents.add(name, cotangent[frame])
+                    self.growth.inject(name, cotangent[frame].norm())
         elif frame is not None and self.cotangents[0] is not None:
             value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
             assert self.saved is not None
@@ -226,7 +231,9 @@ class RecordSweep:
             value = self.recorder.value(leaves)
         if value.requires_grad:
             forces.refuse_unknown(value, list(leaves), "the record")
-            cotangents.add_function(value, leaves, cotangent.to(value))
+            added = cotangents.add_function(value, leaves, cotangent.to(value))
+            for name, product in added.items():
+                self.growth.inject(name, product.norm())
         return value.detach()
 
     def finish(self) -> None:

@@ -17,6 +17,7 @@ from adjsim.adjoints.saves import ForwardSaves
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
 from adjsim.solvers.base import Problem, Program, SteppingSolver, VaryingSteps
@@ -204,26 +205,18 @@ class Stepper:
         last one.
 
         Raises:
-            FloatingPointError: a number is not finite, or the two copies of a state have moved
-                apart; the message names the step.
+            FloatingPointError: a number is not finite, the two copies of a state have moved apart,
+                or a run with a thermostat has blown up; the message names the step.
             ValueError: a state that the dynamics excludes; the message names the step.
             OverflowError: a number is outside of the lattice of an exact run; the message names the
                 step.
         """
         last, lattice = self.clock.last, self.program.lattice
-        stops = driver.stops(
-            {
-                last,
-                *(
-                    step
-                    for observer in observers
-                    for step in observer.stops(self)
-                    if 0 < step <= last
-                ),
-            }
-        )
+        observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
+        stops = driver.stops({last, *observed})
         state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
         good, good_step = detached(state), k
+        heat = problem.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
         if k == 0:
             for observer in observers:
                 observer.visit(0, start, ())
@@ -237,8 +230,8 @@ class Stepper:
                 if problem.dynamics.checks_states and not in_transform():
                     self._check_states(good, good_step, state, k, inputs, problem.dynamics)
                 if k - good_step >= FINITE_EVERY or k == last:
-                    if not self.program.is_valid(state):
-                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics)
+                    if not self._is_sound(state, heat):
+                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics, heat)
                     good, good_step = detached(state), k
                     self._check_noise(good, k, problem.dynamics)
                 for observer in observers:
@@ -297,15 +290,30 @@ class Stepper:
             return reason
         return None
 
+    def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
+        """Return whether a state is valid, and no hotter than bath and potential allow."""
+        if heat is None or not self.program.is_valid(state):
+            return self.program.is_valid(state)
+        return not bool(heat.exceeded(self.from_lattice(detached(state))).any())
+
     @torch.no_grad()
     def _raise_at_step(
-        self, state: AnyState, start: int, stop: int, inputs: Inputs, dynamics: Dynamics[Any]
+        self,
+        state: AnyState,
+        start: int,
+        stop: int,
+        inputs: Inputs,
+        dynamics: Dynamics[Any],
+        heat: HeatLimit | None,
     ) -> None:
         first, k, forces = state, start, self.program.forces(dynamics.potential)
-        while self.program.is_valid(state) and k < stop:
+        while self._is_sound(state, heat) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
+        if heat is not None and self.program.is_valid(state):
+            text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
+            raise FloatingPointError(text)
         reason = (
             dynamics.describe_first_step(self.clock.time(0), detached(self.from_lattice(first)))
             if k == 1

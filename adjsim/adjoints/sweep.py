@@ -29,6 +29,7 @@ from adjsim._state import State
 from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
 from adjsim.adjoints.compiled import CompiledDriver
+from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.eager import EagerDriver
 from adjsim.adjoints.forward_loops import ForwardLoops
 from adjsim.adjoints.history import History
@@ -49,6 +50,7 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
     """
     stepper, inputs = prepare(problem, problem.connected())
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
+    problem.stats["cotangent_growth"] = None
     outputs = _SweptFunction.apply(run, *run.flat(inputs))
     width = len(problem.state)
     final = type(problem.state)._make(outputs[-width:])
@@ -153,11 +155,13 @@ class _SweptRun:
         )
         if rewind.error is not None:
             problem.stats["reconstruction_error"] = rewind.error
+        growth = CotangentGrowth({name: x.norm() for name, x in received.items()})
         saved = RecordSweep(
             self.recorder,
             cotangents[: -self.width],
             None if whole else outputs[0],
             rewind.tolerance,
+            growth,
         )
         driver = (
             EagerDriver(stepper, inputs, forces)
@@ -172,6 +176,7 @@ class _SweptRun:
             saved.finish()
             sums.complete()
         problem.reading.refuse_written(problem.dynamics, problem.tensors)
+        problem.stats["cotangent_growth"] = growth.factor()
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.
             problem.stats["reconstruction_error"] = rewind.error

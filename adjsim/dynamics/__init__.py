@@ -6,9 +6,11 @@ from adjsim.dynamics.base import Dynamics, MassiveDynamics, Term
 from adjsim.dynamics.berendsen import Berendsen
 from adjsim.dynamics.bussi import Bussi
 from adjsim.dynamics.couplings import Map, Scale, Shear
+from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDensity
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
 from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
 from adjsim.dynamics.hamiltonian import Hamiltonian
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.langevin import Langevin
 from adjsim.dynamics.mechanics import Mechanics
 from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
@@ -36,6 +38,8 @@ __all__ = [
     "Andersen",
     "Berendsen",
     "Bussi",
+    "Canonical",
+    "CanonicalPositions",
     "ChainState",
     "Coefficient",
     "Combination",
@@ -48,6 +52,7 @@ __all__ = [
     "FunctionOfTime",
     "GeneralizedLangevin",
     "Hamiltonian",
+    "HeatLimit",
     "Langevin",
     "Map",
     "MassiveDynamics",
@@ -60,6 +65,7 @@ __all__ = [
     "Random",
     "Scale",
     "Shear",
+    "StationaryDensity",
     "Term",
     "Time",
     "VelocityRescale",

@@ -14,6 +14,7 @@ from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Number
 from adjsim.dynamics.base import Term, check_entries, check_per_atom, per_atom
 from adjsim.dynamics.couplings import Map, Move
+from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import Thermostat
@@ -116,6 +117,9 @@ class Andersen(Thermostat):
     @property
     def terms(self) -> dict[str, Term[Any]]:
         return {"A": Stream(self), "B": Kick(self), "C": Collide(self)}
+
+    def stationary_density(self) -> Canonical:
+        return Canonical(self)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

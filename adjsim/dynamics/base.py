@@ -32,8 +32,9 @@ from adjsim._state import (
 )
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.density import StationaryDensity
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.start_energy import check_potential, describe_force_not_finite
-from adjsim.potentials.base import ForceField
 
 
 class Term(Generic[State]):
@@ -87,9 +88,6 @@ class Dynamics(nn.Module, Generic[State]):
     remedy = "start from a configuration with smaller forces"
     # Whether check_state is called for the states of a run.
     checks_states = False
-    # Fields of the state that are Gaussian about zero at equilibrium, independently of position and
-    # momentum.
-    bath_fields: tuple[str, ...] = ()
     potential: nn.Module
 
     def __init__(self, potential: nn.Module) -> None:
@@ -195,23 +193,16 @@ class Dynamics(nn.Module, Generic[State]):
         """Compute a conserved quantity of the exact dynamics, ``(*batch,)``."""
         raise TypeError(f"{type(self).__name__} has no conserved quantity.")
 
-    def reduced_energy(self, state: State) -> Energies:
-        """Compute minus the logarithm of the sampled density, up to a constant, ``(*batch,)``.
+    def stationary_density(self) -> StationaryDensity | None:
+        """Return the density that the equations of motion sample; None: no density is declared.
 
-        It is H/kT where the density is canonical, plus the terms of a bath's variables. It is
-        differentiable in the parameters of the density: those of the potential, masses, kT, and tau
-        for the momenta of a Nose-Hoover chain.
+        ScoreFunction and Reweighting read this density alone. Dynamics of your own declare theirs,
+        for example by returning ``Canonical(self)``, only if they sample it.
+
+        Raises:
+            TypeError: the density needs an energy, and the potential is a force field.
         """
-        if isinstance(self.potential, ForceField):
-            raise TypeError(
-                f"{type(self).__name__} has no known stationary density: "
-                f"{type(self.potential).__name__} is a force that need not come from an energy. "
-                "Use Pathwise, Girsanov or FiniteDifference."
-            )
-        raise TypeError(
-            f"{type(self).__name__} has no stationary density that is known up to a constant; use "
-            "dynamics with a temperature, such as Langevin."
-        )
+        return None
 
     def check(self, state: AnyState) -> None:
         """Refuse, before any work, a state that this dynamics cannot step."""
@@ -253,6 +244,14 @@ class Dynamics(nn.Module, Generic[State]):
         Raises:
             ValueError: the reason; the run adds the step.
         """
+
+    def heat_limit(self, start: AnyState) -> HeatLimit | None:
+        """Return the kinetic energy above which a run has blown up; None: there is no limit.
+
+        It is checked together with the finiteness of a run. Dynamics with a bath at kT return
+        ``HeatLimit(self, start)``.
+        """
+        return None
 
     def margin(self, t: Any, state: State) -> Tensor | None:
         """Compute distances to the states that ``check_state`` refuses, negative beyond.
@@ -318,12 +317,6 @@ class MassiveDynamics(Dynamics[MomentumState]):
     def kinetic_energy(self, state: MomentumState) -> Energies:
         """Compute ``sum p^2 / 2m``, ``(*batch,)``."""
         return 0.5 * (state.momentum**2 / self.masses(state.momentum)).sum((-1, -2))
-
-    def reduced_energy(self, state: MomentumState) -> Energies:
-        kT = getattr(self, "kT", None)
-        if kT is None or isinstance(self.potential, ForceField):
-            return super().reduced_energy(state)
-        return (self.potential(state.position) + self.kinetic_energy(state)) / kT.to(state.position)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from adjsim._inputs import as_whole
 from adjsim._params import register
 from adjsim._state import PhaseState
-from adjsim._typing import Energies, Number
-from adjsim.dynamics.base import MassiveDynamics, Term, refuse_several
+from adjsim._typing import Number
+from adjsim.dynamics.base import Term, refuse_several
 from adjsim.dynamics.couplings import Move
+from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.terms import Kick, Stream
 from adjsim.dynamics.thermostat import (
@@ -194,5 +195,5 @@ class Bussi(Rescaling):
     def damping(self, state: PhaseState) -> float:
         return 1 / float(self.tau.detach().min())
 
-    def reduced_energy(self, state: PhaseState) -> Energies:
-        return MassiveDynamics.reduced_energy(self, state)
+    def stationary_density(self) -> Canonical:
+        return Canonical(self)

@@ -81,19 +81,27 @@ class Cotangents:
         old = self.parameter_sums.get(name)
         self.parameter_sums[name] = value if old is None else old + value
 
-    def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> None:
-        """Differentiate a value, and add the products for the state's leaves and the parameters."""
+    def add_function(self, value: Tensor, leaves: Any, cotangent: Tensor) -> dict[str, Tensor]:
+        """Differentiate a value, and add the products for the state's leaves and the parameters.
+
+        Returns the products for the leaves, by field, where there are any.
+        """
         if not value.requires_grad:
-            return
+            return {}
         found = torch.autograd.grad(
             value, (*leaves, *self.parameters.values()), cotangent, allow_unused=True
         )
-        for name, grad in zip(leaves._fields, found, strict=False):
-            if grad is not None:
-                self.add(name, grad)
+        products = {
+            name: grad
+            for name, grad in zip(leaves._fields, found, strict=False)
+            if grad is not None
+        }
+        for name, grad in products.items():
+            self.add(name, grad)
         for name, grad in zip(self.parameters, found[len(leaves) :], strict=True):
             if grad is not None:
                 self.add_parameter(name, grad)
+        return products
 
     def complete(self) -> None:
         """Take all deferred products, after which the sums are complete."""

@@ -13,7 +13,7 @@ from adjsim._inputs import as_tensor
 from adjsim._noise import NoiseStream
 from adjsim._params import register
 from adjsim._state import AnyState
-from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
+from adjsim._typing import Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import (
     MassiveDynamics,
     Term,
@@ -22,6 +22,8 @@ from adjsim.dynamics.base import (
     standard_normal,
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -177,7 +179,6 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
     """
 
     state_type = MemoryState
-    bath_fields = ("memory",)
     kT: Tensor
     rates: Tensor
     strengths: Tensor
@@ -266,13 +267,12 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
                 f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
             )
 
-    def reduced_energy(self, state: MemoryState) -> Energies:
-        """Compute H/kT plus ``sum z_i^2/(2 m kT)``.
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
-        Each memory variable has the distribution of a momentum.
-        """
-        memory = (state.memory**2 / self.masses(state.memory)).sum((-1, -2, -3))
-        return super().reduced_energy(state) + memory / (2 * self.kT.to(state.memory))
+    def stationary_density(self) -> Canonical:
+        """Declare the canonical density. Each memory variable is distributed as a momentum."""
+        return Canonical(self, {"memory": lambda state: self.masses(state.memory)})
 
     def characteristic_scales(self, t: float, state: MemoryState, time: float) -> dict[str, Tensor]:
         found = super().characteristic_scales(t, state, time)

@@ -21,6 +21,8 @@ from adjsim.dynamics.base import (
     refuse_several,
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Coefficient, Random
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -111,6 +113,12 @@ class Langevin(MassiveDynamics[PhaseState]):
     def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("friction", self.friction, state)
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
+
+    def stationary_density(self) -> Canonical:
+        return Canonical(self)
 
     def damping(self, state: PhaseState) -> float:
         return float(self.friction.detach().max())

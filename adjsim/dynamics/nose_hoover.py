@@ -17,6 +17,8 @@ from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
+from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Accumulate, Coefficients, Field, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
 
@@ -270,7 +272,6 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
     """
 
     state_type = ChainState
-    bath_fields = ("bath_momentum",)
     kT: Tensor
     tau: Tensor
 
@@ -347,14 +348,15 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
             "bath_position": torch.ones_like(Q),
         }
 
-    def reduced_energy(self, state: ChainState) -> Energies:
-        """Compute H/kT plus ``sum b_j^2/(2 Q_j kT)``.
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
+
+    def stationary_density(self) -> Canonical:
+        """Declare the canonical density, with the weights Q_j of the chain's momenta.
 
         The chain's positions have no stationary density.
         """
-        Q, _ = self.bath(state.position)
-        chain = (state.bath_momentum**2 / Q).sum((-1, -2, -3))
-        return super().reduced_energy(state) + chain / (2 * self.kT.to(state.position))
+        return Canonical(self, {"bath_momentum": lambda state: self.bath(state.position)[0]})
 
     def invariant(self, state: ChainState) -> Energies:
         """Compute the extended energy."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adjsim._params import register
 from adjsim._state import AnyState
-from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
+from adjsim._typing import Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import (
     Dynamics,
     Term,
@@ -20,7 +20,8 @@ from adjsim.dynamics.base import (
     per_atom,
     refuse_several,
 )
-from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.dynamics.density import CanonicalPositions
+from adjsim.potentials.base import force, force_vjp
 
 POWER_ITERATIONS = 30
 
@@ -110,10 +111,8 @@ class OverdampedLangevin(Dynamics[PositionState]):
         self.check(state)
         return state
 
-    def reduced_energy(self, state: PositionState) -> Energies:
-        if isinstance(self.potential, ForceField):
-            return super().reduced_energy(state)
-        return self.potential(state.position) / self.kT.to(state.position)
+    def stationary_density(self) -> CanonicalPositions:
+        return CanonicalPositions(self)
 
     def check(self, state: AnyState) -> None:
         super().check(state)

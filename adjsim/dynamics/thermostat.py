@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from adjsim._inputs import as_number
 from adjsim._params import register
 from adjsim._state import AnyState, PhaseState
-from adjsim._typing import Energies, Number, PositionsLike, Seed
+from adjsim._typing import Number, PositionsLike, Seed
 from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
 from adjsim.dynamics.couplings import Map
+from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Source
 
 
@@ -34,6 +35,9 @@ class Thermostat(MassiveDynamics[PhaseState]):
         state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
         self.check(state)
         return state
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self, start)
 
 
 class Rescaling(Thermostat):
@@ -58,13 +62,6 @@ class Rescaling(Thermostat):
     def target(self, position: Tensor) -> Tensor:
         """Compute twice the mean kinetic energy of one system, ``dof kT``."""
         return self.degrees(position) * self.kT.to(position)
-
-    def reduced_energy(self, state: PhaseState) -> Energies:
-        raise TypeError(
-            f"{type(self).__name__} does not sample the canonical distribution, and its own "
-            "stationary density is not known. Use Bussi, which does, or Pathwise or "
-            "FiniteDifference."
-        )
 
 
 class Rescale(Term[PhaseState]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from scipy.special import stdtrit
@@ -15,6 +16,16 @@ FEW_SAMPLES = 50
 FEW_CONTRIBUTING = 20
 # If tangents grow by a larger factor along the run, few paths dominate the mean.
 LARGE_GROWTH = 1e2
+# A gradient is known if its 95 % interval reaches no further than this share of it to both sides:
+# twice a tenth, the standard error, with many chunks.
+KNOWN = 0.2
+# A reversed path this far off has a gradient that is off by up to thirty times as much (clusters of
+# Lennard-Jones atoms, with friction and without).
+LARGE_RECONSTRUCTION_ERROR = 1e-3
+# The probability that halves of a run in equilibrium differ by more: that of four standard errors.
+LARGE_DRIFT = 6.3e-5
+# Entries of one tensor that are printed.
+MOST_PRINTED = 100
 
 
 @dataclass
@@ -67,8 +78,8 @@ class GradientEstimate:
             parameter = parameters[name]
             shift = parameter - parameter.detach()
             axes = list(range(-parameter.ndim, 0))
-            product = grad.to(parameter) * shift
-            total = total + (product.sum(axes) if axes else product)
+            change = grad.to(parameter) * shift
+            total = total + (change.sum(axes) if axes else change)
         return total
 
     def accumulate(self, module: nn.Module) -> None:
@@ -100,10 +111,15 @@ class GradientEstimate:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons not to trust the estimate; empty if none is known."""
+        """Reasons not to trust the estimate; empty if none is known.
+
+        Few samples, and a growing gradient of a path, make errors uncertain. They are no reason
+        where the gradient is known to a tenth.
+        """
         info, reasons = self.diagnostics, []
         ess, error, growth = info.get("ess"), info.get("reconstruction_error"), info.get("growth")
-        if ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1:
+        few = ess is not None and ess < FEW_SAMPLES and info.get("replicas") != 1
+        if few and not self._known():
             reasons.append(
                 f"it is worth {ess:.3g} independent samples only, so its error is uncertain too"
             )
@@ -116,15 +132,16 @@ class GradientEstimate:
                 else "the observable was the same in all replicas, so the score cannot show an "
                 "event that happened in none of them"
             )
-        if error is not None and error > 1e-6:
+        if error is not None and error > LARGE_RECONSTRUCTION_ERROR:
             reasons.append(
                 f"reversing the steps lost the trajectory (reconstruction error {error:.1e})"
             )
         lost = info.get("lost_at")
-        if growth is not None and (
+        grown = growth is not None and (
             growth * info["duration"] > math.log(LARGE_GROWTH)
             or (lost or math.inf) < info["duration"]
-        ):
+        )
+        if grown and not self._known():
             beyond = "" if lost is None else f"; it means little beyond a time of about {lost:.3g}"
             reasons.append(f"the gradient of a path grows as exp({growth:.3g} t){beyond}")
         if info.get("smooth") is False:
@@ -138,22 +155,39 @@ class GradientEstimate:
                 "longer"
             )
         drift = info.get("equilibration")
-        if drift is not None and drift > 4:
+        if drift is not None and drift > self._largest_drift():
             reasons.append(
                 f"the two halves of the run differ by {drift:.1f} standard errors: it had not "
                 "come to equilibrium"
             )
         return reasons + info.get("reasons", [])
 
+    def _known(self) -> bool:
+        """Return whether the gradient, or the value without parameters, is known to a tenth."""
+        info = self.diagnostics
+        independent = min(info.get("chunks", 1.0), info.get("ess") or math.inf)
+        if not independent > 1:
+            return False
+        t = float(stdtrit(independent - 1, 0.975))
+        pairs = [(x, self.grad_stderr[name]) for name, x in self.grad.items()]
+        return all(
+            t * float(error.norm()) <= KNOWN * float(x.norm())
+            for x, error in pairs or [(self.value, self.value_stderr)]
+        )
+
+    def _largest_drift(self) -> float:
+        """Return the standard errors by which chance sets the halves of some entry apart."""
+        tail = LARGE_DRIFT / 2 / self.value.numel()
+        return float(stdtrit(self.diagnostics["chunks"] - 1, 1 - tail))
+
     def __str__(self) -> str:
-        lines = [
-            f"{self.estimand} estimate",
-            f"  value {_with_error(self.value, self.value_stderr)}",
-        ]
-        lines += [
-            f"  d/d {name} {_with_error(grad, self.grad_stderr[name])}"
-            for name, grad in self.grad.items()
-        ]
+        rows = _rows("value", "", self.value, self.value_stderr, self.value.ndim)
+        for name, grad in self.grad.items():
+            label = "d value" if self.value.ndim else "d"
+            rows += _rows(label, f"/d {name}", grad, self.grad_stderr[name], self.value.ndim)
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{self.estimand} estimate"]
+        lines += [f"  {label:{width}}  {number}" for label, number in rows]
         if self.estimand == "shadowing":
             lines.append(
                 "  the derivative of the average only where shadowing holds: the error leaves out "
@@ -163,8 +197,25 @@ class GradientEstimate:
         return "\n".join(lines)
 
 
-def _with_error(value: Tensor, stderr: Tensor) -> str:
-    if value.numel() != 1:
-        return f"tensor {tuple(value.shape)}, norm {float(value.norm()):.6g}"
-    error = float(stderr)
-    return f"{float(value):.6g}" if error != error else f"{float(value):.6g} +- {error:.2g}"
+def _rows(
+    label: str, rest: str, value: Tensor, stderr: Tensor, leading: int
+) -> list[tuple[str, str]]:
+    """Return the label and the number of each entry.
+
+    The first ``leading`` axes are those of the observable, whose indices follow the label. Those of
+    a parameter follow the rest.
+    """
+    rows: list[tuple[str, str]] = []
+    flat = zip(value.flatten().tolist(), stderr.flatten().tolist(), strict=True)
+    for index, (x, error) in zip(product(*map(range, value.shape)), flat, strict=True):
+        if len(rows) == MOST_PRINTED:
+            more = value.numel() - MOST_PRINTED
+            rows.append((f"{label}{rest}", f"and {more} entries more, norm {value.norm():.6g}"))
+            break
+        text = f"{label}{_index(index[:leading])}{rest}{_index(index[leading:])}"
+        rows.append((text, f"{x:.6g}" if error != error else f"{x:.6g} ± {error:.2g}"))
+    return rows
+
+
+def _index(numbers: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, numbers))}]" if numbers else ""

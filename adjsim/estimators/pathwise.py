@@ -120,7 +120,7 @@ class Pathwise(ChunkedEstimator):
             "reconstruction_error": max(errors) if errors else None,
             "pairs": runs[0].get("pairs"),
         }
-        return Chunk(mean.detach(), found, stats, (growth, smooth))
+        return Chunk(mean.detach(), found, stats, (growth, smooth, len(runs) > 1))
 
     def combine(
         self, simulation: Simulation[State], parts: list[Chunk], sizes: list[int]
@@ -134,7 +134,8 @@ class Pathwise(ChunkedEstimator):
         found: dict[str, Any] = {
             "duration": duration,
             "growth": None,
-            "truncate": self.truncate,
+            # None where a run is no longer, and nothing was cut off.
+            "truncate": self.truncate if parts[0].extra[2] else None,
             "lost_at": None,
         }
         found["smooth"] = all(part.extra[1] for part in parts)

@@ -14,9 +14,28 @@ from torch import Tensor
 
 from adjsim._state import AnyState, State
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.density import StationaryDensity
 
 # In units of the field's root mean square, or of one if it is zero.
 SIZES = (1e-3, 1.0, 10.0, 1e3)
+
+
+def density_of(dynamics: Dynamics[State]) -> StationaryDensity:
+    """Return the stationary density that dynamics declare.
+
+    Raises:
+        TypeError: none is declared, or the density needs an energy and the potential is a force
+            field.
+    """
+    density = dynamics.stationary_density()
+    if density is None:
+        raise TypeError(
+            f"{type(dynamics).__name__} has no stationary density that it declares. Use dynamics "
+            "that sample a known density, such as Langevin or Bussi, or Pathwise or "
+            "FiniteDifference. Dynamics of your own that sample the canonical density declare it: "
+            "define stationary_density(self), and return adjsim.dynamics.Canonical(self)."
+        )
+    return density
 
 
 def depends_on(function: Callable[[Any], Tensor], state: AnyState, name: str) -> bool:
@@ -51,14 +70,15 @@ def depends_on_bath(
         for name in state._fields
         if name not in ("position", "momentum") and depends_on(function, state, name)
     ]
+    density = density_of(dynamics)
     for name in others:
-        if not depends_on(dynamics.reduced_energy, state, name):
+        if not depends_on(density.reduced_energy, state, name):
             raise ValueError(
                 f"the observable reads {name}, which has no stationary density under "
                 f"{type(dynamics).__name__}, so its mean has no equilibrium value. Use "
                 "Pathwise or FiniteDifference for its mean along a path."
             )
-    return any(name in dynamics.bath_fields for name in others)
+    return any(name in density.bath_fields for name in others)
 
 
 def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tensor:
@@ -68,11 +88,12 @@ def reduced_energy(dynamics: Dynamics[State], state: State, bath: bool) -> Tenso
     bath's terms would then add nothing to the mean of a covariance, only to its variance. They are
     left out by setting the bath's variables to zero, where the terms and their derivatives vanish.
     """
+    density = density_of(dynamics)
     if not bath:
         state = state._replace(
-            **{name: torch.zeros_like(getattr(state, name)) for name in dynamics.bath_fields}
+            **{name: torch.zeros_like(getattr(state, name)) for name in density.bath_fields}
         )
-    return dynamics.reduced_energy(state)
+    return density.reduced_energy(state)
 
 
 def evenly_spaced(first: int, last: int, count: int) -> set[int]:

@@ -31,7 +31,7 @@ from adjsim.estimators.base import (
 )
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
-from adjsim.estimators.probes import depends_on_bath, reduced_energy
+from adjsim.estimators.probes import density_of, depends_on_bath, reduced_energy
 from adjsim.estimators.score_function import check_stationary, common_burn_in, equilibration, outer
 from adjsim.estimators.sharing import (
     Work,
@@ -236,7 +236,7 @@ class Reweighting(Estimator):
         starts = simulation.starts(slices[-1].stop, generator)
         seed, bath = (
             seed_from(generator) if simulation.dynamics.stochastic else None,
-            bool(simulation.dynamics.bath_fields),
+            bool(density_of(simulation.dynamics).bath_fields),
         )
         times, device = self._frames(simulation, skip), starts[0].device
         states, energies = dict[int, State](), dict[int, dict[bool, Tensor]]()
@@ -258,7 +258,7 @@ class Reweighting(Estimator):
                 getattr(made, name)[1:].flatten(0, 1) for name in starts._fields
             )
             u = reduced_energy(simulation.dynamics, frames, False)
-            with_bath = simulation.dynamics.reduced_energy(frames) if bath else u
+            with_bath = reduced_energy(simulation.dynamics, frames, True) if bath else u
             stats = made.stats
             return [list(frames), [u, with_bath], stats["energy_evaluations"], stats.get("pairs")]
 

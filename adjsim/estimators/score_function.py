@@ -24,7 +24,7 @@ from adjsim.estimators.base import (
     weighted_mean,
 )
 from adjsim.estimators.moments import Moments
-from adjsim.estimators.probes import depends_on_bath
+from adjsim.estimators.probes import density_of, depends_on_bath
 from adjsim.estimators.sharing import Work
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
@@ -265,8 +265,7 @@ def check_stationary(
             f"{name} needs a solver of a fixed step, not {type(simulation.solver).__name__}."
         )
     probe = simulation.starts(PROBED, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        simulation.dynamics.reduced_energy(probe)
+    density_of(simulation.dynamics)
     depends_on_bath(simulation.dynamics, observable.function, probe)
     return observable
 

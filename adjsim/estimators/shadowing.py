@@ -16,7 +16,7 @@ from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, st
 from adjsim.dynamics.ode import ODE
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
 from adjsim.estimators.score_function import common_burn_in
-from adjsim.estimators.shadowing_steps import last_finite, refuse_time, step_map
+from adjsim.estimators.shadowing_steps import last_finite, refuse_rest, refuse_time, step_map
 from adjsim.estimators.shadowing_sweep import (
     Cotangents,
     DivergenceError,
@@ -79,8 +79,8 @@ class Shadowing(ChunkedEstimator):
     Raises:
         TypeError: dynamics that are not an :class:`~adjsim.ODE`, another solver than
             :class:`~adjsim.RungeKutta`, an observable that is not a ``TimeAverage``.
-        ValueError: a field that depends on the time, too many directions, or a run that is not a
-            multiple of the segment.
+        ValueError: a field that depends on the time, too many directions, a run that is not a
+            multiple of the segment, or one that settles on a fixed point.
         RuntimeError: the particular cotangent grows along the run, since there are more unstable
             directions than ``unstable``.
     """
@@ -177,6 +177,7 @@ class Shadowing(ChunkedEstimator):
             y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
         last_finite(states, counts.skip, steps.h)
+        refuse_rest(steps, states)
         for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
             widths = [x.shape[-1] for x in starts]
             refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))

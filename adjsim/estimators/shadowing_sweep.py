@@ -83,6 +83,7 @@ def averages(steps: StepMap, states: Tensor) -> Tensor:
     return total / (len(states) - 1)
 
 
+@torch.no_grad()
 def sweep(
     steps: StepMap, states: Tensor, mean: Tensor, length: int, unstable: int, seed: int = 0
 ) -> Cotangents:
@@ -179,7 +180,8 @@ def _back(steps: StepMap, state: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, 
         y = state.detach().expand(count + outputs, *state.shape).clone().requires_grad_()
         after = (torch.cat([w, v]) * steps.step(y)).sum()
         seen = steps.observe(y[count:]).diagonal(dim1=0, dim2=-1).sum()
-    (found,) = torch.autograd.grad(after + steps.h * seen, y)
+        whole = after + steps.h * seen
+    (found,) = torch.autograd.grad(whole, y)
     return found[:count], found[count:]
 
 

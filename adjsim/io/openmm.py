@@ -83,7 +83,7 @@ def from_openmm(
         TypeError: not an ``openmm.System``.
         ValueError: anything in the system that has no counterpart, by name (constraints, virtual
             sites, other forces, barostats); positions or a topology for another number of atoms; an
-            energy of 1e6 eV or more, which tells of wrong units.
+            energy of 1e6 eV, or 100 eV an atom, or more, which tells of wrong units.
     """
     check_system(system)
     masses = [plain(system.getParticleMass(k)) for k in range(system.getNumParticles())]

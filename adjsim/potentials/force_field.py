@@ -12,8 +12,10 @@ from adjsim._tree import closest_atoms
 from adjsim.potentials.base import Potential, SumPotential, force
 
 LARGEST_ENERGY = 1e6
-"""The energy in eV from which a start is refused. A bond has a few eV, so positions or parameters
-with such an energy are in other units, or atoms lie on top of each other."""
+LARGEST_ENERGY_PER_ATOM = 100.0
+"""The energies in eV, of a system and an atom, from which a start is refused. A bond has a few eV,
+so positions or parameters with such an energy are in other units, or atoms lie on top of each
+other."""
 
 
 class ForceFieldPotential(SumPotential):
@@ -97,18 +99,20 @@ def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -
         energy: ``(*batch,)``, of the potential at the position.
 
     Raises:
-        ValueError: an energy of :data:`LARGEST_ENERGY` or more, or not finite. It names the two
-            atoms on which the forces are largest.
+        ValueError: an energy of :data:`LARGEST_ENERGY` or :data:`LARGEST_ENERGY_PER_ATOM` or more,
+            or not finite. It names the two atoms on which the forces are largest.
     """
-    if bool((energy.detach() < LARGEST_ENERGY).all()):
+    largest = min(LARGEST_ENERGY, LARGEST_ENERGY_PER_ATOM * position.shape[-2])
+    bad = ~(energy.detach() < largest)
+    if not bool(bad.any()):
         return
-    bad = ~(energy.detach() < LARGEST_ENERGY)
     index = tuple(bad.nonzero()[0].tolist()) if energy.ndim else ()
     q = position.detach()[index]
     i, j, distance = _worst_atoms(potential, q)
     where = f" of system {', '.join(map(str, index))}" if index else ""
     raise ValueError(
-        f"the energy at the start{where} is {float(energy[index]):g} eV. The largest forces are on "
+        f"the energy at the start{where} is {float(energy[index]):g} eV, and must be below "
+        f"{largest:g} eV for {position.shape[-2]} atoms. The largest forces are on "
         f"atoms {i} and {j}, {distance:g} angstrom apart. Check the units: positions are in "
         "angstrom here, and bare numbers given to from_openmm in nanometres. If the units are "
         "right, move atoms that overlap."

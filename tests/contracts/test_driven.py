@@ -345,9 +345,7 @@ def test_what_is_no_sum_of_forces_is_refused(unchecked):
     with pytest.raises(TypeError, match="an energy module or a ForceField; got a float"):
         OpenLoop(Harmonics(0.1, 1.0)) + 1.0
     with pytest.raises(TypeError, match="has no known stationary density"):
-        adjsim.Langevin(springs(), kT=1.0).reduced_energy(
-            adjsim.Langevin(springs()).init(*square())
-        )
+        adjsim.Langevin(springs(), kT=1.0).stationary_density()
 
 
 def test_a_closed_form_of_a_force_field_is_used():

@@ -14,6 +14,7 @@ from adjsim.solvers.step_sizes import Adaptive, StepTimes
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.gradients.test_table import agree
 from tests.order.test_adaptive import VanDerPol
+from tests.problems import chaotic
 
 TIMES = [0.5, 0.6, 1.0, 1.5]
 TOLERANCES = Adaptive(1e-6, 1e-6)
@@ -89,6 +90,7 @@ LONG = {
         pytest.param("lorenz", 500.0, marks=pytest.mark.marathon),
     ],
 )
+@chaotic
 def test_exact_steps_come_back_bit_for_bit(name, time):
     """Over horizons at which undone floats lose all digits; a fingerprint verifies the start."""
     make, start, _, rate = LONG[name]

@@ -23,7 +23,7 @@ from adjsim.dynamics.ode import ODE
 from adjsim.solvers.coupled import Coupled
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.gradients.test_table import agree
-from tests.problems import POTENTIALS, slow_but, square
+from tests.problems import POTENTIALS, chaotic, slow_but, square
 
 TIMES = [0.5, 0.6, 1.0, 1.5]
 KINDS = ("final", "saves", "record", "average")
@@ -190,6 +190,7 @@ def long_run(field, start, dt, steps, adjoint, compile=False, **settings):
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.marathon)])
 @pytest.mark.usefixtures("bits_of_words")
+@chaotic
 def test_lorenz_comes_back_bit_for_bit(steps):
     """Where reversed floats are lost after 300 steps; the start is verified by its fingerprint."""
     start = [1.0, 2.0, 20.0]
@@ -214,6 +215,7 @@ def test_decay_comes_back_bit_for_bit():
 
 
 @pytest.mark.parametrize("steps", [300, pytest.param(5000, marks=pytest.mark.marathon)])
+@chaotic
 def test_exact_equals_direct_at_long_horizons(steps):
     """The gradient of Lorenz grows as exp(0.9 t), over a time of 1.5 and 25."""
     settings = {"rate": 21.0}

@@ -23,7 +23,7 @@ from adjsim import (
 )
 from adjsim.systems import cluster
 from tests.gradients.test_table import LOSSES, agree, by_default, gradients, moment
-from tests.problems import Case, parameter, potentials, schemes, slow_but, square, vector
+from tests.problems import Case, chaotic, parameter, potentials, schemes, slow_but, square, vector
 from tests.problems import start as start_of
 from tests.retracing import forth_and_back
 
@@ -221,6 +221,7 @@ def test_long_runs_come_back_bit_for_bit(name, steps):
         pytest.param("NBABN", 4_000, marks=pytest.mark.marathon),
     ],
 )
+@chaotic
 def test_gradient_where_floating_point_is_lost(name, steps):
     """A chaotic cluster, fewer steps of the costlier schemes: plain reversal fails, the exact one
     does not.
@@ -250,6 +251,7 @@ def test_gradient_where_floating_point_is_lost(name, steps):
 
 
 @pytest.mark.marathon
+@chaotic
 def test_twenty_thousand_chaotic_steps():
     """Reversal against backpropagation through the same exact run, two gigabytes of it."""
 

@@ -646,6 +646,9 @@ def test_mixed_up_units():
     with pytest.raises(ValueError, match=r"energy at the start is .* eV.*atoms \d+ and \d+") as one:
         from_openmm(system, positions / 10, topology)
     assert "units" in str(one.value)
+    # Angstrom taken for nanometres stretch each bond tenfold: 1,900 eV an atom.
+    with pytest.raises(ValueError, match=r"eV, and must be below 2200 eV for 22 atoms.*units"):
+        from_openmm(system, positions * 10, topology)
     together = positions.copy()
     together[21] = together[0] + (1e-4, 0, 0)
     with pytest.raises(ValueError, match=r"atoms 0 and 21, 0.001 angstrom apart"):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -119,7 +120,7 @@ def test_the_script_of_a_cluster_runs_on_one_computer(tmp_path):
         for _ in range(2)
     ]
     assert printed[0] == printed[1]
-    assert printed[0].startswith("path estimate\n  value 0.")
+    assert re.match(r"path estimate\n  value +0\.", printed[0])
     assert len(list((tmp_path / "store").glob("chunk-*.safetensors"))) == 32
 
 

@@ -323,6 +323,44 @@ def test_fields_may_be_written_for_one_batch_axis():
     torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
+def test_an_observable_may_read_a_parameter():
+    """d<z - 100 rho>/drho is d<z>/drho - 100, for one sweep of one chunk and of several."""
+    dynamics, path = ODE(Lorenz()), Shadowing(2, 0.5, burn_in=0.5)
+
+    def initial(count, generator):
+        noise = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+        return dynamics.init(noise + torch.tensor([0.0, 0.0, 25.0]))
+
+    def below(state):
+        return state.y[..., 2] - 100 * dynamics.fun.rho
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, 2.0], adjsim.RungeKutta("rk4", 0.025))
+    for chunks in (1, 2):
+        plain, shifted = (
+            path(run, TimeAverage(fn), replicas=2, chunks=chunks, generator=0)
+            for fn in (height, below)
+        )
+        for name, shift in {"fun.rho": 100.0, "fun.sigma": 0.0, "fun.beta": 0.0}.items():
+            expected = plain.grad[name] - shift
+            # The mean of z - 2,800 carries thirteen digits.
+            torch.testing.assert_close(shifted.grad[name], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("burn_in", [0.0, 60.0])
+def test_runs_that_settle_are_refused(burn_in):
+    """At rho = 10 the fixed points attract, at a rate of 0.6; after 60 only rounding moves."""
+    dynamics = ODE(Lorenz())
+    with torch.no_grad():
+        dynamics.fun.rho.fill_(10.0)
+
+    def initial(count, generator):
+        return dynamics.init(torch.tensor([4.0, 5.0, 9.0], dtype=torch.float64).expand(count, 3))
+
+    run = adjsim.Simulation(dynamics, initial, [0.0, burn_in + 20], adjsim.RungeKutta("rk4", 0.05))
+    with pytest.raises(ValueError, match="settles on a fixed point: its largest rate is"):
+        Shadowing(1, 1.0, burn_in=burn_in)(run, TimeAverage(height), replicas=1, chunks=1)
+
+
 def test_pulses_and_rest_are_refused():
     class Pulse(Oscillator):
         def forward(self, t, y):

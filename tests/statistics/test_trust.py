@@ -13,6 +13,9 @@ from torch import nn
 
 import adjsim
 from adjsim import Final, Girsanov, Reweighting, ScoreFunction, Simulation, TimeAverage
+from adjsim.dynamics import Canonical, MassiveDynamics
+from adjsim.dynamics.langevin import OrnsteinUhlenbeck
+from adjsim.dynamics.terms import Kick, Stream
 from tests.problems import parameter
 
 
@@ -65,9 +68,49 @@ def test_reweighting_does_not_see_a_constant_in_the_energy(offset):
     assert abs(float(after.grad["potential.offset"])) < 1e-12
 
 
-# Variables of a bath.
-
 STATIONARY = [ScoreFunction(), Reweighting(every=0.1)]
+
+
+class Own(MassiveDynamics):
+    """A thermostat of one's own, which has the terms and the kT of Langevin dynamics."""
+
+    def __init__(self):
+        super().__init__(adjsim.Harmonic(parameter(1.0)), 1.3)
+        self.kT, self.friction = parameter(0.8), parameter(1.0)
+        self.terms = {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
+
+    def frictions(self, like):
+        return self.friction.to(like)
+
+    def init(self, position, momentum=None, generator=None):
+        return adjsim.PhaseState(position, momentum)
+
+
+class Declared(Own):
+    def stationary_density(self):
+        return Canonical(self)
+
+
+@pytest.mark.parametrize("estimator", STATIONARY, ids=["score", "reweighting"])
+def test_a_density_is_declared_never_inferred_from_kT(estimator):
+    def estimate(dynamics):
+        def initial(n, generator):
+            return dynamics.init(torch.ones(n, 1, 1), torch.zeros(n, 1, 1))
+
+        simulation = Simulation(dynamics, initial, [0.0, 1.0], adjsim.BAOAB(0.1))
+        return estimator(simulation, TimeAverage(squared), replicas=16, generator=seeded())
+
+    with pytest.raises(TypeError, match=r"Own has no stationary density.*return .*Canonical\(self"):
+        estimate(Own())
+    well = adjsim.Harmonic(parameter(1.0))
+    known = estimate(adjsim.Langevin(well, 1.3, parameter(0.8), parameter(1.0)))
+    found = estimate(Declared())
+    assert found.grad.keys() == known.grad.keys()
+    assert all(torch.equal(grad, known.grad[name]) for name, grad in found.grad.items())
+    assert float(found.grad["kT"]) != 0
+
+
+# Variables of a bath.
 
 
 def well_with_memory(kT, rates=(1.0, 3.0)):

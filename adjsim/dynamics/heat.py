@@ -1,0 +1,89 @@
+"""The kinetic energy above which a run with a thermostat has blown up."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from adjsim._state import AnyState, position_of
+from adjsim.potentials.base import ForceField
+
+LARGEST_RISE = 100.0
+"""A kinetic energy this many times that of kT, of the start, and of the potential energy given up
+since the start has no source. At equilibrium such a ratio to kT has a probability of 1e-23 for one
+degree of freedom, and less for more."""
+
+
+class Heated(Protocol):
+    """What the limit reads."""
+
+    potential: nn.Module
+    kT: Tensor
+
+    def kinetic_energy(self, state: Any) -> Tensor:
+        """Compute the kinetic energy, ``(*batch,)``."""
+        ...
+
+    def mobile_dof(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system, without pinned atoms."""
+        ...
+
+
+class HeatLimit:
+    """The largest kinetic energy of each system of a run with a thermostat.
+
+    Args:
+        dynamics: the dynamics, with a ``kT`` and a potential energy. A force field may do any work,
+            so with one there is no limit.
+        start: the start of the run.
+    """
+
+    @torch.no_grad()
+    def __init__(self, dynamics: Heated, start: AnyState) -> None:
+        self.dynamics, self.position = dynamics, position_of(start).detach()
+        self.dof = dynamics.mobile_dof(self.position)
+        self.thermal = self.dof / 2 * dynamics.kT.detach().to(self.position).reshape(())
+        known = not isinstance(dynamics.potential, ForceField) and self.dof > 0
+        scale = dynamics.kinetic_energy(start).detach().maximum(self.thermal)
+        self.largest = LARGEST_RISE * scale if known else torch.full_like(scale, torch.inf)
+
+    @cached_property
+    def energy(self) -> Tensor:
+        """The potential energy at the start; few runs need it."""
+        return self.dynamics.potential(self.position)
+
+    @torch.no_grad()
+    def exceeded(self, state: AnyState) -> Tensor:
+        """Return which systems have more kinetic energy than bath and potential give."""
+        found = self.dynamics.kinetic_energy(state)
+        hot = found > self.largest
+        if not bool(hot.any()):
+            return hot
+        given = LARGEST_RISE * (self.energy - self.dynamics.potential(position_of(state)))
+        # A potential energy that is not finite gives nothing.
+        return hot & ~(found <= given)
+
+    @torch.no_grad()
+    def describe(self, state: AnyState, where: str, smaller: str) -> str:
+        """Describe the hottest system of a state, with the likely causes.
+
+        Args:
+            state: a state beyond the limit.
+            where: the step and the time.
+            smaller: what to use where steps are too long.
+        """
+        kinetic, beyond = self.dynamics.kinetic_energy(state), self.exceeded(state)
+        r = int(torch.where(beyond, kinetic / self.largest, 0.0).argmax())
+        found = float(kinetic.flatten()[r])
+        system = f" of system {r}" if kinetic.numel() > 1 else ""
+        return (
+            f"the kinetic temperature{system} is {2 * found / self.dof:.3g} {where}: "
+            f"{found / float(self.thermal):.2g} times kT = {float(self.dynamics.kT):.3g}, and more "
+            f"than {LARGEST_RISE:g} times that of the start. Either the step is too long for the "
+            f"fastest vibration: use {smaller}. Or units are mixed: kT is an energy, so with eV "
+            "write kT = 300 * ase.units.kB for 300 K and dt = ase.units.fs for a femtosecond; "
+            "check kT, masses and positions."
+        )
