@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adjsim._cache_key import UninspectableError, cache_key, object_key
 from adjsim._layout import VECTOR, packed, unpacked
@@ -316,16 +316,17 @@ class LoopRunner:
         what = f"a step of {type(self.dynamics).__name__}"
         specification = spec.make(self, averaging, kind, loop)
         within = partial(self._within, spec.differentiates, loop)
-        loop.function, loop.path = compile_loop(
-            specification,
-            within,
-            constants,
-            carry,
-            exact=self.exact,
-            short=short,
-            what=what,
-            capacity=self.capacity,
-        )
+        with _tensors_kept(self.dynamics):
+            loop.function, loop.path = compile_loop(
+                specification,
+                within,
+                constants,
+                carry,
+                exact=self.exact,
+                short=short,
+                what=what,
+                capacity=self.capacity,
+            )
         return loop
 
     def _cache_key(self) -> Any:
@@ -360,6 +361,22 @@ class LoopRunner:
         # The backward pass begins with the noise that the forward pass ended with.
         self._last_noise = (first, count, padded)
         return (padded,)
+
+
+@contextmanager
+def _tensors_kept(module: nn.Module) -> Generator[None, None, None]:
+    """Put the tensors back that a module, or a hook, assigns to attributes while it is traced."""
+    before = [
+        (attributes, name, value)
+        for attributes in map(vars, module.modules())
+        for name, value in attributes.items()
+        if isinstance(value, Tensor)
+    ]
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes[name] = value
 
 
 def _row(rows: Tensor, k: Tensor) -> Tensor:
