@@ -19,6 +19,7 @@ from tests.problems import (
     STOCHASTIC_SCHEMES,
     THERMOSTAT_SCHEMES,
     Case,
+    slow_but,
     square,
 )
 
@@ -100,7 +101,8 @@ def of_run(dynamics, state, solver, adjoint=None, steps: int = 4, **options) -> 
     return [x.detach() for x in (*end, *grads) if x is not None]
 
 
-@pytest.mark.parametrize("name", EVERY_POTENTIAL)
+# Pairs trace their formulas in every process first, which takes a second.
+@pytest.mark.parametrize("name", slow_but(lambda name: name not in PLANAR, EVERY_POTENTIAL))
 def test_potentials(name, under_both):
     make, position = EVERY_POTENTIAL[name]
     under_both(lambda: of_potential(make(), position))
@@ -163,7 +165,10 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+SLOW_EQUATIONS = ("coupled exact", "milstein", "implicit")
+
+
+@pytest.mark.parametrize("name", slow_but(lambda name: name not in SLOW_EQUATIONS, EQUATIONS))
 def test_vector_fields(name, under_both):
     noise, solver = EQUATIONS[name]
 

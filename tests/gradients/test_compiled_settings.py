@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 import adjsim
 from adjsim import ReversibleAdjoint, TimeAverage
@@ -360,6 +361,9 @@ def test_weights_that_are_normalised_before_each_evaluation(name):
         )
         loss = (run.final.position**2).sum()
         found = torch.autograd.grad(loss, list(dynamics.parameters()), materialize_grads=True)
+        # Tracing leaves none of its tensors in the module.
+        weights = [x for part in dynamics.modules() for x in vars(part).values()]
+        assert not any(isinstance(x, FakeTensor) for x in weights)
         gradients.append(torch.cat([x.flatten() for x in found]))
     assert float(gradients[0].abs().max()) > 0.01
     # Ten steps, rounded in another order.
