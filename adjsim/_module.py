@@ -67,6 +67,11 @@ class ModuleCache(Generic[V]):
             while len(known) > self.capacity:
                 del known[min(known, key=lambda key: known[key].last_use)]
 
+    def drop(self, module: nn.Module) -> list[V]:
+        """Remove all values of a module, and return them."""
+        with self._lock:
+            return [used.value for used in self._values.pop(module, {}).values()]
+
     def count(self, module: nn.Module) -> int:
         """Count the values of a module."""
         with self._lock:
@@ -128,8 +133,8 @@ class ModuleTensors:
                     raise ValueError(
                         f"{type(self.module).__name__} or a part of it writes to its own parameter "
                         f"or buffer {key!r} while it runs, so a run that is repeated or reversed "
-                        "differs from the first. Put it into eval mode, keep such numbers out of "
-                        "the potential, or use DirectAdjoint()."
+                        "differs from the first. Put it into eval mode (.eval()), or keep such "
+                        "numbers out of the potential."
                     )
 
 

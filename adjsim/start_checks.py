@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from adjsim._cache_key import UninspectableError, cache_key
+from adjsim._cache_key import cache_key
 from adjsim._module import ModuleCache, ModuleTensors
 from adjsim._params import refuse_unknown
+from adjsim._reproducible import evaluate_twice_if_changed
 from adjsim._state import AnyState, State, in_transform
 from adjsim._trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
@@ -49,9 +50,16 @@ def check_rates(
     tensors = ModuleTensors(dynamics)
     if key is not None and _checked.get(dynamics, _form(key, t, start, tensors, graph)):
         return tensors, key
-    rates = dynamics.check_rates(t, start)
+
+    def evaluate() -> dict[str, Tensor]:
+        return dynamics.check_rates(t, start)
+
+    if in_transform():
+        evaluate()
+        return ModuleTensors(dynamics), None
+    rates, tensors = evaluate_twice_if_changed(tensors, evaluate, state[0].device)
     # The first evaluation of a module may have made parameters and numbers.
-    tensors, key = ModuleTensors(dynamics), _key(dynamics, record) if keyed else None
+    key = _key(dynamics, record) if keyed else None
     if graph:
         _check_captured(dynamics, tensors, start, rates, record)
     if key is not None:
@@ -65,10 +73,7 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
         return None
     if any(is_lazy(x) for x in (*dynamics.parameters(), *dynamics.buffers())):
         return None
-    try:
-        return cache_key(dynamics, None if record is None else record.function)
-    except UninspectableError:
-        return None  # The compilation refuses it, with the reason.
+    return cache_key(dynamics, None if record is None else record.function)
 
 
 def _form(key: Any, t: float, state: AnyState, tensors: ModuleTensors, graph: bool) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from adjsim._state import AnyState
-from adjsim.adjoints.compiled_loop import Loop, LoopConstants
-from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import sum_dtype
 from adjsim.adjoints.stepper import naming

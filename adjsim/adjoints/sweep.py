@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim._autocast import autocast_state, restored_autocast
 from adjsim._state import State
 from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
@@ -78,6 +79,7 @@ class _SweptRun:
         self.keys = [
             (letter, name) for letter, group in inputs.coefficients.items() for name in group
         ]
+        self.autocast = autocast_state()
         # The current values of all parameters and buffers.
         self.parameters = tuple(x.detach() for x in inputs.parameters)
         self.compiled = (
@@ -174,6 +176,7 @@ class _SweptRun:
             else self.compiled.backward(forces)
         )
         with (
+            restored_autocast(self.autocast),
             backward_saves(problem, stepper.clock.last, cotangents) as saves,
             tensors.substituted(leaves),
         ):
