@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adjsim._module import ModuleTensors, version_of
+from adjsim._module import ModuleTensors
 
 T = TypeVar("T")
 
@@ -40,7 +40,10 @@ class _Traces:
         if device.type == "cuda":
             generators.append(torch.cuda.get_rng_state(device))
         named = dict(zip(tensors.names, tensors.tensors, strict=True))
-        versions = tuple(0 if is_lazy(x) else version_of(x) for x in tensors.tensors)
+        # The version of a lazy or an inference tensor cannot be read.
+        versions = tuple(
+            0 if is_lazy(x) or x.is_inference() else x._version for x in tensors.tensors
+        )
         return cls(tuple(generators), named, versions)
 
     def describe(self, later: _Traces) -> str | None:

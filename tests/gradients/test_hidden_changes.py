@@ -14,6 +14,7 @@ import jaxtyping
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint, StoreError
@@ -241,6 +242,19 @@ def test_an_object_that_cannot_be_inspected_is_checked_in_every_run(tmp_path):
     dynamics.potential.number[0] = 2.0
     with pytest.raises(StoreError, match="the force at the start differs by"):
         run(dynamics, store=tmp_path)
+
+
+class BranchesOnTracing(Quartic):
+    def factor(self):
+        return 2.0 if isinstance(self.k, FakeTensor) else 1.0
+
+
+def test_a_step_that_is_another_one_while_it_is_traced_is_refused():
+    dynamics = adjsim.Hamiltonian(BranchesOnTracing())
+    with torch.no_grad():
+        run(dynamics, True)
+        with pytest.raises(RuntimeError, match="from the same step without compilation"):
+            run(dynamics, True)
 
 
 class Network(nn.Module):
