@@ -2,24 +2,24 @@
 
 Tensors registered on modules are inputs of compiled code. Everything else that a potential or a
 record reads is baked into the code: numbers, strings, arrays, activation functions, data classes,
-attributes of classes, closures and globals. So all of these are part of the key. A value that
-cannot be inspected is refused, since a change of it would not be noticed.
+attributes of classes, closures, globals, and modules that a function imports or names in a string.
+So all of these are part of the key. An object that cannot be inspected is compared by its identity.
+A change inside such an object, and a value that is read in another way, are found by a comparison
+of a compiled loop with its steps taken without compilation (:mod:`adjsim.adjoints.loop_check`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from functools import cache, cached_property, partial, partialmethod
+from functools import partial
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -36,33 +36,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from adjsim._autocast import AutocastState, autocast_state
+from adjsim._code import called_by, imported_by, names_in
+from adjsim._libraries import is_library, is_package
 from adjsim._reading import derived_names, source_of
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
 # separately. Hooks are inspected where there are any. Rules of numbers do not enter a computation.
 _MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"} | {"_rules", "_reading", "_source"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
-# Packages whose functions and classes do not change while a program runs.
-_FIXED = {
-    "adjsim",
-    "beartype",
-    "builtins",
-    "enum",
-    "functools",
-    "itertools",
-    "jaxtyping",
-    "math",
-    "numpy",
-    "operator",
-    "scipy",
-    "torch",
-    "_operator",
-    "collections",
-    "typing",
-    "cmath",
-    "abc",
-    "types",
-}
 _PLAIN = (
     type(None),
     bool,
@@ -103,7 +85,18 @@ _FIELD: Any = type(vars(_Named)["field"])
 
 
 class UninspectableError(ValueError):
-    """Raised for a value that compiled code depends on and that cannot be inspected."""
+    """Raised for an object that cannot be inspected, where its identity is not enough.
+
+    Args:
+        what: names the object.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be inspected, so a change of it would not be noticed. Use numbers, "
+            "tensors, arrays, functions, data classes or modules there, or leave compile=True and "
+            "store= out."
+        )
 
 
 class Identity:
@@ -129,20 +122,40 @@ class Identity:
         return isinstance(other, Identity) and (x := self._ref()) is not None and x is other._ref()
 
 
+class CacheKey(NamedTuple):
+    """The key of everything that a module and a function read.
+
+    Attributes:
+        dtype: the default dtype.
+        autocast: the state of autocast.
+        modules: the keys of the modules.
+        function: the key of the function.
+        opaque: names of the objects that cannot be inspected.
+    """
+
+    dtype: torch.dtype
+    autocast: AutocastState
+    modules: tuple[Any, ...]
+    function: Any
+    opaque: tuple[str, ...]
+
+
 @dataclass
 class _KeyBuilder:
     """Builds one key from objects that may refer to each other.
 
     Args:
         known: identities of modules that are inspected separately.
-        fixed: packages that are not inspected.
+        ignored: tells of the name of a Python module whether its data are left out.
         seen: the objects inspected so far, with their numbers, by identity. References to the
             objects prevent reuse of their identities.
+        opaque: names of the objects that cannot be inspected.
     """
 
     known: set[int]
-    fixed: AbstractSet[str] = frozenset(_FIXED)
+    ignored: Callable[[str], bool]
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
 
     def key(self, x: Any, where: str) -> Any:
         """Build the key of an object; ``where`` names it in errors."""
@@ -151,7 +164,7 @@ class _KeyBuilder:
         if isinstance(x, float):
             return float, x.hex()  # NaN equals itself, and the two zeros differ.
         if isinstance(x, _PLAIN):
-            if isinstance(x, Enum) and _package(type(x)) not in self.fixed:
+            if isinstance(x, Enum) and not _of_library(type(x)):
                 return x.name, self.key(x.value, where), self.key(type(x), where)
             return type(x), x
         if isinstance(x, np.generic):
@@ -231,26 +244,26 @@ class _KeyBuilder:
         )
 
     def _class(self, x: type, where: str) -> Any:
-        kinds = [kind for kind in x.__mro__ if _package(kind) not in self.fixed]
-        if not kinds and _package(type(x)) in self.fixed:
+        kinds = [kind for kind in x.__mro__ if not _of_library(kind)]
+        if not kinds and _of_library(type(x)):
             # Such a class does not change.
             return Identity(x), x.__module__
         found = []
         for kind in kinds:
             for name, value in vars(kind).items():
-                value = _inside(value)
+                value = called_by(value)
                 if isinstance(value, FunctionType) or not (
                     name.startswith("__") or isinstance(value, _SLOTS)
                 ):
                     found.append((name, self.key(value, f"{where}.{name}")))
-        kind = () if _package(type(x)) in self.fixed else self.key(type(x), where)
+        kind = () if _of_library(type(x)) else self.key(type(x), where)
         bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in x.__mro__[1:])
         return Identity(x), bases, kind, *found
 
     def _kind(self, x: Any, where: str) -> Any:
         """Build the key of the class of a container, whose methods may read anything."""
         kind = type(x)
-        return kind if _package(kind) in self.fixed else self.key(kind, where)
+        return kind if _of_library(kind) else self.key(kind, where)
 
     def _function(self, x: Any, where: str) -> Any:
         if isinstance(x, MethodType):
@@ -264,18 +277,20 @@ class _KeyBuilder:
             return getattr(x, "__name__", type(x)), self.key(owner, where)
         cells_of = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         cells = tuple(self._cell(cell, f"{where} ({name})") for name, cell in cells_of)
-        if _package_named(x.__globals__.get("__name__") or "") in self.fixed:
+        home: str = x.__globals__.get("__name__") or ""
+        if is_library(home):
             # A decorator or a function transform of the package, around what is not fixed.
             return (x.__code__, cells) if cells else x
-        mentioned = _names(x.__code__)
+        mentioned = names_in(x.__code__)
         found = [(name, x.__globals__[name]) for name in sorted(mentioned & set(x.__globals__))]
+        found += imported_by(mentioned, x.__globals__.get("__package__") or "")
         modules: set[int] = set()
         # The list grows by what functions may read from modules, and from modules inside these.
         for name, value in found:
             if not isinstance(value, ModuleType) or id(value) in modules:
                 continue
             modules.add(id(value))
-            if _package_of(value) not in self.fixed:
+            if not self.ignored(value.__name__):
                 found += [
                     (f"{name}.{inner}", vars(value)[inner])
                     for inner in sorted(mentioned & set(vars(value)))
@@ -303,11 +318,10 @@ class _KeyBuilder:
 
     def _cell(self, cell: Any, where: str) -> Any:
         try:
-            return self.key(cell.cell_contents, where)
-        except ValueError as empty:
-            if isinstance(empty, UninspectableError):
-                raise
+            content = cell.cell_contents
+        except ValueError:
             return "empty"
+        return self.key(content, where)
 
     def _object(self, x: Any, where: str) -> Any:
         slots = [
@@ -317,11 +331,8 @@ class _KeyBuilder:
             if hasattr(x, name)
         ]
         if not hasattr(x, "__dict__") and not slots:
-            raise UninspectableError(
-                f"{where} is {type(x).__name__}, which cannot be inspected, so a change of it "
-                "would not be noticed. Use numbers, tensors, arrays, functions, data classes or "
-                "modules there, or leave compile=True and store= out."
-            )
+            self.opaque.append(f"{where} ({type(x).__name__})")
+            return Identity(x) if type(x).__weakrefoffset__ else type(x)
         inner = {
             **getattr(x, "__dict__", {}),
             **{name: getattr(x, name) for name in slots if name != "__weakref__"},
@@ -334,34 +345,35 @@ class _KeyBuilder:
 def cache_key(
     module: nn.Module,
     function: Callable[..., Any] | None = None,
-    also_fixed: AbstractSet[str] = frozenset(),
-) -> Any:
+    ignored: Callable[[str], bool] = is_package,
+) -> CacheKey:
     """Build a key from everything that a module and a function read.
 
-    Registered tensors are left out, since they are inputs, and so are the packages ``also_fixed``.
-
-    Raises:
-        UninspectableError: a value that cannot be inspected.
+    Registered tensors are left out, since they are inputs. So are data in the Python modules of
+    whose names ``ignored`` is true.
     """
     modules = list(module.modules())
-    builder = _KeyBuilder(
-        {id(x) for part in modules for x in (part, source_of(part))}, frozenset(_FIXED | also_fixed)
-    )
-    default = torch.get_default_dtype()
-    return (
-        default,
+    builder = _KeyBuilder({id(x) for part in modules for x in (part, source_of(part))}, ignored)
+    return CacheKey(
+        torch.get_default_dtype(),
+        autocast_state(),
         tuple(builder.module(part) for part in modules),
         None if function is None else builder.key(function, "the record"),
+        tuple(builder.opaque),
     )
 
 
-def object_key(x: Any, where: str, also_fixed: AbstractSet[str] = frozenset()) -> Any:
+def object_key(x: Any, where: str, ignored: Callable[[str], bool] = is_package) -> Any:
     """Build a key from everything that an object outside of the dynamics reads.
 
     Raises:
-        UninspectableError: a value that cannot be inspected.
+        UninspectableError: an object that cannot be inspected.
     """
-    return _KeyBuilder(set(), frozenset(_FIXED | also_fixed)).key(x, where)
+    builder = _KeyBuilder(set(), ignored)
+    key = builder.key(x, where)
+    if builder.opaque:
+        raise UninspectableError(builder.opaque[0])
+    return key
 
 
 def _tensor(x: Tensor) -> Any:
@@ -373,34 +385,5 @@ def _tensor(x: Tensor) -> Any:
     return *kind, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
 
 
-def _inside(x: Any) -> Any:
-    """Return the function that an attribute of a class calls, such as that of a property."""
-    if isinstance(x, staticmethod | classmethod):
-        return _inside(x.__func__)
-    if isinstance(x, property):
-        return _inside(x.fget)
-    if isinstance(x, cached_property):
-        return _inside(x.func)
-    if isinstance(x, partialmethod):
-        return partial(x.func, *x.args, **x.keywords)
-    # The wrapper of functools.cache has no code of its own.
-    return x if isinstance(x, FunctionType) else getattr(x, "__wrapped__", x)
-
-
-def _package_of(x: ModuleType) -> str:
-    return x.__name__.partition(".")[0]
-
-
-def _package(x: Any) -> str:
-    return _package_named(getattr(x, "__module__", None) or "")
-
-
-@cache
-def _package_named(module: str) -> str:
-    return module.partition(".")[0]
-
-
-def _names(code: CodeType) -> set[str]:
-    """Collect the global names and attributes in a function's code, and in functions inside it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _of_library(kind: type) -> bool:
+    return is_library(kind.__module__)

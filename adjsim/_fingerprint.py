@@ -9,7 +9,6 @@ time, are left out.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -18,17 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim._cache_key import Identity, cache_key, object_key
+from adjsim._cache_key import Identity, UninspectableError, cache_key, object_key
+from adjsim._libraries import is_library
 
 
 def module_fingerprint(module: nn.Module, function: Callable[..., Any] | None = None) -> str:
-    """Hash everything that a module and a function read, except registered tensors."""
-    return _digest(cache_key(module, function, sys.stdlib_module_names))
+    """Hash everything that a module and a function read, except registered tensors.
+
+    Objects of the module that cannot be inspected are left out.
+
+    Raises:
+        UninspectableError: an object of the function cannot be inspected.
+    """
+    key = cache_key(module, function, is_library)
+    opaque = set(key.opaque).difference(cache_key(module, None, is_library).opaque)
+    if opaque:
+        raise UninspectableError(min(opaque))
+    return _digest(key)
 
 
 def object_fingerprint(x: Any, where: str) -> str:
     """Hash everything that an object reads; ``where`` names it in errors."""
-    return _digest(object_key(x, where, sys.stdlib_module_names))
+    return _digest(object_key(x, where, is_library))
 
 
 def tensor_fingerprint(x: Tensor) -> str:

@@ -8,12 +8,21 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from adjsim._agreement import difference, rounding
+from adjsim._autocast import autocast_state
 from adjsim._cache_key import UninspectableError
 from adjsim._fingerprint import module_fingerprint, object_fingerprint, tensor_fingerprint
 from adjsim._inputs import describe_type
 from adjsim._store import Store, StoreError
+
+# Evaluates a computation at a start whose numbers are changed by this part of themselves, and
+# returns its rates by descriptions of them.
+Measure = Callable[[float], dict[str, Tensor]]
+# The part of the start by which its numbers are changed, to see what rounding may change in rates.
+CHANGE = 1e-6
+MARGIN = 4.0
 
 
 @dataclass(frozen=True)
@@ -24,11 +33,13 @@ class Saving:
         store: the store.
         every: seconds between two saves.
         manifest: the description of the run.
+        measure: evaluates the run at its start, for :func:`check_numbers`.
     """
 
     store: Store
     every: float
     manifest: dict[str, str]
+    measure: Measure
 
 
 def versions() -> dict[str, str]:
@@ -48,12 +59,37 @@ def describe_module(module: nn.Module, function: Callable[..., Any] | None) -> d
         raise StoreError(f"store=: {reason}") from None
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
+        "the autocast on CPU and GPU": f"{autocast_state()}",
         "the formulas of the dynamics and of the observable": formulas,
         **{name: tensor_fingerprint(x) for name, x in tensors.items()},
         "the parameters that require grad": ", ".join(
             name for name, x in tensors.items() if x.requires_grad
         ),
     }
+
+
+def check_numbers(store: Store, measure: Measure) -> None:
+    """Compare a computation at its start with that of the store, or store its numbers.
+
+    Raises:
+        StoreError: the numbers differ by more than rounding changes them.
+    """
+    found = measure(0.0)
+    if not store.has("start"):
+        store.write("start", found)
+        return
+    known = store.read("start")
+    for name, x in found.items():
+        y = known[name].to(x.device)
+        by = difference(x, y)
+        if by <= rounding(x, y) or by <= MARGIN * difference(measure(CHANGE)[name], x):
+            continue
+        raise StoreError(
+            f"store '{store.folder}' is of another computation: {name} at the start differs by "
+            f"{by:.1e}, although no value that can be seen has changed. The potential, the "
+            "dynamics or the observable reads another one (a patched function, a computed name, "
+            "an object that cannot be inspected). Give another folder."
+        )
 
 
 def describe_function(function: Callable[..., Any], where: str) -> str:

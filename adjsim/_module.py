@@ -54,6 +54,11 @@ class ModuleCache(Generic[V]):
             while len(known) > self.capacity:
                 del known[min(known, key=lambda key: known[key].last_use)]
 
+    def drop(self, module: nn.Module) -> list[V]:
+        """Remove all values of a module, and return them."""
+        with self._lock:
+            return [used.value for used in self._values.pop(module, {}).values()]
+
     def count(self, module: nn.Module) -> int:
         """Count the values of a module."""
         with self._lock:

@@ -267,22 +267,34 @@ class Reading(Generic[M]):
             for table in ("_parameters", "_buffers")
         )
 
-    def refuse_written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Refuse a copy that has written into the tensors that it was made with, or replaced them.
+    def written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> str | None:
+        """Return the name of a tensor that a copy has written into or replaced; None: it has not.
 
-        Raises:
-            ValueError: the name of the tensor.
+        Args:
+            copy: the copy.
+            tensors: those that the copy was made with, which nobody else writes into.
         """
         parts = dict(zip((id(part) for _, part in self._parts), _modules(copy), strict=True))
         for part, table, name, number in self._places:
             x = tensors[number]
             if vars(parts[id(part)])[table].get(name) is not x or x._version:
-                raise ValueError(
-                    f"{type(self.module).__name__} or a part of it writes to its own parameter or "
-                    f"buffer {name!r} while it runs, so a run that is repeated or reversed differs "
-                    "from the first. Put it into eval mode, keep such numbers out of the "
-                    "potential, or use DirectAdjoint()."
-                )
+                return name
+        return None
+
+    def refuse_written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Refuse a copy that has written into a tensor that it was made with, or replaced one.
+
+        Raises:
+            ValueError: the name of the tensor.
+        """
+        name = self.written(copy, tensors)
+        if name is not None:
+            raise ValueError(
+                f"{type(self.module).__name__} or a part of it writes to its own parameter or "
+                f"buffer {name!r} while it runs, so a run that is repeated or reversed differs "
+                "from the first. Put it into eval mode (.eval()), or keep such numbers out of the "
+                "potential."
+            )
 
     def on(
         self, copy: nn.Module, tensors: Sequence[Tensor], function: Callable[..., V]

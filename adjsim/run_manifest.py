@@ -1,13 +1,22 @@
-"""The description of a run, by which its store knows that it is called again."""
+"""The description and the numbers of a run, by which its store knows that it is called again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from adjsim._agreement import perturbed
 from adjsim._fingerprint import tensor_fingerprint
 from adjsim._manifest import describe_module, describe_object, versions
-from adjsim._state import State
+from adjsim._state import State, detached, position_of
 from adjsim._trajectory import TimeAverage
 from adjsim.adjoints.base import Adjoint
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.dynamics.base import Dynamics, named_rates
+from adjsim.dynamics.vector_field import FieldDynamics
+from adjsim.potentials.base import force
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
@@ -46,3 +55,32 @@ def run_manifest(problem: Problem[State], adjoint: Adjoint) -> dict[str, str]:
         "compile": f"{problem.compile}",
         "whether a gradient is wanted": f"{problem.needs_gradient}",
     }
+
+
+@torch.no_grad()
+def rates_at_start(
+    dynamics: Dynamics[State],
+    state: State,
+    t: float,
+    function: Callable[[State], Tensor] | None,
+    change: float,
+) -> dict[str, Tensor]:
+    """Evaluate the force or the rates, and a function of the state, at a start.
+
+    Args:
+        dynamics: the dynamics.
+        state: the start.
+        t: its time.
+        function: a function of the state, such as a record; None: there is none.
+        change: the part of itself by which each number of the start is changed.
+    """
+    start = detached(state)
+    if change:
+        start = type(state)._make(perturbed(x, change) for x in start)
+    if isinstance(dynamics, FieldDynamics):
+        found = named_rates("drift", dynamics.drift(t, start))
+        if dynamics.stochastic:
+            found |= named_rates("diffusion", dynamics.diffusion(t, start))
+    else:
+        found = {"the force": force(dynamics.potential, position_of(start), t)}
+    return found if function is None else {**found, "the record": function(start)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from adjsim._store import Store
 from adjsim._trajectory import (
     Record,
     RunEnd,
+    TimeAverage,
     Trajectory,
     check_record,
     check_times,
@@ -33,7 +35,7 @@ from adjsim.adjoints.run_end import check_continues
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.couplings import Map
 from adjsim.potentials.pair import pair_paths
-from adjsim.run_manifest import run_manifest
+from adjsim.run_manifest import rates_at_start, run_manifest
 from adjsim.solvers.base import Problem, SteppingSolver
 from adjsim.solvers.continuous import ContinuousSolver
 from adjsim.start_checks import check_rates
@@ -91,7 +93,11 @@ def simulate(
             result is kept across processes. A different number of steps, seed, parameter
             value or save time does not compile again. Anything else that a potential or a record
             reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
-            in, and a change of it compiles again; a value that cannot be inspected is refused.
+            in, and a change of it compiles again. A change that no inspection finds, such as that
+            of a patched function, is found by a comparison with one step without compilation. The
+            first call after the compilation makes the comparison, and later ones make it so rarely
+            that it takes at most a fortieth of the time of the loops; with an object that cannot be
+            inspected, every call makes it.
             Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
             unless the force has functions such as exp, or powers above the third.
         progress: show a progress bar, on a terminal.
@@ -113,7 +119,8 @@ def simulate(
             finite energy (such as two atoms at one place), a scheme that misses a term, a step
             that is too long for the stiffness of a body (the message has the bound), a body that
             penetrates a surface during the run (it names the step), a tensor that requires grad
-            and is not registered.
+            and is not registered, a module that draws random numbers or writes to its buffers (it
+            names the module).
         TypeError: a solver and an adjoint that do not go together; a class or a function in place
             of an object; a record that cannot be called.
         FloatingPointError: the run reached NaN or infinity; the message names the step.
@@ -185,7 +192,12 @@ def run(
     if not in_transform():
         check_start(problem)
     if store is not None:
-        problem.saving = Saving(*store, run_manifest(problem, adjoint))
+        function = record.function if isinstance(record, TimeAverage) else record
+        problem.saving = Saving(
+            *store,
+            run_manifest(problem, adjoint),
+            partial(rates_at_start, problem.dynamics, state, float(times[0]), function),
+        )
         problem.stats["resumed_at"] = None
     try:
         states, saved, final, end = adjoint.run(problem)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._cache_key import UninspectableError, cache_key
+from adjsim._cache_key import cache_key
 from adjsim._module import ModuleCache
 from adjsim._params import refuse_unknown
 from adjsim._reading import Reading
-from adjsim._state import AnyState, State, in_transform
+from adjsim._reproducible import describe_change, random_state
+from adjsim._state import AnyState, State, detached, in_transform
 from adjsim._trajectory import Record, TimeAverage
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.vector_field import FieldDynamics
@@ -48,9 +49,14 @@ def check_rates(
         dynamics.check_rates(t, state)
         found = _read(dynamics, state, t, record, compile)
     if found is None:
+        reading = Reading(dynamics)
+        read, start = reading.bound(reading.leaves()), detached(state)
+        device = state[0].device
+        what = describe_change(read, lambda: read.check_rates(t, start), device)
         raise ValueError(
-            f"{type(dynamics).__name__} or a part of it makes other tensors or numbers in each "
-            "evaluation, so a run cannot be repeated: make them in its constructor."
+            f"{what or f'{type(dynamics).__name__} or a part of it makes other numbers'} whenever "
+            "it is evaluated, so no run is repeated or reversed by the same numbers. Put it into "
+            "eval mode (.eval()), or keep it out of the dynamics."
         )
     return found
 
@@ -72,8 +78,14 @@ def _read(
     key = _key(read, record) if keyed else None
     if key is not None and _checked.get(reading.source, _form(key, t, start, reading, graph)):
         return reading, tensors, read, key
+    before = random_state(state[0].device)
     rates = read.check_rates(t, start)
-    if reading.registers_others(read) or (key is not None and _key(read, record) != key):
+    if not in_transform() and (
+        random_state(state[0].device) != before
+        or reading.registers_others(read)
+        or reading.written(read, tensors) is not None
+        or (key is not None and _key(read, record) != key)
+    ):
         return None
     if graph:
         _check_captured(reading, tensors, read, start, rates, record)
@@ -86,10 +98,7 @@ def _key(dynamics: Dynamics[State], record: Record[State]) -> Any:
     """Return the key of what a compiled run reads, or None."""
     if not isinstance(record, TimeAverage | None):
         return None
-    try:
-        return cache_key(dynamics, None if record is None else record.function)
-    except UninspectableError:
-        return None  # The compilation refuses it, with the reason.
+    return cache_key(dynamics, None if record is None else record.function)
 
 
 def _form(key: Any, t: float, state: AnyState, reading: Reading[Any], graph: bool) -> Any:

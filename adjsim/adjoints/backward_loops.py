@@ -12,11 +12,11 @@ from torch import Tensor
 
 from adjsim._progress import with_progress
 from adjsim._state import AnyState, State
-from adjsim.adjoints.compiled_loop import Loop, LoopConstants
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants, MakeSpec
 from adjsim.adjoints.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.eager import resumed
 from adjsim.adjoints.history import Rewind, StatesRewind
-from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import RecordSweep
 from adjsim.adjoints.saved_tensors import SavedTensors

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adjsim.adjoints.loops import Constant
+from adjsim._state import AnyState
+from adjsim.adjoints.loops import Constant, LoopSpec
 
 
 class LoopConstants(NamedTuple):
@@ -38,7 +40,7 @@ class LoopConstants(NamedTuple):
     states: tuple[Tensor, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Loop:
     """A compiled loop.
 
@@ -48,6 +50,12 @@ class Loop:
         fixed_evaluations: energy evaluations outside of its iterations.
         evaluations_per_step: energy evaluations in each iteration.
         constants: the tensors that it has captured.
+        seconds: the time of its calls since the last check (:mod:`adjsim.adjoints.loop_check`);
+            infinite before the first.
+        check_seconds: the shortest time of a check; 0 before the first.
+        rounding: the largest difference that rounding is known to make in one step, for each tensor
+            of the carry; empty where none is known.
+        stale: whether a value that it does not read anew has been found to have changed.
     """
 
     function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
@@ -55,3 +63,47 @@ class Loop:
     fixed_evaluations: int = 0
     evaluations_per_step: int = 0
     constants: list[Constant] = field(default_factory=list)
+    seconds: float = math.inf
+    check_seconds: float = 0.0
+    rounding: list[float] = field(default_factory=list)
+    stale: bool = False
+
+
+Make = Callable[[Any, bool, type[Any], Loop], LoopSpec[Any, Any]]
+
+
+@dataclass(frozen=True)
+class MakeSpec:
+    """A factory of loop specifications.
+
+    Attributes:
+        make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
+            whether the loop averages, the class of the states, and the loop, which counts energy
+            evaluations.
+        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
+            then leaves.
+        backward: whether it is a loop of the backward pass.
+        uncompiled: makes the specification of the same steps without compilation; None: ``make``.
+        iterations: returns the number of iterations that a run has taken, from its final carry;
+            None: as many as steps.
+    """
+
+    make: Make
+    differentiates: bool = False
+    backward: bool = False
+    uncompiled: Make | None = None
+    iterations: Callable[[Any], int] | None = None
+
+
+class LoopKind(NamedTuple):
+    """The kind of a loop.
+
+    Attributes:
+        spec: makes the specification of the loop.
+        averaging: whether its steps count for a time average.
+        states: the class of the states.
+    """
+
+    spec: MakeSpec
+    averaging: bool
+    states: type[AnyState]

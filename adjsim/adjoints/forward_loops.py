@@ -13,11 +13,11 @@ from torch import Tensor
 from adjsim._state import AnyState, State, position_of
 from adjsim._store import Tree
 from adjsim._trajectory import sum_dtype
-from adjsim.adjoints.compiled_loop import Loop, LoopConstants
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants, MakeSpec
 from adjsim.adjoints.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.history import StoredStates
 from adjsim.adjoints.iterated_loops import iterated_move, run_iterated
-from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.recorder import Recording
 from adjsim.adjoints.saved_tensors import saving_step
@@ -266,4 +266,8 @@ def _storing_step(program: Program, *arguments: Any) -> tuple[AnyState, tuple[()
 
 FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))
 STORING = MakeSpec(partial(ForwardLoops.spec, _storing_step))
-SAVING = MakeSpec(partial(ForwardLoops.spec, saving_step), differentiates=True)
+SAVING = MakeSpec(
+    partial(ForwardLoops.spec, saving_step),
+    differentiates=True,
+    uncompiled=partial(ForwardLoops.spec, _step),
+)

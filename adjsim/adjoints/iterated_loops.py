@@ -15,8 +15,8 @@ from torch import Tensor
 
 from adjsim._state import AnyState
 from adjsim._trajectory import sum_dtype
-from adjsim.adjoints.compiled_loop import Loop, LoopConstants
-from adjsim.adjoints.loop_runner import LoopRunner, MakeSpec
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loop_runner import LoopRunner
 from adjsim.adjoints.loops import LoopSpec, clone
 from adjsim.adjoints.stepper import naming
 from adjsim.solvers.implicit_field import ImplicitFieldMove

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim._cache_key import UninspectableError, cache_key, object_key
+from adjsim._cache_key import CacheKey, UninspectableError, cache_key, object_key
 from adjsim._layout import VECTOR, packed, unpacked
 from adjsim._module import ModuleCache
 from adjsim._state import AnyState, State
 from adjsim._trajectory import TimeAverage
-from adjsim.adjoints.compiled_loop import Loop, LoopConstants
+from adjsim.adjoints.compiled_loop import Loop, LoopConstants, LoopKind, MakeSpec
+from adjsim.adjoints.loop_check import LoopCheck, is_due, one_step_uncompiled
 from adjsim.adjoints.loops import (
     CompileError,
-    LoopSpec,
     NoCapture,
     clone,
     compile_loop,
@@ -44,27 +44,6 @@ FINITE_EVERY = 1024
 
 # Compiled loops by dynamics and key, up to this number for one dynamics.
 cache: ModuleCache[Loop] = ModuleCache(32)
-
-
-@dataclass(frozen=True)
-class MakeSpec:
-    """A factory of loop specifications.
-
-    Attributes:
-        make: returns the :class:`~adjsim.adjoints.loops.LoopSpec`. Its arguments are the runner,
-            whether the loop averages, the class of the states, and the loop, which counts energy
-            evaluations.
-        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
-            then leaves.
-        backward: whether it is a loop of the backward pass.
-        iterations: returns the number of iterations that a run has taken, from its final carry;
-            None: as many as steps.
-    """
-
-    make: Callable[[LoopRunner, bool, type[AnyState], Loop], LoopSpec[Any, Any]]
-    differentiates: bool = False
-    backward: bool = False
-    iterations: Callable[[Any], int] | None = None
 
 
 class LoopRunner:
@@ -134,6 +113,8 @@ class LoopRunner:
         self.cache_key = self._cache_key() if problem.key is None else problem.key
         self.solver_key = self._solver_key()
         self.stops: list[int] = []
+        # The loops that this run has called.
+        self.used: set[Loop] = set()
         self._last_noise: tuple[int, int, Tensor] | None = None
         unknown = {"compile_seconds": 0.0, "compiled_forward": None, "compiled_backward": None}
         problem.stats.update({name: x for name, x in unknown.items() if name not in problem.stats})
@@ -180,6 +161,7 @@ class LoopRunner:
             average: in the backward pass, the cotangent of the averaged function at each step.
             states: in the backward pass, the stored states before its steps.
         """
+        began = time.perf_counter()
         numbers = [torch.tensor(x, device=self.device) for x in (count, self.clock.before + first)]
         noise = self._noise(first, count)
         constants = self.fixed._replace(
@@ -189,10 +171,16 @@ class LoopRunner:
             average=tuple(map(clone, average)),
             states=states,
         )
-        loop = self._look_up(spec, averaging, kind, constants, carry)
+        which = LoopKind(spec, averaging, kind)
+        loop = self._look_up(which, constants, carry)
+        if loop not in self.used and (self.cache_key.opaque or is_due(loop)):
+            loop = self._check(loop, which, constants, carry)
+            began = time.perf_counter()
+        self.used.add(loop)
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
         carry, rows = loop.function(constants, carry)
+        loop.seconds += time.perf_counter() - began
         iterations = count if spec.iterations is None else spec.iterations(carry)
         self.problem.stats["energy_evaluations"] += (
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
@@ -247,11 +235,16 @@ class LoopRunner:
 
     @contextmanager
     def _within(
-        self, differentiates: bool, loop: Loop, constants: LoopConstants
+        self, differentiates: bool, capture: AbstractContextManager[Any], constants: LoopConstants
     ) -> Generator[LoopConstants, None, None]:
-        """Make a context that runs the dynamics of a trace with the tensors of the trace.
+        """Make a context that runs the dynamics of a trace with other tensors.
 
         Where autograd runs in the loop, tensors that need a gradient are leaves.
+
+        Args:
+            differentiates: whether autograd runs in the loop.
+            capture: a context inside which the dynamics run.
+            constants: the other tensors.
         """
         if differentiates:
             leaves = [
@@ -272,64 +265,93 @@ class LoopRunner:
         self.recorder = Recorder(record, self.clock)
         with (
             torch.no_grad(),
-            NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants),
+            capture,
         ):
             yield constants
 
-    def _look_up(
-        self,
-        spec: MakeSpec,
-        averaging: bool,
-        kind: type[AnyState],
-        constants: LoopConstants,
-        carry: Any,
-    ) -> Loop:
+    def _look_up(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
+        key = self._key(kind, constants, carry)
+        loop = cache.get(self.reading.source, key)
+        for constant in loop.constants if loop is not None else ():
+            constant.check()
+        if loop is None or any(constant.changed() for constant in loop.constants):
+            if self._cache_key() != self.cache_key or any(used.stale for used in self.used):
+                raise RuntimeError(
+                    f"a value that {type(self.dynamics).__name__}, its potential or the record "
+                    "reads (a plain attribute, a mode, a global) has changed since the run, and "
+                    "the backward pass had not been compiled yet. Call backward before the change."
+                )
+            loop = self._compile(kind, constants, carry)
+            cache.put(self.reading.source, key, loop)
+            # It needs no check in the run that compiles it.
+            self.used.add(loop)
+        return loop
+
+    def _key(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Any:
         inputs = leaves((constants, carry))
         shapes = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        gradient = (self.reading.wanted, tuple(self.wanted)) if spec.differentiates else ()
+        gradient = (self.reading.wanted, tuple(self.wanted)) if kind.spec.differentiates else ()
         threads = torch.get_num_threads()
-        key = (
-            spec,
-            averaging,
-            self.solver_key,
+        return (
             kind,
+            self.solver_key,
             self.reading.slots,
             shapes,
             gradient,
             self.cache_key,
             threads,
         )
-        loop = cache.get(self.reading.source, key)
-        for constant in loop.constants if loop is not None else ():
-            constant.check()
-        if loop is None or any(constant.changed() for constant in loop.constants):
-            if self._cache_key() != self.cache_key:
-                raise RuntimeError(
-                    f"a value that {type(self.dynamics).__name__}, its potential or the record "
-                    "reads (a plain attribute, a mode, a global) has changed since the run, and "
-                    "the backward pass had not been compiled yet. Call backward before the change."
-                )
-            started = time.perf_counter()
-            loop = self._compile(spec, averaging, kind, constants, carry)
-            cache.put(self.reading.source, key, loop)
-            self.problem.stats["compile_seconds"] += time.perf_counter() - started
-        return loop
 
-    def _compile(
-        self,
-        spec: MakeSpec,
-        averaging: bool,
-        kind: type[AnyState],
-        constants: LoopConstants,
-        carry: Any,
-    ) -> Loop:
-        loop = Loop()
+    def _check(self, loop: Loop, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
+        """Check a loop that an earlier run has compiled, and return it, or a new one.
+
+        Raises:
+            RuntimeError: a value has changed that the loop does not read anew, and this run has
+                begun with its old value.
+        """
+        one = constants._replace(steps=torch.ones_like(constants.steps))
+        # Of the stored rows, an uncompiled step reads the state alone.
+        plain = one._replace(states=one.states[: _width(kind.states)])
+        spec = kind.spec
+        traced = self._traced()
+        specification = (spec.uncompiled or spec.make)(traced, kind.averaging, kind.states, Loop())
+
+        def uncompiled(carry: Any) -> list[Tensor]:
+            within = traced._within(spec.differentiates, nullcontext(), plain)
+            return one_step_uncompiled(specification, within, carry)
+
+        check = LoopCheck(loop, one, carry, uncompiled)
+        if check.agrees():
+            return loop
+        again = self._compile(kind, constants, carry)
+        if check.agrees_with(again):
+            check.learn(self._what)
+            return loop
+        for old in cache.drop(self.reading.source):
+            old.stale = True
+        if spec.backward or self.used:
+            raise RuntimeError(
+                f"a value that {type(self.dynamics).__name__}, its potential or the record reads "
+                "has changed since this run was compiled, in a way that shows in its numbers "
+                "alone (a patched function, a computed name, a number inside an object that "
+                "cannot be inspected). Run it again, and call backward before the next change."
+            )
+        cache.put(self.reading.source, self._key(kind, constants, carry), again)
+        LoopCheck(again, one, carry, uncompiled).learn(self._what)
+        return again
+
+    @property
+    def _what(self) -> str:
+        return f"a step of {type(self.dynamics).__name__}"
+
+    def _compile(self, kind: LoopKind, constants: LoopConstants, carry: Any) -> Loop:
+        started, loop = time.perf_counter(), Loop()
         # For rows shorter than a vector, scalar code is faster and compiles in half the time.
         short = self.row < VECTOR
-        what = f"a step of {type(self.dynamics).__name__}"
         traced = self._traced()
-        specification = spec.make(traced, averaging, kind, loop)
-        within = partial(traced._within, spec.differentiates, loop)
+        specification = kind.spec.make(traced, kind.averaging, kind.states, loop)
+        capture = NoCapture([*self.reading.tensors, *self.fixed.parameters], loop.constants)
+        within = partial(traced._within, kind.spec.differentiates, capture)
         loop.function, loop.path = compile_loop(
             specification,
             within,
@@ -337,18 +359,17 @@ class LoopRunner:
             carry,
             exact=self.exact,
             short=short,
-            what=what,
+            what=self._what,
             capacity=self.capacity,
         )
+        self.problem.stats["compile_seconds"] += time.perf_counter() - started
         return loop
 
-    def _cache_key(self) -> Any:
+    def _cache_key(self) -> CacheKey:
         record = self.problem.record
-        function = record.function if isinstance(record, TimeAverage) else None
-        try:
-            return cache_key(self.dynamics, function)
-        except UninspectableError as error:
-            raise CompileError(f"compile=True: {error}") from error
+        return cache_key(
+            self.dynamics, record.function if isinstance(record, TimeAverage) else None
+        )
 
     def _solver_key(self) -> Any:
         try:

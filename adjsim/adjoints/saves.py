@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from adjsim._interruption import Interruption
-from adjsim._manifest import Saving
+from adjsim._manifest import Saving, check_numbers
 from adjsim._state import AnyState, State
 from adjsim._store import StoreError, Tree, moved
 from adjsim.dynamics.cotangents import Cotangents
@@ -262,6 +262,7 @@ def forward_saves(
         yield None
         return
     with saving.store.held(saving.manifest), Interruption() as interruption:
+        check_numbers(saving.store, saving.measure)
         yield ForwardSaves(saving, interruption, last, saved, driver, problem.stats)
 
 

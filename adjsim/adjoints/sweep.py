@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim._autocast import autocast_state, restored_autocast
 from adjsim._state import State
 from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
@@ -79,6 +80,7 @@ class _SweptRun:
         self.keys = [
             (letter, name) for letter, group in inputs.coefficients.items() for name in group
         ]
+        self.autocast = autocast_state()
         self.compiled = (
             CompiledDriver(stepper, inputs, problem, history.kept) if problem.compile else None
         )
@@ -168,7 +170,10 @@ class _SweptRun:
             if self.compiled is None
             else self.compiled.backward(forces)
         )
-        with backward_saves(problem, stepper.clock.last, cotangents) as saves:
+        with (
+            restored_autocast(self.autocast),
+            backward_saves(problem, stepper.clock.last, cotangents) as saves,
+        ):
             driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
             saved.accumulate(
                 0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces

@@ -45,6 +45,7 @@ from adjsim.estimators.sharing import (
     Work,
     costs_of,
     describe_estimate,
+    measured,
     same_generator,
     shared,
 )
@@ -205,7 +206,11 @@ class ChunkedEstimator(Estimator):
         def describe() -> dict[str, str]:
             return describe_estimate(self, simulation, observable, starts, slices, seed)
 
-        with shared(ranks, store, describe) as work, PeakMemory(starts[0].device) as memory:
+        measure = measured(simulation, observable, starts)
+        with (
+            shared(ranks, store, describe, measure) as work,
+            PeakMemory(starts[0].device) as memory,
+        ):
             begun = time.perf_counter()
             parts = self.run_chunks(simulation, observable, starts, slices, seed, work)
             sizes = [part.stop - part.start for part in slices]

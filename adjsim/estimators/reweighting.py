@@ -37,6 +37,7 @@ from adjsim.estimators.sharing import (
     Work,
     costs_of,
     describe_estimate,
+    measured,
     same_generator,
     shared,
     unadvanced,
@@ -129,7 +130,8 @@ class Reweighting(Estimator):
             about = describe_estimate(self, simulation, observable, starts, slices, None)
             return {**about, "the generator": seed}
 
-        with shared(ranks, store, describe) as work, PeakMemory(device) as memory:
+        measure = measured(simulation, observable, probe)
+        with shared(ranks, store, describe, measure) as work, PeakMemory(device) as memory:
             alone = Work(ranks)
             bath = samples is not None and samples.depends_on_bath(observable, ranks)
             sampled = samples is None or samples.effective_share(bath, alone) < self.threshold

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,19 @@ from torch import Tensor
 
 from adjsim._fingerprint import tensor_fingerprint
 from adjsim._interruption import ending_at_once
-from adjsim._manifest import describe_function, describe_module, describe_object, versions
+from adjsim._manifest import (
+    Measure,
+    check_numbers,
+    describe_function,
+    describe_module,
+    describe_object,
+    versions,
+)
 from adjsim._ranks import Ranks
-from adjsim._state import AnyState
+from adjsim._state import AnyState, select
 from adjsim._store import Store, Tree, moved
 from adjsim._trajectory import Final, TimeAverage
+from adjsim.run_manifest import rates_at_start
 
 
 @dataclass
@@ -95,7 +104,10 @@ class Work:
 
 @contextmanager
 def shared(
-    ranks: Ranks, store: str | Path | None, describe: Callable[[], dict[str, str]]
+    ranks: Ranks,
+    store: str | Path | None,
+    describe: Callable[[], dict[str, str]],
+    measure: Measure,
 ) -> Generator[Work, None, None]:
     """Check that all ranks compute the same, and hold the store while they do.
 
@@ -103,6 +115,7 @@ def shared(
         ranks: the ranks.
         store: the folder of the store, or None.
         describe: describes the computation.
+        measure: evaluates the computation at a start.
 
     Raises:
         RankError: the ranks compute different things.
@@ -122,6 +135,7 @@ def shared(
         def hold(_: int) -> str:
             kept = Store(store)
             stack.enter_context(kept.held(about))
+            check_numbers(kept, measure)
             kept.release()
             stack.callback(kept.release)
             return f"{kept.folder}"
@@ -182,6 +196,18 @@ def _describe_starts(simulation: Any, starts: AnyState | None) -> dict[str, str]
     if starts is None:
         return {"the starts": describe_function(simulation.initial, "the starts")}
     return {f"{name} of the starts": tensor_fingerprint(x) for name, x in starts._asdict().items()}
+
+
+def measured(simulation: Any, observable: Any, start: AnyState) -> Measure:
+    """Return what evaluates a simulation, and an observable of states, at one of its starts."""
+    state_function = isinstance(observable, TimeAverage | Final)
+    return partial(
+        rates_at_start,
+        simulation.dynamics,
+        select(start, slice(0, 1)),
+        float(simulation.ts[0]),
+        observable.function if state_function else None,
+    )
 
 
 @contextmanager

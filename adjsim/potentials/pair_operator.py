@@ -359,9 +359,16 @@ class PairOperator:
 
 
 def _formula_key(pair: PairPotential) -> Any:
-    """Build the key of a potential's formulas, which potentials of one class share."""
-    dtype, modules, _ = cache_key(pair)
-    if len(modules) > 1:
-        return dtype, modules
-    _, kind, _, *attributes = modules[0]
-    return dtype, kind, *attributes
+    """Build the key of a potential's formulas, which potentials of one class share.
+
+    Raises:
+        UninspectableError: an object that the formulas may read.
+    """
+    found = cache_key(pair)
+    if found.opaque:
+        raise UninspectableError(found.opaque[0])
+    first, *others = found.modules
+    if others:
+        return found.dtype, found.modules
+    _, kind, _, *attributes = first
+    return found.dtype, kind, *attributes

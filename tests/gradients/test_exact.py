@@ -378,10 +378,11 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.k = parameter(1.0)
+        self.k, self.generator = parameter(1.0), torch.Generator().manual_seed(0)
 
     def forward(self, position):
-        return (0.5 * self.k * position**2 * (1 + 1e-12 * torch.randn(()))).sum((-1, -2))
+        noise = 1 + 1e-12 * torch.randn((), generator=self.generator)
+        return (0.5 * self.k * position**2 * noise).sum((-1, -2))
 
 
 @pytest.mark.parametrize("record", [None, TimeAverage(moment)], ids=["frames", "average"])
