@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ from adjsim.ivp.rhs import (
     refuse_second_derivative,
     to_numpy,
 )
+
+# The times and states before a step, the times after, and the coefficients of the interpolant.
+Polynomial = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 # Steps of the backward pass between two searches for tensors that were not declared.
 CHECK_EVERY = 16
@@ -49,6 +53,16 @@ class ColumnSolution:
     steps: Tensor = field(init=False)
     rejections: Tensor = field(init=False)
     attempts: int = 0
+
+    @property
+    def end(self) -> Tensor:
+        """The times at which the columns end ``(batch,)``."""
+        return self.stepper.end
+
+    @property
+    def direction(self) -> Tensor:
+        """1 where a column is integrated forward in time, -1 where backward, ``(batch,)``."""
+        return self.stepper.direction
 
     def solve(
         self, times: Tensor, first_step: float | None, store: bool, refuse_jumps: bool
@@ -86,14 +100,18 @@ class ColumnSolution:
 
     def read(self, times: Tensor) -> Tensor:
         """Return the states ``(n, times, batch)`` at sorted times, from the stored steps."""
+        return _read(self.start, self.direction, self._polynomials(), times)
+
+    def values(self) -> ColumnValues:
+        """Return the solution without its equation and its gradient."""
+        with torch.no_grad():
+            polynomials = list(self._polynomials())
+        return ColumnValues(self.begin, self.end, self.direction, self.start.detach(), polynomials)
+
+    def _polynomials(self) -> Iterator[Polynomial]:
         assert isinstance(self.history, StoredSteps)
-        found = self.start.detach().double()[:, None].expand(-1, len(times), -1).clone()
-        reads = ColumnReads(times, self.stepper.direction)
         for before, after in self.history.forward():
-            if rows := reads.between(before[0], after[0]):
-                h, coefficients = after[0] - before[0], self._step(before, after).polynomial()
-                reads.write(found, rows, before[0], h, before[1], coefficients)
-        return found
+            yield (*before, after[0], self._step(before, after).polynomial())
 
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         """Connect states ``(n, times, batch)`` to the start, the parameters and the times."""
@@ -186,25 +204,71 @@ class _States(torch.autograd.Function):
         return None, None, None, start.to(grad_outputs[0]), *found
 
 
+@dataclass
+class ColumnValues:
+    """The solution in columns as interpolants, which need no equation and have no gradient.
+
+    Args:
+        begin, end: the time spans ``(batch,)``.
+        direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
+        start: the initial states ``(n, batch)``.
+        polynomials: the interpolants of all steps.
+    """
+
+    begin: Tensor
+    end: Tensor
+    direction: Tensor
+    start: Tensor
+    polynomials: list[Polynomial]
+
+    def read(self, times: Tensor) -> Tensor:
+        return _read(self.start, self.direction, self.polynomials, times)
+
+    def values(self) -> ColumnValues:
+        return self
+
+    def connected(self, times: Tensor, states: Tensor) -> Tensor:
+        return states.to(self.start.dtype)
+
+
+def _read(
+    start: Tensor, direction: Tensor, polynomials: Iterable[Polynomial], times: Tensor
+) -> Tensor:
+    """Return the states ``(n, times, batch)`` at sorted times."""
+    found = start.detach().double()[:, None].expand(-1, len(times), -1).clone()
+    reads = ColumnReads(times, direction)
+    for begin, y, end, coefficients in polynomials:
+        if rows := reads.between(begin, end):
+            reads.write(found, rows, begin, end - begin, y, coefficients)
+    return found
+
+
 class DenseColumns:
     """The solution in columns as a differentiable function of time.
 
     Called with a time, it returns the states ``(n, batch)``; with times ``(k,)`` for all columns,
-    or ``(k, batch)`` for each, the states ``(n, k, batch)``. There is no extrapolation.
+    or ``(k, batch)`` for each, the states ``(n, k, batch)``. There is no extrapolation. A copy, and
+    a solution from a file, have no gradient.
 
     Args:
         solution: the solution.
     """
 
-    def __init__(self, solution: ColumnSolution) -> None:
+    def __init__(self, solution: ColumnSolution | ColumnValues) -> None:
         self._solution = solution
+
+    def __copy__(self) -> DenseColumns:
+        return DenseColumns(self._solution)
+
+    def __reduce__(self) -> Any:
+        return DenseColumns, (self._solution.values(),)
 
     def __call__(self, t: Any) -> Tensor:
         solution = self._solution
         times = as_times(t, solution.start)
         rows = per_column(times.reshape(1) if times.ndim == 0 else times, solution.begin, 2, "t")
-        refuse_outside(rows.detach(), solution.begin, solution.stepper.end, "t")
-        order = (solution.stepper.direction * rows.detach()).argsort(0)
+        refuse_outside(rows.detach(), solution.begin, solution.end, "t")
+        order = (solution.direction * rows.detach()).argsort(0)
         ordered = rows.take_along_dim(order, 0)
         with torch.no_grad():
             found = solution.read(ordered.detach())
