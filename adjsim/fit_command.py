@@ -26,13 +26,13 @@ from adjsim.melting import (
     order_of,
 )
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
-from adjsim.options import line_of, memory_kernel, refuse, refuse_misplaced
+from adjsim.options import check_numbers, line_of, memory_kernel, refuse, refuse_misplaced
 from adjsim.radial_fit import BURN_IN, radial_problem
 from adjsim.systems import TRUNCATIONS, Cutoff, System, structure
 
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]
 # Errors of a run, which are shown in one line.
-FAILURES = (ValueError, ArithmeticError, ReconstructionError, CompileError, RankError)
+FAILURES = (ValueError, ReconstructionError, CompileError, RankError)
 # Of the kernel of g(r), in units of sigma. It lowers the first peak of liquid argon by 0.6 %.
 WIDTH = 0.01
 
@@ -189,6 +189,7 @@ def fit_command(
     Writes fit.png and fit.json into the output folder.
     """
     try:
+        check_numbers(context)
         system = structure(structure_file, epsilon, sigma, Cutoff(cutoff, truncation, switch_start))
         diameter = float(system.potential.sigma.detach().mean())
         measured = read_curve(target).in_angstrom(target_unit, diameter)
@@ -196,8 +197,6 @@ def fit_command(
         job_at = partial(_job, context, system, dynamics, friction, tau, dt, seed)
         job = job_at(temperature)
         kernel = WIDTH * diameter if width is None else width
-        if not kernel > 0:
-            raise ValueError(f"--width must be positive; got {kernel:g}.")
         box = system.potential.box
         assert box is not None
         density = len(system.position) / float(volume(box))
@@ -240,6 +239,9 @@ def fit_command(
                 store=store,
                 group=ranks,
             )
+        except ArithmeticError as error:
+            unit = f"{1 / system.time:.4g} {system.time_name}"
+            refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
         except FAILURES as error:
             refuse(error)
     if not ranks.first:

@@ -110,6 +110,8 @@ class Job:
         """Refuse, before any work, settings that the run would refuse."""
         if not self.temperature >= 0:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
+        if self.temperature == float("inf"):
+            raise ValueError("temperature must be finite; got inf.")
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         check_potential(self.model.potential, position_of(state))

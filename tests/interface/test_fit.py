@@ -226,6 +226,13 @@ def test_a_curve_is_read(tmp_path):
     assert curve.g.tolist() == [0.5, 2.0, 1.5]
     assert curve.stderr is None
     assert curve.between(3.2, 4.0).r.tolist() == [3.5, 4.0]
+    assert curve.density is None
+    scaled = curve.in_angstrom("angstrom", 3.4)
+    assert scaled.r.tolist() == curve.r.tolist()
+    path.write_text("# number density 0.02125 per cubic angstrom: g(r)\n0.35 2.5\n0.5 0.6\n")
+    curve = read_curve(path)
+    assert curve.density == 0.02125
+    assert curve.in_angstrom("nm", 3.4).r.tolist() == [3.5, 5.0]
     path.write_text("3 0.5 0.1\n3.5 2.0 0.2\n")
     assert read_curve(path).stderr.tolist() == [0.1, 0.2]
 
@@ -367,6 +374,20 @@ def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estima
         (["--steps", "500"], "--steps 500 leaves 0 after the burn-in of 500"),
         (["--burn-in", "-1"], "--burn-in must not be negative; got -1"),
         (["--width", "-1"], "--width must be positive; got -1"),
+        (["--width", "inf"], "--width must be finite; got inf"),
+        # In femtoseconds, as given, and not in units of the run.
+        (["--dt", "-4"], "--dt must be positive; got -4."),
+        (["--dt", "1e9", "--no-compile", None, "--no-melt", None], "are in units of 10.18 fs"),
+        (["--friction", "-1"], "--friction must be positive; got -1."),
+        (["--dynamics", "bussi", "--tau", "-1"], "--tau must be positive; got -1."),
+        (["--r-min", "nan"], "--r-min must not be negative; got nan"),
+        (["--switch-start", "-1"], "--switch-start must not be negative; got -1"),
+        (["--steps", "99999999999"], "--steps must be at most 2147483647; got 99999999999"),
+        (["--seed", str(2**64)], "--seed must be an integer of at most 64 bits, from -9223372036"),
+        (["--target-density", "0"], "--target-density must be positive; got 0"),
+        (["--target", "nm.csv"], "its distances look like nm. Give --target-unit nm."),
+        (["--target-unit", "pm"], "its distances look like angstrom. Give --target-unit angstrom"),
+        (["--target-unit", "mile"], "unknown unit 'mile'; choose one of angstrom, nm, pm"),
         (["--replicas", "1"], "--replicas must be at least 2"),
         (["--iterations", "0"], "--iterations must be at least 1"),
         (["--cutoff", "9"], "cutoff 9 is above half the smallest perpendicular width"),
@@ -386,6 +407,7 @@ def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
         "zero": "0,1\n",
         "error": "3,1,0\n",
         "far": "3,1\n9,1\n",
+        "nm": "0.3,0\n0.37,3\n0.5,0.6\n",
     }.items():
         (tmp_path / f"{name}.csv").write_text(text)
     done = command(*options)
