@@ -17,6 +17,7 @@ from adjsim._store import StoreError
 from adjsim.job import ADJOINTS, Job, adjoints_of, estimators_of, question_of
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.options import (
+    check_numbers,
     estimator_names,
     given,
     line_of,
@@ -251,6 +252,7 @@ def compare_command(
     Writes compare.png and compare.json into the output folder.
     """
     try:
+        check_numbers(context)
         names, job, adjoints, default_horizons = estimator_names(estimators), None, {}, ""
         if preset == "lj13":
             ending = Cutoff(cutoff, truncation, switch_start, skin)

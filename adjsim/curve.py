@@ -4,36 +4,64 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+# Units of distance, in angstrom.
+UNITS = {"angstrom": 1.0, "nm": 10.0, "pm": 0.01}
+# The range of the highest peak of g(r), in units of sigma. A liquid has it at 1.0 to 1.2.
+PEAK = (0.5, 2.0)
+DENSITY = re.compile(
+    r"density\D*?(\d+(?:\.\d*)?(?:e[-+]?\d+)?)\s+(?:atoms\s+)?per cubic angstrom", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
 class Curve:
     """A measured curve: distances ``r``, values ``g``, and their standard errors or None, ``(n,)``.
 
-    Distances increase.
+    Distances increase. ``density`` is that of the file's comments, per cubic angstrom, or None.
     """
 
     r: Tensor
     g: Tensor
     stderr: Tensor | None
+    density: float | None = None
 
     def between(self, low: float, high: float) -> Curve:
         """Return the part with distances from low to high, both included."""
         inside = (self.r >= low) & (self.r <= high)
         errors = None if self.stderr is None else self.stderr[inside]
-        return Curve(self.r[inside], self.g[inside], errors)
+        return replace(self, r=self.r[inside], g=self.g[inside], stderr=errors)
+
+    def in_angstrom(self, unit: str, sigma: float) -> Curve:
+        """Convert the distances from a unit to angstrom, and refuse a unit that looks wrong.
+
+        Args:
+            unit: one of ``UNITS``.
+            sigma: the diameter of the atoms, angstrom. The highest peak of g(r) is near it.
+        """
+        if unit not in UNITS:
+            raise ValueError(f"unknown unit '{unit}'; choose one of {', '.join(UNITS)}.")
+        peak = float(self.r[self.g.argmax()])
+        fitting = [u for u, scale in UNITS.items() if PEAK[0] < peak * scale / sigma < PEAK[1]]
+        if fitting and unit not in fitting:
+            raise ValueError(
+                f"the target has its highest peak at {peak:g} {unit}, and sigma is {sigma:.3g} "
+                f"angstrom: its distances look like {fitting[0]}. Give --target-unit {fitting[0]}."
+            )
+        return replace(self, r=self.r * UNITS[unit])
 
 
 def read_curve(path: Path) -> Curve:
     """Read distance, value and an optional standard error from the columns of a text file.
 
-    Columns are separated by commas, semicolons or spaces. Lines that begin with ``#`` are left out,
-    and one line of column names may come first.
+    Columns are separated by commas, semicolons or spaces. Lines that begin with ``#`` are comments,
+    and one line of column names may come first. A comment may give the density, as "number density
+    0.02125 per cubic angstrom".
 
     Raises:
         ValueError: no such file, no numbers, a line without two or three numbers, numbers that are
@@ -49,9 +77,13 @@ def read_curve(path: Path) -> Curve:
             f"target '{path}' is not a text file; give columns of r and g(r)."
         ) from None
     rows: list[list[float]] = []
+    density = None
     before_rows = True
     for number, line in enumerate(lines, 1):
         text = line.strip()
+        if text.startswith("#"):
+            said = DENSITY.search(text)
+            density = density if said is None else float(said[1])
         if not text or text.startswith("#"):
             continue
         entries = _numbers(text)
@@ -63,7 +95,7 @@ def read_curve(path: Path) -> Curve:
     if not rows:
         raise ValueError(f"target '{path}' has no numbers; give columns of r and g(r).")
     r, g, *errors = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    return Curve(r, g, errors[0] if errors else None)
+    return Curve(r, g, errors[0] if errors else None, density)
 
 
 def _numbers(text: str) -> list[float] | None:

@@ -31,12 +31,15 @@ from adjsim.estimators.base import (
 )
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.sharing import describe_estimate, same_generator
-from adjsim.gauss_newton import Target, gauss_newton
+from adjsim.gauss_newton import Target, chance_of_drift, gauss_newton
 
 # The mean square of the difference between the halves of the runs, in units of its variance. It is
 # one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
 # parts.
 LARGE_DRIFT = 5.0
+# Of as large a difference between the parameters that the halves fit. One sound fit in a hundred is
+# taken for one that drifts.
+SMALL_CHANCE = 0.01
 # A fit has converged when each step is below this share of the error of its parameter.
 SMALL_STEP = 0.1
 
@@ -320,7 +323,8 @@ def _evaluate(
     )
     value, stderr = mean_and_stderr(list(g), sizes)
     residual = data.values - value
-    step, covariance, doubts = gauss_newton(g, J, share, data)
+    step = gauss_newton(g, J, share, data)
+    doubts = list(step.doubts)
     # One warning for all chunks: those of a single chunk are about its few samples.
     info = found[0].diagnostics | {
         "ess": sum(made.diagnostics["ess"] for made in found),
@@ -330,20 +334,25 @@ def _evaluate(
     warnings = replace(found[0], diagnostics=info).warnings
     drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
     if len(drifts) == len(found):
-        doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight)
+        doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)
     loss = float((data.weight * residual**2).sum())
-    return _Evaluation(value, stderr, loss, step, covariance, warnings, doubts)
+    return _Evaluation(value, stderr, loss, step.change, step.covariance, warnings, doubts)
 
 
-def _drifting(drift: Tensor, weight: Tensor) -> list[str]:
+def _drifting(drift: Tensor, weight: Tensor, response: Tensor) -> list[str]:
     """Warn if the halves of the runs differ, ``(K, n)``, by more than the noise of the chunks."""
     between = float((weight * drift.mean(0) ** 2).sum()) * len(drift)
     within = float((weight * drift.var(0)).sum())
-    if between <= LARGE_DRIFT * within:
+    chance = chance_of_drift(drift, response)
+    if between > LARGE_DRIFT * within:
+        differ = "give different curves, beyond their noise"
+    elif chance < SMALL_CHANCE:
+        differ = f"fit different parameters, beyond their errors (by chance: {chance:.1g})"
+    else:
         return []
     return [
-        "the two halves of the runs give different curves, beyond their noise: the runs had not "
-        "come to equilibrium; give a longer burn-in"
+        f"the two halves of the runs {differ}: the runs had not come to equilibrium; give a longer "
+        "burn-in"
     ]
 
 

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from adjsim._box import perpendicular_widths
+from adjsim._box import perpendicular_widths, volume
 from adjsim._files import check_writable
 from adjsim._interruption import ending_at_once
 from adjsim._ranks import RankError, Ranks
-from adjsim._trajectory import TimeAverage, Trajectory
-from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
-from adjsim.curve import Curve, read_curve
-from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
-from adjsim.estimators.base import Initial, Observable
+from adjsim.adjoints import CompileError, ReconstructionError
+from adjsim.curve import UNITS, Curve, read_curve
 from adjsim.fit import fit
 from adjsim.fit_report import report_fit
 from adjsim.job import Job
+from adjsim.melting import (
+    Preparation,
+    different_density,
+    melted,
+    melting_temperature,
+    order_of,
+)
 from adjsim.models import SCHEMES, BathSettings, model_of, solver_of
-from adjsim.observables import smooth_radial_distribution
-from adjsim.options import line_of, memory_kernel, refuse, refuse_misplaced
-from adjsim.simulation import simulate
+from adjsim.options import check_numbers, line_of, memory_kernel, refuse, refuse_misplaced
+from adjsim.radial_fit import BURN_IN, radial_problem
 from adjsim.systems import TRUNCATIONS, Cutoff, System, structure
 
-ESTIMATORS = ("reweighting", "pathwise")
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]
-# Steps between frames, of the burn-in, and of the run along which a pathwise gradient is taken,
-# which grows exponentially with its length.
-EVERY, BURN_IN, PATH = 50, 500, 250
 # Errors of a run, which are shown in one line.
-FAILURES = (ValueError, ArithmeticError, ReconstructionError, CompileError, RankError)
+FAILURES = (ValueError, ReconstructionError, CompileError, RankError)
 # Of the kernel of g(r), in units of sigma. It lowers the first peak of liquid argon by 0.6 %.
 WIDTH = 0.01
 
@@ -61,6 +56,25 @@ def fit_command(
             "standard error, which then weights the fit.",
         ),
     ],
+    target_unit: Annotated[
+        str, typer.Option(help=f"Unit of the target's distances: {', '.join(UNITS)}.")
+    ] = "angstrom",
+    target_density: Annotated[
+        float | None,
+        typer.Option(
+            help="Atoms per cubic angstrom of the measured liquid, to compare with the structure.",
+            show_default="from a comment of the file: number density ... per cubic angstrom",
+        ),
+    ] = None,
+    melt: Annotated[
+        bool | None,
+        typer.Option(
+            "--melt/--no-melt",
+            help="Melt the structure at 3 epsilon (or three times the temperature, if that is "
+            "higher) and cool it, once for each replica.",
+            show_default="melt a structure with long-range order",
+        ),
+    ] = None,
     estimator: Annotated[
         str,
         typer.Option(
@@ -175,15 +189,25 @@ def fit_command(
     Writes fit.png and fit.json into the output folder.
     """
     try:
+        check_numbers(context)
         system = structure(structure_file, epsilon, sigma, Cutoff(cutoff, truncation, switch_start))
-        curve = _within(system, structure_file, read_curve(target), target, r_min, r_max)
-        job = _job(context, system, dynamics, temperature, friction, tau, dt, seed)
-        kernel = WIDTH * float(system.potential.sigma.detach().mean()) if width is None else width
-        if not kernel > 0:
-            raise ValueError(f"--width must be positive; got {kernel:g}.")
-        make, observable, simulation = _problem(
-            job, curve.r, kernel, estimator, steps, burn_in, compile_runs
+        diameter = float(system.potential.sigma.detach().mean())
+        measured = read_curve(target).in_angstrom(target_unit, diameter)
+        curve = _within(system, structure_file, measured, target, r_min, r_max)
+        job_at = partial(_job, context, system, dynamics, friction, tau, dt, seed)
+        job = job_at(temperature)
+        kernel = WIDTH * diameter if width is None else width
+        box = system.potential.box
+        assert box is not None
+        density = len(system.position) / float(volume(box))
+        aimed = curve.density if target_density is None else target_density
+        doubts = different_density(density, aimed)
+        order = order_of(system.position, box)
+        prepared = Preparation(order)
+        problem = partial(
+            radial_problem, job, curve.r, kernel, estimator, steps, burn_in, compile_runs
         )
+        make, observable, simulation = problem(job.initial)
         if replicas < 2:
             raise ValueError(f"--replicas must be at least 2, for an error; got {replicas}.")
         if iterations < 1:
@@ -196,6 +220,12 @@ def fit_command(
         refuse(error)
     with ending_at_once(line_of(store)) if store is not None else nullcontext():
         try:
+            if melt or (melt is None and order.found):
+                heat = melting_temperature(job)
+                starts = melted(job_at(heat), job, replicas, compile_runs, ranks)
+                ordered = sum(order_of(start, box).found for start in starts)
+                prepared = Preparation(order, heat, ordered, replicas)
+                make, observable, simulation = problem(job.among(starts))
             found = fit(
                 simulation,
                 observable,
@@ -209,6 +239,9 @@ def fit_command(
                 store=store,
                 group=ranks,
             )
+        except ArithmeticError as error:
+            unit = f"{1 / system.time:.4g} {system.time_name}"
+            refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
         except FAILURES as error:
             refuse(error)
     if not ranks.first:
@@ -223,6 +256,12 @@ def fit_command(
         "gradient_steps": round(simulation.duration / job.solver.dt)
         - (skipped if estimator == "reweighting" else 0),
         "compiled": compile_runs,
+        "density": density,
+        "target_density": aimed,
+        "order": {"peak": order.peak, "limit": order.limit},
+        "melted_at": prepared.temperature,
+        "starts": prepared.sentence(system.temperature_name),
+        "doubts": doubts + prepared.doubts,
     }
     report_fit(job, found, curve, about, output)
 
@@ -258,11 +297,11 @@ def _job(
     context: typer.Context,
     system: System,
     dynamics: str,
-    temperature: float,
     friction: float,
     tau: float | None,
     dt: float,
     seed: int,
+    temperature: float,
 ) -> Job:
     if dynamics not in BATHS:
         raise ValueError(f"unknown thermostat '{dynamics}'; choose one of {', '.join(BATHS)}.")
@@ -280,86 +319,3 @@ def _job(
         parameter.requires_grad_(False)
     job.check()
     return job
-
-
-class _Radial:
-    """The radial distribution function of each replica of a state.
-
-    Reweighting evaluates its stored states again at other parameters, so values are kept as long as
-    their positions.
-    """
-
-    def __init__(self, r: Tensor, box: Tensor, width: float) -> None:
-        self.r, self.box, self.width = r, box, width
-        self.known = WeakTensorKeyDictionary()
-
-    def __call__(self, state: Any) -> Tensor:
-        q: Tensor = state.position
-        if q not in self.known:
-            # One system at a time, since the kernels of all pairs of one fill the cache.
-            rows = [smooth_radial_distribution(x, self.r, self.box, width=self.width) for x in q]
-            self.known[q] = torch.stack(rows)
-        return self.known[q]
-
-
-def _problem(
-    job: Job,
-    r: Tensor,
-    width: float,
-    estimator: str,
-    steps: int | None,
-    burn_in: int | None,
-    compile_runs: bool,
-) -> tuple[Callable[[], Estimator], Observable[Any], Simulation[Any]]:
-    """Return a function that makes the estimator, the mean that it estimates, and its runs.
-
-    A pathwise gradient is that of the run after the burn-in, from starts that the burn-in has
-    brought to equilibrium at the present parameters. The parameters act during this run alone, so
-    the gradient is smaller than that at equilibrium. The mean is that at equilibrium.
-    """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown estimator '{estimator}'; choose one of {', '.join(ESTIMATORS)}.")
-    box, dt = job.system.potential.box, job.solver.dt
-    assert box is not None
-    skip = BURN_IN if burn_in is None else burn_in
-    if skip < 0:
-        raise ValueError(f"--burn-in must not be negative; got {skip}.")
-    default = 2500 if estimator == "reweighting" else skip + PATH
-    length = default if steps is None else steps
-    every = min(EVERY, (length - skip) // 2)
-    if every < 1:
-        raise ValueError(
-            f"--steps {length} leaves {length - skip} after the burn-in of {skip}, and two frames "
-            "are needed; give more steps, or a shorter --burn-in."
-        )
-    radial = _Radial(r, box, width)
-
-    def along(run: Trajectory[Any]) -> Tensor:
-        frames = [smooth_radial_distribution(q, r, box, width=width) for q in run.position[1:]]
-        return torch.stack(frames).mean(0)
-
-    def simulation(initial: Initial[Any], times: Iterable[int]) -> Simulation[Any]:
-        ts = torch.tensor([n * dt for n in times], dtype=torch.float64)
-        return Simulation(job.model, initial, ts, job.solver, compile=compile_runs)
-
-    if estimator == "reweighting":
-        average = TimeAverage(radial, burn_in=skip * dt)
-        make = partial(Reweighting, every=every * dt)
-        return make, average, simulation(job.initial, (0, length))
-
-    def equilibrated(replicas: int, generator: torch.Generator | None) -> Any:
-        start = job.initial(replicas, generator)
-        if skip == 0:
-            return start
-        run = simulate(
-            job.model,
-            start,
-            [0.0, skip * dt],
-            solver=job.solver,
-            generator=generator,
-            compile=compile_runs,
-        )
-        return run.final
-
-    make = partial(Pathwise, ReversibleAdjoint())
-    return make, along, simulation(equilibrated, range(0, length - skip + 1, every))

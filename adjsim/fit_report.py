@@ -41,6 +41,12 @@ def report_fit(job: Job, found: Fit, curve: Curve, about: dict[str, Any], output
         f"{about['width']:.2g} angstrom.",
         soft_wrap=True,
     )
+    aimed = about["target_density"]
+    console.print(
+        f"{about['starts']} Density: {about['density']:.4g} per cubic angstrom, that of the target "
+        + (f"{aimed:.4g}." if aimed is not None else "is not known (--target-density)."),
+        soft_wrap=True,
+    )
     rows = _rows(job, found)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("parameter", "start", "fitted"):
@@ -60,18 +66,19 @@ def report_fit(job: Job, found: Fit, curve: Curve, about: dict[str, Any], output
         f"standard error is {noise:.2g}. {len(found.history)} evaluations, {found.seconds:.1f} s.",
         soft_wrap=True,
     )
-    for warning in found.warnings:
+    warnings = about["doubts"] + found.warnings
+    for warning in warnings:
         console.print(f"not to be trusted, {warning}.", soft_wrap=True)
     record = {
         **settings_of(job),
-        **about,
+        **{name: x for name, x in about.items() if name != "doubts"},
         "parameters": rows,
         "covariance": found.covariance.tolist(),
         "converged": found.converged,
         "loss": found.loss,
         "rms_difference": rms,
         "seconds": found.seconds,
-        "warnings": found.warnings,
+        "warnings": warnings,
         "curve": {
             "r": curve.r.tolist(),
             "measured": found.target.tolist(),

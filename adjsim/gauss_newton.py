@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from scipy.stats import f as fdist
 from torch import Tensor
 
 from adjsim._inputs import as_tensor
@@ -40,10 +41,22 @@ class Target:
         return cls(y, 1 / error**2, True)
 
 
-def gauss_newton(
-    g: Tensor, J: Tensor, share: Tensor, target: Target
-) -> tuple[Tensor, Tensor, list[str]]:
-    """Compute the step and the covariance of the parameters from the chunks, and warnings."""
+@dataclass(frozen=True)
+class Step:
+    """The step of the parameters, ``(p,)``, and their covariance.
+
+    ``response`` is the change of the parameters with the target, ``(p, n)``, and ``doubts`` are
+    reasons why the step may be wrong.
+    """
+
+    change: Tensor
+    covariance: Tensor
+    response: Tensor
+    doubts: list[str]
+
+
+def gauss_newton(g: Tensor, J: Tensor, share: Tensor, target: Target) -> Step:
+    """Compute the step and the covariance of the parameters from the chunks."""
     mean, slope = torch.einsum("k,kn->n", share, g), torch.einsum("k,knp->np", share, J)
     residual, count = target.values - mean, len(share)
     # Deviations of the chunks, scaled so that sums of their products are covariances of the means.
@@ -72,7 +85,29 @@ def gauss_newton(
     if not target.known:
         excess = float((residual**2).sum() - (dg**2).sum())
         scatter = max(0.0, excess) / max(1, len(residual) - len(step))
-    return step, z.T @ z + scatter * inverse, warnings
+    response = inverse @ (slope.T * target.weight)
+    return Step(step, z.T @ z + scatter * inverse, response, warnings)
+
+
+def chance_of_drift(drift: Tensor, response: Tensor) -> float:
+    """Compute the probability, at equilibrium, of as large a difference of the two halves of runs.
+
+    The difference of the curves of each chunk, ``(K, n)``, is one of the parameters, z = response
+    drift. Let m and C be the mean and the covariance of z over chunks. Then Hotelling's
+    T^2 = K m^T C^-1 m is distributed as p (K - 1) / (K - p) times F of p and K - p degrees of
+    freedom. With no more chunks than parameters nothing is known, and the result is 1.
+    """
+    z = drift @ response.T
+    count, p = z.shape
+    if count <= p:
+        return 1.0
+    spread = z.std(0)
+    # In units of their spread, since parameters have different units.
+    z = z / torch.where(spread > 0, spread, 1.0)
+    mean, centred = z.mean(0), z - z.mean(0)
+    inverse = torch.linalg.pinv(centred.T @ centred / (count - 1), hermitian=True)
+    T2 = count * float(mean @ inverse @ mean)
+    return float(fdist.sf(T2 * (count - p) / (p * (count - 1)), p, count - p))
 
 
 def _inverse(M: Tensor) -> Tensor | None:

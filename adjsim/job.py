@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adjsim._state import AnyState, position_of
 from adjsim._trajectory import Final, TimeAverage
@@ -22,6 +23,7 @@ from adjsim.adjoints import (
 from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
 from adjsim.dynamics.start_energy import check_potential
 from adjsim.estimators import Estimator, Pathwise, Simulation
+from adjsim.estimators.base import Initial
 from adjsim.models import NO_EQUATION, NO_INVERSE
 from adjsim.presets import ESTIMATORS, Question, presets
 from adjsim.quantities import Quantity, quantity_of
@@ -78,7 +80,20 @@ class Job:
 
     def initial(self, replicas: int, generator: torch.Generator | None) -> AnyState:
         """Make starts at the system's positions, with thermal momenta of zero total."""
-        position = self.system.position.expand(replicas, -1, -1)
+        return self.start(self.system.position.expand(replicas, -1, -1), generator)
+
+    def among(self, positions: Tensor) -> Initial[Any]:
+        """Return a function of starts drawn from positions, ``(count, atoms, dim)``."""
+        return partial(self._drawn, positions)
+
+    def _drawn(
+        self, positions: Tensor, replicas: int, generator: torch.Generator | None
+    ) -> AnyState:
+        index = torch.randint(len(positions), (replicas,), generator=generator)
+        return self.start(positions[index], generator)
+
+    def start(self, position: Tensor, generator: torch.Generator | None) -> AnyState:
+        """Make a start at positions, ``(replicas, atoms, dim)``, as :meth:`initial` does."""
         if isinstance(self.model, OverdampedLangevin):
             return self.model.init(position)
         assert isinstance(self.model, MassiveDynamics)
@@ -95,6 +110,8 @@ class Job:
         """Refuse, before any work, settings that the run would refuse."""
         if not self.temperature >= 0:
             raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
+        if self.temperature == float("inf"):
+            raise ValueError("temperature must be finite; got inf.")
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         check_potential(self.model.potential, position_of(state))

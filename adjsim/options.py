@@ -22,6 +22,37 @@ THERMOSTAT = {
     "strengths": ["generalised"],
 }
 
+# Options whose numbers are above zero, those that may be zero, and the counts.
+POSITIVE = (
+    "epsilon", "sigma", "cutoff", "distance", "width", "r_max", "target_density", "dt", "tau",
+    "friction",
+)  # fmt: skip
+NOT_NEGATIVE = ("skin", "switch_start", "r_min")
+COUNTS = ("steps", "burn_in", "replicas", "iterations")
+LARGEST_COUNT = 2**31 - 1
+SEEDS = (-(2**63), 2**64 - 1)
+
+
+def check_numbers(context: typer.Context) -> None:
+    """Refuse numbers outside the range of their option, in the units of the command line."""
+    for name, value in context.params.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, float):
+            if name in POSITIVE and not value > 0:
+                raise ValueError(f"{option} must be positive; got {value:g}.")
+            if name in NOT_NEGATIVE and not value >= 0:
+                raise ValueError(f"{option} must not be negative; got {value:g}.")
+            if name in (*POSITIVE, *NOT_NEGATIVE) and value == float("inf"):
+                raise ValueError(f"{option} must be finite; got inf.")
+        elif isinstance(value, int) and name in COUNTS and value > LARGEST_COUNT:
+            raise ValueError(f"{option} must be at most {LARGEST_COUNT}; got {value}.")
+    seed = context.params["seed"]
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise ValueError(
+            f"--seed must be an integer of at most 64 bits, from {SEEDS[0]} to {SEEDS[1]}; got "
+            f"{seed}."
+        )
+
 
 def observable_names() -> str:
     known = {
@@ -65,6 +96,8 @@ def sweep_of(horizons: list[str], dt: float, replicas: list[str], least: int) ->
     for text in (part.strip() for entry in replicas for part in entry.split(",")):
         if not text.lstrip("-").isdigit():
             raise ValueError(f"replicas '{text}' is not an integer.")
+        if int(text) > LARGEST_COUNT:
+            raise ValueError(f"replicas must be at most {LARGEST_COUNT}; got {text}.")
         counts.add(int(text))
     sweep = Sweep(_horizons(horizons, dt), sorted(counts))
     sweep.check(least)
@@ -92,11 +125,14 @@ def memory_kernel(
 
 def _numbers(option: str, text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
             f"--{option} '{text}' is not a list of numbers; write, for example, 1,4."
         ) from None
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ValueError(f"--{option} must be positive numbers; got {text}.")
+    return numbers
 
 
 def _horizons(requested: list[str], dt: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from pathlib import Path
 
 import ase
 import ase.io
@@ -13,6 +14,7 @@ import pytest
 import torch
 from ase import units
 from ase.build import bulk
+from scipy.stats import ttest_1samp
 from typer.testing import CliRunner
 
 import adjsim
@@ -20,7 +22,8 @@ from adjsim import Reweighting, Simulation, TimeAverage
 from adjsim.cli import app
 from adjsim.curve import read_curve
 from adjsim.figures import plot_fit
-from adjsim.fit import fit
+from adjsim.fit import _drifting, fit
+from adjsim.gauss_newton import chance_of_drift
 from tests.problems import parameter
 
 WIDTH, R = 0.3, torch.linspace(-2.0, 3.0, 11)
@@ -126,6 +129,37 @@ def test_runs_that_are_not_at_equilibrium_are_found():
     assert warned == [False, True]
 
 
+def test_the_chance_of_a_drift_is_a_probability():
+    """With one parameter it is that of Student's t test of two sides. Without a drift it is
+    distributed evenly, whatever the units of the parameters.
+    """
+    noise = torch.randn(2000, 8, 5, generator=torch.Generator().manual_seed(0)).double()
+    response = torch.tensor([[1e-6, 0, 2e-6, 0, 0], [1e4, 1e4, 0, -1e4, 0]], dtype=torch.float64)
+    for drift in noise[:5]:
+        alone = chance_of_drift(drift, response[:1])
+        assert alone == pytest.approx(ttest_1samp(drift @ response[0], 0.0).pvalue)
+    found = np.array([chance_of_drift(drift, response) for drift in noise])
+    for chance in (0.01, 0.1, 0.5):
+        # Four standard errors of a share of 2000.
+        assert np.mean(found < chance) == pytest.approx(
+            chance, abs=4 * math.sqrt(chance * (1 - chance) / 2000)
+        )
+    assert chance_of_drift(noise[0] + 3.0, response) < 1e-3
+    assert chance_of_drift(noise[0, :2], response) == 1.0
+
+
+def test_halves_that_fit_different_numbers_are_found():
+    """The drift is along one parameter, and the noise of the curve is elsewhere."""
+    noise = torch.randn(8, 40, generator=torch.Generator().manual_seed(0)).double()
+    response = torch.zeros(2, 40, dtype=torch.float64)
+    response[0, 0] = response[1, 1] = 1.0
+    shifted = noise.clone()
+    shifted[:, 0] += 3.0
+    ones = torch.ones(40, dtype=torch.float64)
+    assert _drifting(noise, ones, response) == []
+    assert "halves of the runs fit different parameters" in _drifting(shifted, ones, response)[0]
+
+
 def test_a_long_step_is_shortened():
     found, _ = fitted(0, iterations=2, largest_change=0.1)
     before, after = (torch.stack(list(entry.values.values())) for entry in found.history)
@@ -192,6 +226,13 @@ def test_a_curve_is_read(tmp_path):
     assert curve.g.tolist() == [0.5, 2.0, 1.5]
     assert curve.stderr is None
     assert curve.between(3.2, 4.0).r.tolist() == [3.5, 4.0]
+    assert curve.density is None
+    scaled = curve.in_angstrom("angstrom", 3.4)
+    assert scaled.r.tolist() == curve.r.tolist()
+    path.write_text("# number density 0.02125 per cubic angstrom: g(r)\n0.35 2.5\n0.5 0.6\n")
+    curve = read_curve(path)
+    assert curve.density == 0.02125
+    assert curve.in_angstrom("nm", 3.4).r.tolist() == [3.5, 5.0]
     path.write_text("3 0.5 0.1\n3.5 2.0 0.2\n")
     assert read_curve(path).stderr.tolist() == [0.1, 0.2]
 
@@ -216,7 +257,7 @@ def command(tmp_path, monkeypatch):
 def test_command_line_writes_numbers_and_a_picture(command, tmp_path):
     done = command(
         "--steps", "60", "--burn-in", "20", "--replicas", "3", "--iterations", "1", "--output",
-        "out", "--no-compile", None,
+        "out", "--no-compile", None, "--no-melt", None, "--target-density", "0.021",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "fit.png").read_bytes()[:4] == b"\x89PNG"
@@ -230,6 +271,37 @@ def test_command_line_writes_numbers_and_a_picture(command, tmp_path):
     assert "has not converged" in done.stdout
     assert "all pairs within" in done.stdout
     assert "fitting" not in done.stderr  # no progress bar into a pipe
+    # A perfect crystal at another density, which is not melted.
+    assert document["order"]["peak"] == pytest.approx(32, abs=0.01)
+    assert document["melted_at"] is None
+    assert "The structure has long-range order (S(k) reaches 32" in done.stdout
+    assert (
+        "not to be trusted, the structure has long-range order, and was not melted" in done.stdout
+    )
+    assert "the structure has 0.02 atoms per cubic angstrom, and the target 0.021" in done.stdout
+
+
+@pytest.mark.marathon
+def test_a_crystal_and_a_liquid_give_the_same_numbers(tmp_path, monkeypatch):
+    """The crystal without the melting gives 197 +- 9 K, and the liquid 143 +- 13 K."""
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(tmp_path)
+    atoms = bulk("Ar", "fcc", a=(4 / 0.02125) ** (1 / 3), cubic=True).repeat(3)
+    atoms.rattle(0.04, seed=1)
+    ase.io.write("crystal.xyz", atoms, format="extxyz")
+    found = {}
+    for name in ("crystal.xyz", str(root / "examples" / "data" / "argon.xyz")):
+        target = str(root / "tests" / "data" / "argon_85K_rdf.csv")
+        words = ["fit", "--structure", name, "--target", target, "--r-max", "8.5"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        document = json.loads((tmp_path / "adjsim-fit" / "fit.json").read_text())
+        assert not any("order" in warning for warning in document["warnings"])
+        found[document["melted_at"] is not None] = document["parameters"]
+    solid, liquid = found[True], found[False]
+    for name in ("epsilon", "sigma"):
+        a, b = solid[name], liquid[name]
+        assert abs(a["fitted"] - b["fitted"]) < 3 * math.hypot(a["stderr"], b["stderr"])
 
 
 @pytest.mark.parametrize(
@@ -302,6 +374,20 @@ def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estima
         (["--steps", "500"], "--steps 500 leaves 0 after the burn-in of 500"),
         (["--burn-in", "-1"], "--burn-in must not be negative; got -1"),
         (["--width", "-1"], "--width must be positive; got -1"),
+        (["--width", "inf"], "--width must be finite; got inf"),
+        # In femtoseconds, as given, and not in units of the run.
+        (["--dt", "-4"], "--dt must be positive; got -4."),
+        (["--dt", "1e9", "--no-compile", None, "--no-melt", None], "are in units of 10.18 fs"),
+        (["--friction", "-1"], "--friction must be positive; got -1."),
+        (["--dynamics", "bussi", "--tau", "-1"], "--tau must be positive; got -1."),
+        (["--r-min", "nan"], "--r-min must not be negative; got nan"),
+        (["--switch-start", "-1"], "--switch-start must not be negative; got -1"),
+        (["--steps", "99999999999"], "--steps must be at most 2147483647; got 99999999999"),
+        (["--seed", str(2**64)], "--seed must be an integer of at most 64 bits, from -9223372036"),
+        (["--target-density", "0"], "--target-density must be positive; got 0"),
+        (["--target", "nm.csv"], "its distances look like nm. Give --target-unit nm."),
+        (["--target-unit", "pm"], "its distances look like angstrom. Give --target-unit angstrom"),
+        (["--target-unit", "mile"], "unknown unit 'mile'; choose one of angstrom, nm, pm"),
         (["--replicas", "1"], "--replicas must be at least 2"),
         (["--iterations", "0"], "--iterations must be at least 1"),
         (["--cutoff", "9"], "cutoff 9 is above half the smallest perpendicular width"),
@@ -321,6 +407,7 @@ def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
         "zero": "0,1\n",
         "error": "3,1,0\n",
         "far": "3,1\n9,1\n",
+        "nm": "0.3,0\n0.37,3\n0.5,0.6\n",
     }.items():
         (tmp_path / f"{name}.csv").write_text(text)
     done = command(*options)
