@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ class ExactInversion(Rewind):
         """Say what had other bits in the backward pass, after computing the drift here twice."""
         history = self.history
         problem, t = history.problem, history.stepper.clock.time(step)
-        here = history.stepper.from_lattice(state)
+        here: Any = history.stepper.from_lattice(state)
         with torch.no_grad():
             drifts = [fingerprint(problem.dynamics.drift(t, here)) for _ in range(2)]
         if drifts[0] != drifts[1]:

@@ -156,8 +156,9 @@ class GBn2(nn.Module):
     def __init__(self, charge, radius, scale):
         super().__init__()
         self.charge, self.radius, self.scale = map(nn.Parameter, (charge, radius, scale))
-        self.neck = nn.Parameter(0.25 + 0.01 * torch.outer(radius, radius))
         self.register_buffer("itself", torch.eye(len(charge), dtype=torch.bool))
+        neck = 0.1 + 0.02 * (radius.unsqueeze(-1) + radius)
+        self.neck = nn.Parameter(neck.masked_fill(self.itself, 0.0))
 
     def forward(self, position):
         apart = position.unsqueeze(-2) - position.unsqueeze(-3)
@@ -171,8 +172,8 @@ class GBn2(nn.Module):
         inside = torch.where(own < other - r, 2 * (1 / own - 1 / low), torch.zeros_like(r))
         x = r - 0.6 * (self.radius.unsqueeze(-1) + self.radius)
         neck = self.neck / (1 + x**2 + 0.3 * x**6)
-        integral = torch.where(self.itself, torch.zeros_like(r), 0.5 * bare + inside + neck)
-        psi = integral.sum(-1) * own.squeeze(-1)
+        integral = torch.where(self.itself, torch.zeros_like(r), 0.5 * bare + inside)
+        psi = (integral.sum(-1) + neck.sum(-1)) * own.squeeze(-1)
         bent = torch.tanh(psi - 0.8 * psi**2 + 4.85 * psi**3)
         born = 1 / (1 / own.squeeze(-1) - bent / self.radius)
         both = born.unsqueeze(-1) * born.unsqueeze(-2)
