@@ -31,7 +31,8 @@ def forth_and_back(
     dynamics = reading.bound(tensors)
     problem = Problem(reading, tensors, dynamics, start, times, solver, None, Noise(seed))
     stepper, inputs = prepare(problem)
-    history, forces = Fingerprints(stepper, None), stepper.program.forces(dynamics.potential)
+    history = Fingerprints(stepper, None, problem)
+    forces = stepper.program.forces(dynamics.potential)
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
     after = stepper.run(before, inputs, driver, [history], problem)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}

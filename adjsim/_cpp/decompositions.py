@@ -31,10 +31,46 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     return {
         **get_decompositions([getattr(aten, name) for name in COMPOSITE]),
+        aten.sum.default: _sum,
+        aten.sum.dim_IntList: _sum,
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
         aten.amax.default: _amax,
         aten.any.default: _any,
         aten.all.default: _all,
     }
+
+
+def _sum(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum one axis after the other, the last first.
+
+    So the order of the terms does not depend on the memory order, and a sum over all pairs can
+    share a loop with sums of rows.
+    """
+    axes = sorted({axis % x.ndim for axis in dim or range(x.ndim)}) if x.ndim else []
+    long = [axis for axis in axes if x.shape[axis] > 1]
+    if len(long) < 2:
+        return NotImplemented
+    return x.sum(long[-1], keepdim=True, dtype=dtype).sum(axes, keepdim=keepdim)
+
+
+def _mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    if not (dtype or x.dtype).is_floating_point or not x.numel():
+        return NotImplemented
+    total = x.sum(list(dim or range(x.ndim)), keepdim=keepdim, dtype=dtype)
+    return total / (x.numel() // total.numel())
 
 
 def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:

@@ -216,11 +216,11 @@ class Lowering:
             )
             self.store(kept)
             return kept
-        if base in ("zeros_like", "zeros", "new_zeros"):
+        if base in ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"):
             return Literal(shape, dtype, text=literal(0, dtype))
         if base in ("ones_like", "ones", "new_ones"):
             return Literal(shape, dtype, text=literal(1, dtype))
-        if base in ("full", "full_like", "new_full", "scalar_tensor"):
+        if base in ("full", "full_like", "new_full", "scalar_tensor", "fill"):
             number = (
                 args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
             )
@@ -268,8 +268,8 @@ class Lowering:
             return scattered(self.store, scatter, meta, zeros, args[0], *args[2:])
         if base in ("mm", "addmm"):
             return self._product(name, node, meta, args)
-        if base in ("sum", "mean"):
-            return self._reduced(base, node, meta, args)
+        if base == "sum":
+            return self._reduced(meta, args)
         return self._pointwise(base, name, node, meta, args)
 
     def _converted(self, x: Value, meta: Tensor) -> Value:
@@ -285,7 +285,7 @@ class Lowering:
             expression=lambda x: f"{convert}({x})",
         )
 
-    def _reduced(self, base: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+    def _reduced(self, meta: Tensor, args: list[Any]) -> Value:
         x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
         axes = tuple(sorted({axis % len(x.shape) for axis in axes})) if x.shape else ()
         if x.dtype != meta.dtype:
@@ -293,46 +293,11 @@ class Lowering:
                 x = self._converted(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
             else:
                 raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
-        if base == "mean" and meta.dtype not in (torch.float32, torch.float64):
-            raise UnprintableError("mean of integers")
         if x.numel == 0:
-            if base == "mean":
-                raise UnprintableError("mean of no elements")
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
-        count = x.numel // max(1, meta.numel())
-        # One axis after the other, the last first. So a sum over all pairs can share a loop with
-        # sums of rows, and the order of its terms does not depend on the memory order.
-        long = [axis for axis in axes if x.shape[axis] > 1]
-        keep = len(meta.shape) == len(x.shape)
-        while len(long) > 1:
-            last = long.pop()
-            rows = tuple(
-                n if axis != last else 1 for axis, n in enumerate(x.shape) if keep or axis != last
-            )
-            part = Reduced(
-                rows,
-                x.dtype,
-                (x,),
-                strides=x.strides if keep else _without_axes(x.strides, (last,)),
-                axes=(last,),
-            )
-            self._store_if_needed(part, node)
-            x, axes = (
-                part,
-                tuple(axis - (not keep and axis > last) for axis in axes if axis != last),
-            )
         # The sums have the memory order of their operand.
         strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
-        total = Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
-        if base == "sum":
-            return total
-        self._store_if_needed(total, node)
-        return Pointwise(
-            tuple(meta.shape),
-            meta.dtype,
-            (total,),
-            expression=lambda x: f"{x} / {literal(count, meta.dtype)}",
-        )
+        return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         dtype = meta.dtype
@@ -378,7 +343,10 @@ def _overwrites_its_own(node: Node) -> bool:
         len(made.users) == 1
         and made.op == "call_function"
         and hasattr(made.target, "_schema")
-        and not any(result.alias_info for result in made.target._schema.returns)
+        and (
+            _overwrites_its_own(made)
+            or not any(result.alias_info for result in made.target._schema.returns)
+        )
     )
 
 

@@ -3,8 +3,7 @@
 A stage is a call, or loops that could run in any order. A value that reads what an earlier loop has
 just computed, element by element, is computed in that loop too, where these numbers are at hand.
 A stored value that is read by one loop, element by element, is computed in that loop alone, so that
-it is neither written nor read. Loops that sum keep their values, since the order of a sum depends
-on what is read beside it.
+it is neither written nor read. Loops that sum read stored values.
 """
 
 from __future__ import annotations

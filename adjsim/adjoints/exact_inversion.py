@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from adjsim._state import AnyState, detached
+import torch
+
+from adjsim._state import AnyState, State, detached
 from adjsim._store import Tree
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.base import Problem
 
 
 class Fingerprints(History):
@@ -24,10 +28,11 @@ class Fingerprints(History):
     Args:
         stepper: the steps of the run.
         every: the number of steps between additional fingerprints; None: no additional ones.
+        problem: the problem that is run.
     """
 
-    def __init__(self, stepper: Stepper, every: int | None) -> None:
-        self.stepper, self.every = stepper, every
+    def __init__(self, stepper: Stepper, every: int | None, problem: Problem[State]) -> None:
+        self.stepper, self.every, self.problem = stepper, every, problem
         self.spills: dict[int, Sequence[Spill]] = {}
         self.fingerprints: dict[int, bytes] = {}
 
@@ -94,14 +99,36 @@ class ExactInversion(Rewind):
         ):
             raise ReconstructionError(
                 f"reversing an exact run did not recover the state of step {step}, so the gradient "
-                "would be wrong. The force at one position had different bits in the forward and "
-                "backward passes: it is random, depends on a value that has changed (a plain "
-                "attribute, a mode, the number of threads), or comes from nondeterministic "
-                "kernels. Make it reproducible (see torch.use_deterministic_algorithms), or use "
-                "CheckpointAdjoint() with exact=False."
+                f"would be wrong. {self._cause(step, state)}"
             )
         return self._before_spill(step, state)
 
     def _before_spill(self, step: int, state: AnyState) -> AnyState:
         assert self.lattice is not None
         return self.lattice.refill(state, self.history.spills.get(step, ()))
+
+    def _cause(self, step: int, state: AnyState) -> str:
+        """Say what had other bits in the backward pass, after computing the drift here twice."""
+        history = self.history
+        problem, t = history.problem, history.stepper.clock.time(step)
+        here: Any = history.stepper.from_lattice(state)
+        with torch.no_grad():
+            drifts = [fingerprint(problem.dynamics.drift(t, here)) for _ in range(2)]
+        if drifts[0] != drifts[1]:
+            return (
+                "The force is random or comes from nondeterministic kernels: computed twice at one "
+                "position it has different bits. Make it reproducible (see "
+                "torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
+            )
+        if "compiled_backward" in problem.stats:
+            return (
+                "The force is reproducible without compile=True. So the compiled loops of both "
+                "passes differ in the last bits of a result, or a value that the force reads has "
+                "changed since the run. Leave compile=True out, or use CheckpointAdjoint() with "
+                "exact=False."
+            )
+        return (
+            "The force is not random, so it depends on a value that has changed since the run (a "
+            "plain attribute, a mode, the number of threads). Keep the value until the backward "
+            "pass, or use CheckpointAdjoint() with exact=False."
+        )

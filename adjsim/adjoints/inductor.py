@@ -28,10 +28,19 @@ OPTIONS = {
     # other processes.
     "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.while_loop": "adjsim"},
 }
+# Vectorised functions such as exp have other last bits than scalar ones, and vectors and threads
+# add terms in other orders. Which loops are vectorised or shared depends on the program.
+SCALAR: dict[str, Any] = {"cpp.simdlen": 1}
+EXACT: dict[str, Any] = {**SCALAR, "cpp.threads": 1}
 
 
 def compile_with_inductor(
-    parts: Parts, constants: Sequence[Tensor], carry: Sequence[Tensor], short: bool, capacity: int
+    parts: Parts,
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    exact: bool,
+    short: bool,
+    capacity: int,
 ) -> Compiled:
     """Compile a loop by torch's Inductor.
 
@@ -42,6 +51,7 @@ def compile_with_inductor(
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors.
+        exact: whether results must have the same bits in every program.
         short: whether contiguous rows are shorter than a vector.
         capacity: the largest number of steps of a loop that stores rows.
     """
@@ -81,7 +91,7 @@ def compile_with_inductor(
     graph = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
     like = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # For rows shorter than a vector, scalar code is faster and compiles in half the time.
-    options = {**OPTIONS, "cpp.simdlen": 1} if short else OPTIONS
+    options = {**OPTIONS, **(EXACT if exact else SCALAR if short else {})}
     with tracing(TracingContext(like[0].fake_mode)):
         compiled: Any = inductor(graph, like, options=options)
 

@@ -179,6 +179,7 @@ class LoopRunner:
         self.used.add(loop)
         assert loop.function is not None
         self.problem.stats["compiled_backward" if spec.backward else "compiled_forward"] = loop.path
+        self._check_retraced(loop)
         carry, rows = loop.function(constants, carry)
         loop.seconds += time.perf_counter() - began
         iterations = count if spec.iterations is None else spec.iterations(carry)
@@ -186,6 +187,17 @@ class LoopRunner:
             loop.fixed_evaluations + iterations * loop.evaluations_per_step
         )
         return carry, tuple(rows)
+
+    def _check_retraced(self, loop: Loop) -> None:
+        """Refuse a loop whose bits differ from those of the forward loop that it has to retrace."""
+        forward = self.problem.stats.get("compiled_forward", loop.path)
+        if self.exact and not self.stored and forward.split()[0] != loop.path.split()[0]:
+            raise CompileError(
+                "exact=True with compile=True needs forward and backward loops of one compiler, "
+                "whose results have the same bits; the forward loop was compiled by "
+                f"{forward}, the backward loop by {loop.path}. Write the operation by others, or "
+                "leave compile=True out."
+            )
 
     def pack(self, x: Tensor) -> Tensor:
         """Copy a field to its layout inside a loop."""

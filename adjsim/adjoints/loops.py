@@ -85,7 +85,7 @@ def compile_loop(
         within: makes the context in which the loop is traced, from traced constants; the context
             returns the constants to use.
         constants, carry: examples of the arguments; the first constant is the number of steps.
-        exact: whether functions such as exp must have the same bits in every loop.
+        exact: whether results must have the same bits in every loop.
         short: whether contiguous rows are shorter than a vector.
         what: a description of the loop, for errors.
         capacity: the largest number of steps of a loop that stores rows.
@@ -151,7 +151,9 @@ def compile_loop(
                         stacklevel=2,
                     )
                 compiled, path = (
-                    compile_with_inductor(parts, constants_list, carry_list, short, capacity),
+                    compile_with_inductor(
+                        parts, constants_list, carry_list, exact, short, capacity
+                    ),
                     f"Inductor ({reason})",
                 )
     except Exception as error:

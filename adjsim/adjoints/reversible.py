@@ -91,7 +91,7 @@ class ReversibleAdjoint(Adjoint):
 
         def history(stepper: Stepper) -> History:
             return (
-                Fingerprints(stepper, every)
+                Fingerprints(stepper, every, problem)
                 if exact
                 else Resets(stepper, every, self.tol, problem.stats, growth)
             )
