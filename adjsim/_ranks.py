@@ -82,7 +82,10 @@ class Ranks:
             self._meet()
             found = self._gather(to_bytes(tree))
         except RuntimeError as error:
-            raise RankError(_describe(str(error))) from None
+            reason = str(error)
+            # After a timeout the connections are whole, and the group may be used again.
+            ended = [] if "imed out" in reason else self._ended()
+            raise RankError(_describe(reason, ended)) from None
         return [from_bytes(data) for data in found]
 
     def agree(self, about: dict[str, str]) -> None:
@@ -98,7 +101,7 @@ class Ranks:
                 if here != there:
                     raise RankError(
                         f"the ranks compute different things: {name} is {here} on rank 0 and "
-                        f"{there} on rank {rank}. Seed every rank in the same way."
+                        f"{there} on rank {rank}. {_advice(name)}"
                     )
 
     def share(self, count: int, compute: Callable[[int], Tree]) -> list[Tree]:
@@ -150,6 +153,20 @@ class Ranks:
             options = self.group._get_backend(torch.device("cpu")).options
             dist.monitored_barrier(self.group, options._timeout)
 
+    def _ended(self) -> list[int]:
+        """List the ranks to which the connection is closed, once an exchange has failed."""
+        if "gloo" not in dist.get_backend_config(self.group):
+            return []
+        ended: list[int] = []
+        for rank in range(self.size):
+            if rank != self.rank:
+                try:
+                    # Nobody receives this byte: it shows whether the connection still exists.
+                    dist.isend(torch.zeros(1, dtype=torch.uint8), group=self.group, group_dst=rank)
+                except RuntimeError:
+                    ended.append(rank)
+        return ended
+
     def _gather(self, data: bytes) -> list[bytes]:
         device = "cpu" if "gloo" in dist.get_backend_config(self.group) else "cuda"
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -193,8 +210,17 @@ def _end() -> None:
     gc.collect()
 
 
-def _describe(reason: str) -> str:
+def _describe(reason: str, ended: list[int]) -> str:
     """Say in one sentence which rank is missing."""
+    if ended:
+        if len(ended) == 1:
+            who, where = f"rank {ended[0]} has", "The output of that rank says more."
+        else:
+            who, where = f"ranks {ended} have", "Their output says which one was the first."
+        return (
+            f"{who} ended before the work was finished: killed, by an error, or since the script "
+            f"did something else there. {where}"
+        )
     absent = re.search(r"[Rr]anks? ([\d, ]+?) failed to pass", reason)
     if absent is None:
         cause = reason.splitlines()[0].partition(". ")[0]
@@ -203,6 +229,18 @@ def _describe(reason: str) -> str:
         f"rank {absent[1].strip()} has not finished its work within the timeout of the process "
         "group: it hangs, has ended, or has much more to do. For work that takes longer, call "
         "torch.distributed.init_process_group(timeout=...) first."
+    )
+
+
+def _advice(name: str) -> str:
+    """Say how the ranks come to agree about something that a computation depends on."""
+    if "seed" in name:
+        return "Seed every rank in the same way."
+    if name in ("adjsim", "torch"):
+        return "Install the same version for every rank."
+    return (
+        "Give every rank the same settings and numbers: draw the numbers after the same seed, or "
+        "read them from one file."
     )
 
 

@@ -243,7 +243,9 @@ def fit_command(
             unit = f"{1 / system.time:.4g} {system.time_name}"
             refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
         except FAILURES as error:
-            refuse(error)
+            # A wrong density or a crystal may be the cause.
+            also = "".join(f" Note: {doubt}." for doubt in doubts + prepared.doubts)
+            refuse(ValueError(f"{error}{also}"))
     if not ranks.first:
         return
     skipped = BURN_IN if burn_in is None else burn_in

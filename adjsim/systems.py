@@ -156,6 +156,8 @@ def _check_pair(epsilon: float | None, sigma: float | None) -> None:
 
 
 def _read(path: Path) -> ase.Atoms:
+    if path.is_dir():
+        raise ValueError(f"structure file '{path}' is a folder; give a file in it.")
     if not path.is_file():
         raise ValueError(
             f"structure file '{path}' does not exist; give a file that ASE reads (xyz, extxyz, "
@@ -167,13 +169,27 @@ def _read(path: Path) -> ase.Atoms:
         ValueError,
         LookupError,
         AssertionError,
-        StopIteration,
         RuntimeError,
         ParseError,
     )
     try:
         atoms = ase.io.read(str(path))
-    except (UnknownFileTypeError, *malformed) as error:
+    except UnknownFileTypeError:
+        raise ValueError(
+            f"ASE knows no format of the name '{path.name}'; give a structure as xyz, extxyz, pdb "
+            "or cif, with that suffix."
+        ) from None
+    except KeyError as error:
+        raise ValueError(
+            f"ASE cannot read a structure from '{path}': it does not know {error}, where a symbol "
+            "or a name is expected; is it xyz, extxyz, pdb or cif?"
+        ) from error
+    except StopIteration:
+        raise ValueError(
+            f"ASE cannot read a structure from '{path}': the file ends before a structure does; is "
+            "it xyz, extxyz, pdb or cif?"
+        ) from None
+    except malformed as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"ASE cannot read a structure from '{path}' ({reason}); is it xyz, extxyz, pdb or cif?"

@@ -349,6 +349,27 @@ def test_command_line_recovers_the_numbers_of_a_liquid(command, tmp_path, estima
     ("options", "says"),
     [
         (["--structure", "no.xyz"], "structure file 'no.xyz' does not exist"),
+        (["--structure", "."], "structure file '.' is a folder"),
+        (["--structure", "g.csv"], "ASE knows no format of the name 'g.csv'"),
+        (["--structure", "symbol.xyz"], "'symbol.xyz': it does not know 'Zz', where a symbol"),
+        (
+            [
+                "--structure",
+                "two.xyz",
+                "--steps",
+                "4",
+                "--burn-in",
+                "0",
+                "--no-compile",
+                None,
+                "--target-density",
+                "0.02",
+                "--replicas",
+                "2",
+            ],
+            "determine the parameters: some change of them leaves the curve as it is. Fit fewer "
+            "parameters, or give more target. Note: the structure has 0.00025 atoms per cubic",
+        ),
         (["--structure", "iron.xyz"], "no Lennard-Jones parameters for Fe in 'iron.xyz'"),
         (["--structure", "cluster.xyz"], "'cluster.xyz' has no periodic cell, and g(r) needs a de"),
         (["--structure", "nan.xyz"], "'nan.xyz': atom 1 (Ar) is at (nan, 0, 0), which is not fin"),
@@ -398,6 +419,9 @@ def test_command_line_refuses_in_one_line(command, tmp_path, options, says):
     at = [[0, 0, 0], [3.8, 0, 0]]
     ase.io.write(tmp_path / "iron.xyz", ase.Atoms("Fe2", positions=at, cell=[9] * 3, pbc=True))
     ase.io.write(tmp_path / "cluster.xyz", ase.Atoms("Ar2", positions=at))
+    pair = ase.Atoms("Ar2", positions=[[0, 0, 0], [9, 0, 0]], cell=[20] * 3, pbc=True)
+    ase.io.write(tmp_path / "two.xyz", pair)
+    (tmp_path / "symbol.xyz").write_text("2\n\nZz 0 0 0\nAr 4 0 0\n")
     (tmp_path / "nan.xyz").write_text("2\n\nAr 0 0 0\nAr nan 0 0\n")
     for name, text in {
         "empty": "# nothing\nr,g\n",
