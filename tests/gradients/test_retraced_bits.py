@@ -151,7 +151,7 @@ def test_a_force_has_the_bits_of_its_product(atoms):
 
 
 class GBn2(nn.Module):
-    """The solvent of Nguyen, Roe and Simmerling with a neck of one width, in eV and angstrom."""
+    """The solvent of Nguyen, Roe and Simmerling with necks of one length, in eV and angstrom."""
 
     def __init__(self, charge, radius, scale):
         super().__init__()
@@ -170,7 +170,7 @@ class GBn2(nn.Module):
         bare = 1 / low - 1 / high + 0.5 * torch.log(low / high) / r
         bare = bare + 0.25 * (r - other * other / r) * (1 / high**2 - 1 / low**2)
         inside = torch.where(own < other - r, 2 * (1 / own - 1 / low), torch.zeros_like(r))
-        x = r - 0.6 * (self.radius.unsqueeze(-1) + self.radius)
+        x = r - 3.0
         neck = self.neck / (1 + x**2 + 0.3 * x**6)
         integral = torch.where(self.itself, torch.zeros_like(r), 0.5 * bare + inside)
         psi = (integral.sum(-1) + neck.sum(-1)) * own.squeeze(-1)
