@@ -78,9 +78,12 @@ def _read(
     key = _key(read, record) if keyed else None
     if key is not None and _checked.get(reading.source, _form(key, t, start, reading, graph)):
         return reading, tensors, read, key
+    if in_transform():
+        read.check_rates(t, start)
+        return reading, tensors, read, None
     before = random_state(state[0].device)
     rates = read.check_rates(t, start)
-    if not in_transform() and (
+    if (
         random_state(state[0].device) != before
         or reading.registers_others(read)
         or reading.written(read, tensors) is not None

@@ -11,7 +11,7 @@ from torch import nn
 
 import adjsim
 from adjsim._grid import Grid
-from adjsim._module import ModuleTensors
+from adjsim._reading import Reading
 from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint, loops
 from adjsim.adjoints.exact_inversion import Fingerprints
 from adjsim.io import from_openmm
@@ -132,21 +132,19 @@ def computed(function, *inputs):
 def test_a_force_has_the_bits_of_its_product(atoms):
     """The backward loop computes other sums beside those of the force."""
     potential, grid = Embedded(atoms), Grid(torch.full((1, 1, 1), 2.0**-50, dtype=torch.float64))
-    tensors = ModuleTensors(potential)
+    reading = Reading(potential)
 
     def forward(x, *registered):
-        with tensors.substituted(registered):
-            return (force(potential, x.mT, grid=grid).mT,)
+        return (force(reading.bound(registered), x.mT, grid=grid).mT,)
 
     def backward(x, *registered):
         leaves = [y.detach().requires_grad_(y.is_floating_point()) for y in registered]
-        with tensors.substituted(leaves):
-            wanted = [y for y in leaves if y.requires_grad]
-            value, pullback = force_vjp(potential, x.mT, wanted, grid=grid)
-            along, found = pullback(torch.ones_like(x.mT))
+        wanted = [y for y in leaves if y.requires_grad]
+        value, pullback = force_vjp(reading.bound(leaves), x.mT, wanted, grid=grid)
+        along, found = pullback(torch.ones_like(x.mT))
         return value.mT, along.mT, *found
 
-    inputs = numbers(3, atoms), *(x.detach() for x in tensors.tensors)  # The layout in a loop.
+    inputs = numbers(3, atoms), *(x.detach() for x in reading.tensors)  # The layout in a loop.
     assert torch.equal(computed(forward, *inputs)[0], computed(backward, *inputs)[0])
 
 

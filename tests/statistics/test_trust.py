@@ -77,7 +77,10 @@ class Own(MassiveDynamics):
     def __init__(self):
         super().__init__(adjsim.Harmonic(parameter(1.0)), 1.3)
         self.kT, self.friction = parameter(0.8), parameter(1.0)
-        self.terms = {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
+
+    @property
+    def terms(self):
+        return {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
 
     def frictions(self, like):
         return self.friction.to(like)
