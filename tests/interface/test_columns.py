@@ -23,12 +23,12 @@ def start() -> torch.Tensor:
     return torch.tensor([[2.0, 1.0, -2.0, 0.3], [0.0, -0.7, 0.1, 0.0]])
 
 
-def scipy_column(j: int, method: str, span, t_eval=None, **options):
+def scipy_column(j: int, method: str, span, t_eval=None, start_factor=1.0, **options):
     def rate(t, y):
         return [y[1], MU[j] * (1 - y[0] ** 2) * y[1] - y[0] + 0.1 * np.sin(t)]
 
     return scipy.integrate.solve_ivp(
-        rate, span, start()[:, j].numpy(), method, t_eval, True, **options
+        rate, span, start_factor * start()[:, j].numpy(), method, t_eval, True, **options
     )
 
 
@@ -37,7 +37,10 @@ def scipy_column(j: int, method: str, span, t_eval=None, **options):
     "options", [{"rtol": 1e-6, "atol": [1e-7, 1e-8]}, {"max_step": 0.3}, {"first_step": 0.03}, {}]
 )
 def test_every_column_takes_the_steps_of_scipy(options, span):
-    """The same number of steps, and the same states; rounding grows by a thousand along them."""
+    """The same number of steps, and the same states.
+
+    They differ by less than what a few roundings of the start make of SciPy's own states.
+    """
     times = np.linspace(*span, 7)
     found = adjsim.solve_ivp(
         van_der_pol, span, start(), "RK45", times, True, args=(torch.tensor(MU),), **options
@@ -46,7 +49,11 @@ def test_every_column_takes_the_steps_of_scipy(options, span):
     for j in range(4):
         known = scipy_column(j, "RK45", span, times, **options)
         assert int(found.steps[j]) == len(known.sol.ts) - 1
-        close = {"rtol": 1e-12, "atol": 1e-12}
+        moved = [
+            scipy_column(j, "RK45", span, times, 1 + k * 1e-15, **options) for k in (1, -1, 3, -3)
+        ]
+        rounding = max(np.abs(x.y - known.y).max() for x in moved)
+        close = {"rtol": 0, "atol": 2 * rounding}
         np.testing.assert_allclose(found.y[..., j].numpy(), known.y, **close)
         np.testing.assert_allclose(found.sol(inside)[..., j].numpy(), known.sol(inside), **close)
 
