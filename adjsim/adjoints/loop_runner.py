@@ -190,7 +190,8 @@ class LoopRunner:
 
     def _check_retraced(self, loop: Loop) -> None:
         """Refuse a loop whose bits differ from those of the forward loop that it has to retrace."""
-        forward = self.problem.stats.get("compiled_forward", loop.path)
+        # None where an earlier process ran the forward loops.
+        forward = self.problem.stats["compiled_forward"] or loop.path
         if self.exact and not self.stored and forward.split()[0] != loop.path.split()[0]:
             raise CompileError(
                 "exact=True with compile=True needs forward and backward loops of one compiler, "

@@ -90,7 +90,8 @@ class Sweep(ABC):
         The states ``(n, times)`` change by as much as the tolerance of the solution. A difference
         of two formulas that is smaller is the roughness of the solution. Shorter intervals do not
         remove this roughness: where fun subtracts two large numbers, nothing else may remain. A
-        change that does not shrink with that of the states, as that of random numbers, is left out.
+        change that is not in proportion to that of the states, as that of random numbers or of a
+        jump of fun, is left out.
         """
         states, sizes = path(times), _without_cancellation(weights)
         scale = np.reshape(self.state_atol, (-1, 1)) + self.state_rtol * np.abs(states)
@@ -103,7 +104,7 @@ class Sweep(ABC):
             largest([b - a for a, b in zip(here, sums, strict=True)]) for sums in (there, nearby)
         )
         return [
-            change if small <= 16 * SHRUNK * change else 0.0
+            change if change / 16 <= small / SHRUNK <= 16 * change else 0.0
             for change, small in zip(changes, less, strict=True)
         ]
 
