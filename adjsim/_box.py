@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import derived
 from adjsim._inputs import as_tensor, outside_inference_mode
-from adjsim._reading import derived
 from adjsim._typing import Array
 
 
@@ -103,6 +103,17 @@ class Periodic(nn.Module):
         """How far beyond the cutoff a neighbour list reaches."""
         assert self.cutoff is not None
         return SKIN * self.cutoff if self.skin is None else self.skin
+
+
+def refuse_trained_box(module: nn.Module) -> None:
+    """Refuse a box that requires grad where the gradient with respect to it would be lost."""
+    for part in module.modules():
+        if isinstance(part, Periodic) and part.box is not None and part.box.requires_grad:
+            raise ValueError(
+                f"the box of {type(part).__name__} requires grad, and forces have no derivative "
+                "with respect to it here. Differentiate energies, potential(position, box=box), or "
+                "detach() the box."
+            )
 
 
 def as_box(box: Array) -> Tensor:

@@ -38,12 +38,17 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from adjsim._autocast import AutocastState, autocast_state
 from adjsim._code import called_by, imported_by, names_in
+from adjsim._derived import derived_names, source_of
 from adjsim._libraries import is_library, is_package
-from adjsim._reading import derived_names, source_of
 
 # Attributes that torch puts on a module: registered tensors are inputs, submodules are inspected
 # separately. Hooks are inspected where there are any. Rules of numbers do not enter a computation.
-_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"} | {"_rules", "_reading", "_source"}
+_MODULE_ATTRIBUTES = set(vars(nn.Module())) - {"training"} | {
+    "_rules",
+    "_reading",
+    "_source",
+    "_made",
+}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 _PLAIN = (
     type(None),

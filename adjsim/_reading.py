@@ -9,33 +9,36 @@ the user's module: other threads see it as it is.
 
 Numbers are checked whenever a reading is made, by the rules under which they were registered
 (:func:`adjsim._params.register`) and by the method ``validate`` of a module, which its constructor
-calls too. A value that follows from others (the volume of a box) is :class:`derived`: it is made
-with the reading, and again only where one of its sources differs.
+calls too. Values that follow from others are made with the reading (:mod:`adjsim._derived`).
 
-A copy is shallow: attributes that are no tensors are shared, but for the modules and tensors of the
-tree inside lists, dictionaries, bound methods, partial functions and closures, whose copies take
-their places.
-Functions of the user that read the tree in other ways (a record that names the dynamics) are
-evaluated by :meth:`Reading.on`.
+A copy is shallow: its attributes are shared, but for those that reach modules and tensors of the
+tree, which are rebuilt with the copies in their places (:mod:`adjsim._rebinding`). Functions of the
+user that name the user's modules (a record, an observable) are evaluated by :meth:`Reading.on`.
+Modules of ``torch.jit`` are not copied, and their tensors are not read.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from types import CellType, FunctionType, MethodType
-from typing import Any, Generic, TypeVar, cast, overload
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from adjsim._layout import is_tracing
+from adjsim._derived import (
+    MADE,
+    SOURCE,
+    Made,
+    derived,
+    derived_names,
+    derived_of,
+    has_values,
+    own_tensors,
+    replaced,
+    source_of,
+)
+from adjsim._rebinding import PLAIN, Place, Rebound, rebound, slots_of
 from adjsim._state import in_transform
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,93 +47,10 @@ V = TypeVar("V")
 # Attributes that torch gives every module.
 _STANDARD = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-# Types of attributes that hold no modules.
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_READING, _SOURCE = "_reading", "_source"
-# Attributes that a copy keeps, or that it gets anew.
-_KEPT = _STANDARD | {"_rules", _READING, _SOURCE}
-
-
-class derived(Generic[V]):
-    """A value of a module that follows from some of its attributes.
-
-    ``@derived("box", "cutoff")`` above a method makes a property, whose value is made when a
-    reading of the module is, or at the first use. The value is kept until a source has another
-    value: tensors are compared by their contents, since ``x.data`` evades the version counter. A
-    value with a source that requires grad is made at each use.
-
-    A tensor is a buffer of the copies that a reading makes, and so an input of compiled loops; one
-    that requires grad is made at each use. Any other value is a constant of them, and part of their
-    key.
-    """
-
-    def __init__(self, *sources: str) -> None:
-        self.sources = sources
-
-    def __call__(self, function: Callable[[Any], V]) -> derived[V]:
-        self.function = function
-        self.__doc__ = function.__doc__
-        return self
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, module: None, owner: Any = None) -> derived[V]: ...
-    @overload
-    def __get__(self, module: nn.Module, owner: Any = None) -> V: ...
-    def __get__(self, module: nn.Module | None, owner: Any = None) -> derived[V] | V:
-        if module is None:
-            return self
-        found = module._buffers.get(self.name)
-        return self.make(module) if found is None else cast(V, found)
-
-    def make(self, module: nn.Module) -> V:
-        """Return the value that follows from the present sources."""
-        sources = [getattr(module, name) for name in self.sources]
-        tensors = [x for x in sources if isinstance(x, Tensor)]
-        if any(x.requires_grad for x in tensors) or not _has_values():
-            return self.function(module)
-        known = _derived.setdefault(source_of(module), {})
-        if self.name in known and all(map(_equal, sources, known[self.name][0])):
-            return known[self.name][1]
-        with torch.no_grad():
-            value = self.function(module)
-        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in sources]
-        known[self.name] = (copies, value)
-        return value
-
-
-# The derived values of each module by name, with the values of their sources.
-_derived: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Any]]] = WeakKeyDictionary()
-
-
-@cache
-def _derived_of(kind: type) -> tuple[derived[Any], ...]:
-    found = {name: x for base in reversed(kind.__mro__) for name, x in vars(base).items()}
-    return tuple(x for x in found.values() if isinstance(x, derived))
-
-
-@cache
-def derived_names(kind: type) -> frozenset[str]:
-    """Return the names of the derived values of a class of modules."""
-    return frozenset(rule.name for rule in _derived_of(kind))
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        return (
-            isinstance(x, Tensor)
-            and isinstance(y, Tensor)
-            and (x.dtype, x.device) == (y.dtype, y.device)
-            and torch.equal(x, y)
-        )
-    return type(x) is type(y) and bool(x == y)
-
-
-def _has_values() -> bool:
-    """Return whether the values of tensors can be read."""
-    return not (in_transform() or is_tracing() or torch.compiler.is_compiling())
+_READING = "_reading"
+# Attributes of the library's own: the rules of numbers, and what a copy gets.
+OWN = frozenset({"_rules", _READING, SOURCE, MADE})
+_KEPT = _STANDARD | OWN
 
 
 class Reading(Generic[M]):
@@ -156,7 +76,7 @@ class Reading(Generic[M]):
     def __init__(self, module: M, box: Tensor | None = None) -> None:
         self.module, self.source = module, source_of(module)
         self._parts = list(_parts(module))
-        if _has_values():
+        if has_values():
             for _, part in self._parts:
                 _check(part)
         found = [
@@ -186,11 +106,13 @@ class Reading(Generic[M]):
         self._places = [(part, table, name, number_of[id(x)]) for _, part, table, name, x in found]
         # The attributes at this time, since the user's modules may change.
         self._states = [vars(part).copy() for _, part in self._parts]
-        for state in self._states:
+        for (_, part), state in zip(self._parts, self._states, strict=True):
             for table in ("_parameters", "_buffers", "_modules"):
                 state[table] = state[table].copy()
+            for name in derived_names(type(part)):
+                state["_buffers"].pop(name, None)
         places = tuple((path, name, number_of[id(x)]) for path, _, _, name, x in found)
-        self.slots = (self.names, places, tuple(item for _, item in self._values))
+        self.slots = (self.names, places, tuple(tuple(x.items()) for _, x in self._values))
 
     @property
     def lazy(self) -> bool:
@@ -209,23 +131,26 @@ class Reading(Generic[M]):
         for (_, part), given in zip(self._parts, self._states, strict=True):
             twin, state = twins[id(part)], given.copy()
             for name, value in state.items():
-                if type(value) not in _PLAIN and name not in _KEPT:
-                    state[name] = _rebound(value, twins, {})
+                if type(value) not in PLAIN and name not in _KEPT:
+                    state[name] = rebound(value, twins)
             for name in _HOOKS:
                 if state.get(name):
-                    state[name] = _rebound(state[name], twins, {})
+                    state[name] = rebound(state[name], twins)
             state["_modules"] = {
-                name: child if child is None else twins[id(child)]
-                for name, child in given["_modules"].items()
+                name: twins.get(id(child), child) for name, child in given["_modules"].items()
             }
             state["_parameters"] = given["_parameters"].copy()
             state["_buffers"] = given["_buffers"].copy()
-            state[_READING], state[_SOURCE] = self, source_of(part)
+            state[_READING], state[SOURCE] = self, source_of(part)
             vars(twin).update(state)
-        for part, (name, value) in self._values:
-            vars(twins[id(part)])[name] = value
+            for name in slots_of(type(part)):
+                if hasattr(part, name):
+                    object.__setattr__(twin, name, rebound(getattr(part, name), twins))
         for part, table, name, number in self._places:
             vars(twins[id(part)])[table][name] = tensors[number]
+        for part, values in self._values:
+            twin = twins[id(part)]
+            vars(twin)[MADE] = Made(values, own_tensors(twin))
         return cast(M, twins[id(self.module)])
 
     def rebound(self, copy: nn.Module, value: V) -> V:
@@ -233,7 +158,7 @@ class Reading(Generic[M]):
         found: dict[int, Any] = {}
         for (_, part), twin in zip(self._parts, _modules(copy), strict=True):
             found[id(part)] = found[id(source_of(part))] = twin
-        return _rebound(value, found, {})
+        return rebound(value, found)
 
     def leaves(self) -> tuple[Tensor, ...]:
         """Return copies of the values as leaves, which require grad where the tensors do."""
@@ -257,6 +182,9 @@ class Reading(Generic[M]):
         parts = dict(zip((id(part) for _, part in self._parts), _modules(copy), strict=True))
         for part, table, name, number in self._places:
             vars(parts[id(part)])[table][name] = tensors[number]
+        for part, values in self._values:
+            twin = parts[id(part)]
+            vars(twin)[MADE] = Made(values, own_tensors(twin))
 
     def registers_others(self, copy: nn.Module) -> bool:
         """Return whether a copy has other modules or names of tensors than it was made with."""
@@ -266,6 +194,43 @@ class Reading(Generic[M]):
             for twin, (_, part) in zip(parts, self._parts, strict=True)
             for table in ("_parameters", "_buffers")
         )
+
+    def kept(self, copy: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that modules of a copy have put into attributes, by their names."""
+        return {
+            f"{path}.{name}" if path else name: x
+            for (path, _), given, twin in zip(
+                self._parts, self._states, _modules(copy), strict=False
+            )
+            for name, x in vars(twin).items()
+            if isinstance(x, Tensor) and given.get(name) is None
+        }
+
+    def refuse_kept(self, tensors: Sequence[Tensor], evaluate: Callable[[M], Any]) -> None:
+        """Refuse a module that computes a tensor from parameters once, and keeps it.
+
+        Later evaluations would read it with the graph of the first one, or without a graph.
+
+        Args:
+            tensors: leaves for a copy.
+            evaluate: evaluates the copy.
+
+        Raises:
+            ValueError: the name of the attribute.
+        """
+        copy = self.bound(tensors)
+        with torch.enable_grad():
+            evaluate(copy)
+            first = self.kept(copy)
+            evaluate(copy)
+        for name, x in self.kept(copy).items():
+            if x is first.get(name) and x.requires_grad:
+                raise ValueError(
+                    f"{type(copy).__name__} keeps {name!r}, which is computed from parameters in "
+                    "the first evaluation (a cached property, or an attribute that is set once), "
+                    "so later evaluations have no gradient of their own: compute it in each "
+                    "evaluation."
+                )
 
     def written(self, copy: nn.Module, tensors: Sequence[Tensor]) -> str | None:
         """Return the name of a tensor that a copy has written into or replaced; None: it has not.
@@ -305,17 +270,20 @@ class Reading(Generic[M]):
         Modules of the tree in its closure are replaced by those of the copy. Where it reaches the
         tree in another way, torch functions receive the tensors of the copy.
         """
-        found, rebound = self._stand_ins(tensors), self.rebound(copy, function)
-        return _On(found, rebound) if found else rebound
-
-    def _stand_ins(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Map the identity of each tensor of the source to one of these tensors."""
-        found: dict[int, Tensor] = {}
+        function = self.rebound(copy, function)
+        stand_ins: dict[int, Tensor] = {}
+        places: list[Place] = []
         reading: Reading[Any] | None = self
+        # A copy has been read of another one, or of the user's module.
         while reading is not None:
-            found |= {id(x): y for x, y in zip(reading.tensors, tensors, strict=False)}
+            stand_ins |= {id(x): y for x, y in zip(reading.tensors, tensors, strict=False)}
+            places += [
+                (vars(part)[table], name, number)
+                for part, table, name, number in reading._places
+                if number < len(tensors)
+            ]
             reading = vars(reading.module).get(_READING)
-        return found
+        return Rebound(function, stand_ins, tuple(places), tuple(tensors)) if places else function
 
     @property
     def untrained(self) -> tuple[Tensor, ...]:
@@ -334,52 +302,22 @@ class Reading(Generic[M]):
         Args:
             changed: the tensors that differ from those of the modules, as places.
         """
-        self._values: list[tuple[nn.Module, tuple[str, Any]]] = []
+        self._values: list[tuple[nn.Module, dict[str, Any]]] = []
         for path, part in self._parts:
-            rules = _derived_of(type(part))
+            rules = derived_of(type(part))
             if not rules:
                 continue
             own = {name: x for _, owner, _, name, x in changed if owner is part}
             holder = replaced(part, own) if own else part
+            values: dict[str, Any] = {}
+            self._values.append((part, values))
             for rule in rules:
                 value = rule.make(holder)
                 if isinstance(value, Tensor):
                     if not value.requires_grad:
                         yield path, part, rule, value
                 else:
-                    self._values.append((part, (rule.name, value)))
-
-
-@dataclass(frozen=True)
-class _On(Generic[V]):
-    """A function of the user, evaluated with stand-ins of tensors."""
-
-    tensors: Mapping[int, Tensor]
-    function: Callable[..., V]
-
-    def __call__(self, *args: Any) -> V:
-        with StandIns(self.tensors):
-            value: Any = self.function(*args)
-        # The function may return a tensor itself, which no torch function has replaced.
-        return cast(V, self.tensors.get(id(value), value))
-
-
-class StandIns(TorchFunctionMode):
-    """A mode in which torch functions receive other tensors in place of some."""
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(
-            *map(self._of, args), **{name: self._of(x) for name, x in (kwargs or {}).items()}
-        )
-
-    def _of(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self._tensors.get(id(x), x)
-        return tree_map(self._of, x) if isinstance(x, list | tuple | dict) else x
+                    values[rule.name] = value
 
 
 def is_read(module: nn.Module) -> bool:
@@ -391,49 +329,36 @@ def read(module: M, box: Tensor | None = None) -> M:
     """Return what is computed for a module: the copy of a new reading, or the module if it is one.
 
     A tree that torch compiles is returned as it is.
+
+    Args:
+        module: the module.
+        box: a periodic box in place of that of each part; None: their own.
+
+    Raises:
+        ValueError: a part with a box that cannot be replaced.
     """
     if (box is None and is_read(module)) or torch.compiler.is_compiling():
         return module
-    return Reading(module, box).bound()
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    found = Reading(module, box).bound()
+    if box is not None:
+        _refuse_other_boxes(found, box)
+    return found
 
 
-def as_part(part: M, whole: nn.Module) -> M:
-    """Mark a module that a copy makes of its own tensors as belonging to the same reading."""
+def as_part(part: M, whole: nn.Module, **values: Any) -> M:
+    """Mark a module that a copy makes of its own tensors as belonging to the same reading.
+
+    Args:
+        part: the module, with its tensors.
+        whole: the copy.
+        values: derived values of the part that are no tensors.
+    """
     if is_read(whole):
         vars(part)[_READING] = vars(whole)[_READING]
+        vars(part)[MADE] = Made(values, own_tensors(part))
     return part
-
-
-def source_of(module: M) -> M:
-    """Return the module that the user edits, of which a module is a copy or which it is."""
-    return vars(module).get(_SOURCE, module)
-
-
-def replaced(module: M, tensors: Mapping[str, Tensor | None]) -> M:
-    """Return a shallow copy of one module with other tensors of these names.
-
-    Its submodules are shared. Derived values with one of these sources are made again.
-    """
-    twin = object.__new__(type(module))
-    state = vars(module) | {
-        "_parameters": dict(module._parameters), "_buffers": dict(module._buffers)
-    }  # fmt: skip
-    vars(twin).update(state)
-    for name, x in tensors.items():
-        table: dict[str, Any] = twin._parameters if name in twin._parameters else twin._buffers
-        table[name] = x
-    for rule in _derived_of(type(module)):
-        if not tensors.keys().isdisjoint(rule.sources):
-            twin._buffers.pop(rule.name, None)
-            vars(twin).pop(rule.name, None)
-    return twin
-
-
-def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of one module that are not derived, by name."""
-    made = derived_names(type(module))
-    found = {**module._parameters, **module._buffers}
-    return {name: x for name, x in found.items() if x is not None and name not in made}
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -443,7 +368,8 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         path, part = queue.pop()
         yield path, part
         for name, child in reversed(part._modules.items()):
-            if child is not None and id(child) not in seen:
+            script = isinstance(child, torch.jit.ScriptModule)
+            if child is not None and not script and id(child) not in seen:
                 seen.add(id(child))
                 queue.append((f"{path}.{name}" if path else name, child))
 
@@ -475,75 +401,22 @@ def _with_box(module: nn.Module, found: Sequence[Any], box: Tensor) -> list[Any]
         raise ValueError(
             f"{type(module).__name__} has no box to replace: give it one when it is made (box=)."
         )
+    # A part may hold the box of another under a name of its own.
+    boxes = {id(x) for *_, name, x in found if name == "box"}
     return [
-        (path, part, table, name, box if name == "box" else x)
+        (path, part, table, name, box if id(x) in boxes else x)
         for path, part, table, name, x in found
     ]
 
 
-def _rebound(value: Any, twins: Mapping[int, Any], seen: dict[int, Any]) -> Any:
-    """Replace modules and tensors of a tree inside a value by those of a copy.
-
-    A value without such modules and tensors is returned itself.
-    """
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, nn.Module | Tensor):
-        return twins.get(id(value), value)
-    if not gc.is_tracked(value):
-        return value
-    if id(value) in seen:
-        return seen[id(value)]
-    seen[id(value)] = value
-    if isinstance(value, dict):
-        items = {name: _rebound(x, twins, seen) for name, x in value.items()}
-        if all(x is y for x, y in zip(items.values(), value.values(), strict=True)):
-            return value
-        twin = value.copy()
-        twin.update(items)
-        return twin
-    if isinstance(value, list | tuple):
-        parts = [_rebound(x, twins, seen) for x in value]
-        if all(x is y for x, y in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if isinstance(value, MethodType):
-        owner = _rebound(value.__self__, twins, seen)
-        return value if owner is value.__self__ else MethodType(value.__func__, owner)
-    if isinstance(value, partial):
-        parts = [_rebound(x, twins, seen) for x in (value.func, value.args, value.keywords)]
-        same = all(
-            x is y for x, y in zip(parts, (value.func, value.args, value.keywords), strict=True)
-        )
-        return value if same else partial(parts[0], *parts[1], **parts[2])
-    if isinstance(value, FunctionType) and value.__closure__:
-        return _rebound_function(value, twins, seen)
-    return value
-
-
-def _rebound_function(
-    function: FunctionType, twins: Mapping[int, Any], seen: dict[int, Any]
-) -> FunctionType:
-    """Replace modules and tensors of a tree in the closure of a function by those of a copy."""
-    cells = list(function.__closure__ or ())
-    changed = False
-    for k, cell in enumerate(cells):
-        try:
-            content = cell.cell_contents
-        except ValueError:
-            continue  # An empty cell.
-        found = _rebound(content, twins, seen)
-        if found is not content:
-            cells[k], changed = CellType(found), True
-    if not changed:
-        return function
-    twin = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells),
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    vars(twin).update(vars(function))
-    return twin
+def _refuse_other_boxes(copy: nn.Module, box: Tensor) -> None:
+    """Refuse a copy of which a part has kept its own box."""
+    for part in copy.modules():
+        own = getattr(part, "box", None)
+        if own is None or own is box:
+            continue
+        if not isinstance(own, Tensor) or own.shape != box.shape or not torch.equal(own, box):
+            raise ValueError(
+                f"{type(part).__name__} has a box that potential(position, box=...) cannot "
+                "replace: register it as a buffer with the name 'box', and read it there."
+            )

@@ -90,6 +90,9 @@ def _read(
         or (key is not None and _key(read, record) != key)
     ):
         return None
+    if graph and reading.wanted and reading.kept(read):
+        at = torch.tensor(t, dtype=torch.float64)
+        reading.refuse_kept(tensors, lambda copy: copy.drift(at, start))
     if graph:
         _check_captured(reading, tensors, read, start, rates, record)
     if key is not None:

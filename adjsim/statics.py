@@ -117,7 +117,10 @@ def minimize(
     if bool(free.all()):
         start = start.detach()
     parameters = reading.trainable(leaves)
-    return _Minimum.apply(search, parameters, start, *reading.trainable(reading.tensors).values())
+    found = _Minimum.apply(search, parameters, start, *reading.trainable(reading.tensors).values())
+    if reading.wanted and reading.kept(search.potential):
+        reading.refuse_kept(leaves, lambda copy: copy(start.detach()))
+    return found
 
 
 def _free(fixed: Any, atoms: int) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from adjsim._autocast import autocast_state, restored_autocast
+from adjsim._box import refuse_trained_box
 from adjsim._state import State
 from adjsim._trajectory import RunEnd
 from adjsim.adjoints.base import Result, refuse_graph
@@ -49,6 +50,7 @@ def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History
         problem: the problem to run.
         make_history: makes the history of the run from its steps.
     """
+    refuse_trained_box(problem.dynamics)
     stepper, inputs = prepare(problem, problem.connected())
     run = _SweptRun(problem, stepper, make_history(stepper), inputs)
     problem.stats["cotangent_growth"] = None

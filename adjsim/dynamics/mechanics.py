@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import derived
 from adjsim._inputs import describe_type
 from adjsim._params import register
-from adjsim._reading import as_part, derived
+from adjsim._reading import as_part
 from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Array, Energies, Number, PositionsLike, Seed
 from adjsim.dynamics.base import (

@@ -12,7 +12,7 @@ from adjsim._noise import Noise
 from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
-from adjsim.estimators.functional import moved
+from adjsim.estimators.functional import moved, refuse_captured_force
 
 
 class FiniteDifference(ChunkedEstimator):
@@ -38,6 +38,9 @@ class FiniteDifference(ChunkedEstimator):
         if not h > 0:
             raise ValueError(f"h must be positive; got {h}.")
         self.h = h
+
+    def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
+        refuse_captured_force("FiniteDifference", simulation)
 
     @torch.no_grad()
     def chunk(

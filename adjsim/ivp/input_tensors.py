@@ -26,7 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim._reading import Reading, StandIns
+from adjsim._reading import Reading
+from adjsim._rebinding import StandIns
 
 
 class InputTensors:

@@ -48,6 +48,19 @@ def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
     return evaluated
 
 
+# Methods that follow from another one, and have to be written anew where it is.
+FOLLOWING = {
+    "forward": ("force", "force_vjp", "virial"),
+    "force": ("force_vjp",),
+    "element": ("slope", "curvature"),
+    "slope": ("curvature",),
+    "pair_energy": ("pair_slope", "pair_curvature"),
+    "pair_slope": ("pair_curvature",),
+    "radial_energy": ("radial_slope", "radial_curvature"),
+    "radial_slope": ("radial_curvature",),
+}
+
+
 class _Read(nn.Module):
     """Base class of modules whose evaluations begin with a reading."""
 
@@ -58,11 +71,23 @@ class _Read(nn.Module):
                 setattr(cls, name, _reads(vars(cls)[name]))
 
 
+def _take_from_base(cls: type, name: str) -> None:
+    """Give a class that does not write a method that of the first class that has it."""
+    having = [kind for kind in cls.__mro__ if name in vars(kind)]
+    if having and having[0] is not cls and having[0] is not having[-1]:
+        setattr(cls, name, vars(having[-1])[name])
+
+
 class Potential(_Read):
     """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms.
 
     ``potential(position, box=None)`` evaluates a reading of the potential, made at the call. A box
     takes the place of that of the constructor, in every part of a sum.
+
+    A subclass that writes an energy, and not the closed forms of its derivatives, does not inherit
+    those of another energy: it gets the derivatives of the base class, by automatic
+    differentiation. ``class Moved(Coulomb, inherits_forces=True)`` keeps the closed forms, of an
+    energy that differs by a constant.
 
     Attributes:
         within_molecules: whether the energy is a sum over terms of atoms of one molecule. Without a
@@ -71,6 +96,13 @@ class Potential(_Read):
     """
 
     within_molecules: ClassVar[bool] = False
+
+    def __init_subclass__(cls, inherits_forces: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for written, following in FOLLOWING.items():
+            if written in vars(cls) and not inherits_forces:
+                for name in following:
+                    _take_from_base(cls, name)
 
     def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
         given = None if box is None else as_box(box)

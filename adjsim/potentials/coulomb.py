@@ -72,7 +72,7 @@ class Coulomb(RadialPotential):
         return self.constant * charge * other
 
 
-class ReactionField(Coulomb):
+class ReactionField(Coulomb, inherits_forces=True):
     """Coulomb's law within the cutoff, with a dielectric medium beyond it::
 
         u = constant q_i q_j (1/r + k r^2 - c)
@@ -126,7 +126,7 @@ class ReactionField(Coulomb):
         return 2 * self._products(r) * (self.quadratic + 1 / (r * r * r))
 
 
-class Wolf(Coulomb):
+class Wolf(Coulomb, inherits_forces=True):
     """Coulomb's law, damped and shifted so that the sphere within the cutoff is neutral::
 
         u = constant q_i q_j (erfc(alpha r)/r - erfc(alpha r_c)/r_c)

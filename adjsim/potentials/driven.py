@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import replaced
 from adjsim._grid import Grid
 from adjsim._inputs import describe_type, refuse_uncalled, refuse_uncalled_class
 from adjsim._layout import is_tracing, materialise_contiguous
 from adjsim._params import refuse_unknown
-from adjsim._reading import read, replaced
+from adjsim._reading import read
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import (
     ForceField,

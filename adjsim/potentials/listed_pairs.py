@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim._box import nearest_image
+from adjsim._derived import own_tensors
 from adjsim._grid import Grid
 from adjsim._inputs import outside_inference_mode
 from adjsim._layout import is_tracing
 from adjsim._pairs.exclusions import check_exclusions
 from adjsim._pairs.kernel import ATOM, NUMBER, TABLE
 from adjsim._params import refuse_unknown
-from adjsim._reading import own_tensors
 from adjsim._state import in_transform
 from adjsim._tree import pairs_within
 from adjsim._typing import Energies, Positions

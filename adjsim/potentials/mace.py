@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import derived
 from adjsim._inputs import as_indices
 from adjsim._params import point_of_differentiation
-from adjsim._reading import derived
 from adjsim._typing import Array
 from adjsim.potentials.graph import GraphPotential
 

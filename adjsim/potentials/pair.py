@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from adjsim._box import Periodic
+from adjsim._derived import own_tensors, replaced
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, describe_type, outside_inference_mode
 from adjsim._pairs.exclusions import checked_exclusions
 from adjsim._params import register
-from adjsim._reading import own_tensors, replaced
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials import all_pairs, listed_pairs
 from adjsim.potentials.base import Potential, Pullback, SumPotential, derivative

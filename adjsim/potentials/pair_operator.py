@@ -19,6 +19,7 @@ from torch import Tensor
 
 from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._cpp.values import UnprintableError
+from adjsim._derived import own_tensors, replaced
 from adjsim._grid import Grid
 from adjsim._layout import is_tracing
 from adjsim._pairs.formulas import OTHER, check_elementwise, printed, trace
@@ -38,7 +39,7 @@ from adjsim._pairs.kernel import (
 )
 from adjsim._pairs.operator import evaluate as evaluate_kernel
 from adjsim._params import refuse_unknown
-from adjsim._reading import own_tensors, read, replaced
+from adjsim._reading import read
 from adjsim._typing import Energies, Positions
 from adjsim.potentials import all_pairs
 from adjsim.potentials.base import DeferredVJP, Pullback

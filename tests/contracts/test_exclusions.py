@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import adjsim
-from adjsim import _box, _reading
+from adjsim import _box, _derived
 from adjsim._pairs import kernel as kernels
 from adjsim.potentials import (
     WCA,
@@ -53,7 +53,7 @@ def listed(monkeypatch):
     def choose(limit):
         monkeypatch.setattr(_box, "LISTED", limit)
         monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", limit)
-        _reading._derived.clear()
+        _derived._known.clear()
 
     choose(LISTED)
     return choose

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import _box, _reading
+from adjsim import _box, _derived
 from adjsim.potentials import PairPotential, all_pairs, listed_pairs, pair_operator
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
@@ -18,7 +18,7 @@ CLOSE = 1e-11
 @pytest.fixture(autouse=True)
 def without_operator(monkeypatch):
     monkeypatch.setattr(_box, "LISTED", 0.0)
-    _reading._derived.clear()
+    _derived._known.clear()
     monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", 0)
     monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: "as a test wants")
     listed_pairs._lists.clear()
@@ -243,7 +243,7 @@ def test_an_exact_run_is_retraced():
     end, listed = gradient()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_box, "LISTED", 1e9)
-        _reading._derived.clear()
+        _derived._known.clear()
         other, every = gradient()
     # Sums of lattice multiples are exact in any order.
     assert torch.equal(end, other)
@@ -271,7 +271,7 @@ def test_systems_that_are_not_finite():
 def test_virial_of_a_potential_with_an_operator(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(_box, "LISTED", 0.0)
-    _reading._derived.clear()
+    _derived._known.clear()
     pair = lennard_jones("tilted")
     q = gas(cell("tilted"), 60, seed=2)
     assert pair.path(q) == "neighbour list"

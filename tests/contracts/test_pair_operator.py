@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import adjsim
-from adjsim import _box, _reading
+from adjsim import _box, _derived
 from adjsim._cpp.library import CompilerError
 from adjsim._pairs import kernel as kernels
 from adjsim._pairs.merging import merge_pairs
@@ -42,7 +42,7 @@ def listed(monkeypatch):
     def choose(limit):
         monkeypatch.setattr(_box, "LISTED", limit)
         monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", limit)
-        _reading._derived.clear()
+        _derived._known.clear()
 
     choose(LISTED)
     return choose

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import adjsim
-from adjsim._reading import Reading, derived
+from adjsim._derived import derived
+from adjsim._reading import Reading
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint

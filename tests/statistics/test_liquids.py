@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim import _box, _reading
+from adjsim import _box, _derived
 from adjsim.observables import pressure
 from adjsim.potentials import Switched, tail_corrections
 from tests.problems import parameter
@@ -62,7 +62,7 @@ def test_energy_and_momentum_over_a_hundred_thousand_steps():
 def test_a_liquid_retraces_a_hundred_thousand_steps(monkeypatch, threads, limit):
     """The start comes back bit for bit, with one gradient for lists and all pairs."""
     monkeypatch.setattr(_box, "LISTED", limit)
-    _reading._derived.clear()
+    _derived._known.clear()
     potential, state = liquid(108, 0.8, 1.0, cutoff=2.3)
     dynamics, before = adjsim.Hamiltonian(potential), torch.get_num_threads()
     torch.set_num_threads(threads)

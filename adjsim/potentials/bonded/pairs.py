@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import own_tensors
 from adjsim._geometry import Distance, SquaredDistance
 from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
-from adjsim._reading import own_tensors
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from adjsim._inputs import as_number, as_tensor
-from adjsim._layout import is_tracing
 from adjsim._params import register
-from adjsim._state import in_transform
-from adjsim._typing import Array, Energies, Number, Positions
+from adjsim._typing import Array, Number
 from adjsim.potentials.pair import PairPotential
 
 
@@ -68,16 +66,16 @@ class ParticleContact(PairPotential):
         register(self, "radius", found, positive=True)
         self.register_pair_parameter("stiffness", stiffness)
 
-    def forward(self, position: Positions) -> Energies:
-        if not (is_tracing() or in_transform()):
-            largest = _largest_reach(self.radius)
-            if largest > self._reach * (1 + 1e-12):
-                raise ValueError(
-                    f"the largest sum of two radii has become {largest:g}, beyond the reach "
-                    f"{self._reach:g} of the neighbour list: give a larger cutoff, or a radius "
-                    "that requires grad."
-                )
-        return super().forward(position)
+    def validate(self) -> None:
+        """Refuse radii beyond the reach of the neighbour list."""
+        super().validate()
+        largest = _largest_reach(self.radius)
+        if largest > self._reach * (1 + 1e-12):
+            raise ValueError(
+                f"the largest sum of two radii has become {largest:g}, beyond the reach "
+                f"{self._reach:g} of the neighbour list: give a larger cutoff, or a radius "
+                "that requires grad."
+            )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         r, reach = self._distances(s)

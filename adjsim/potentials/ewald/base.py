@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._box import Periodic, volume
+from adjsim._box import Periodic, refuse_trained_box, volume
+from adjsim._derived import derived
 from adjsim._grid import Grid
 from adjsim._inputs import as_number, outside_inference_mode
 from adjsim._layout import materialise
 from adjsim._params import refuse_unknown, register
-from adjsim._reading import derived
 from adjsim._typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ParameterVJP, Potential, Pullback, VJPSum
 from adjsim.potentials.ewald.autograd import ChargeSum, force_of
@@ -80,9 +80,9 @@ class EwaldSum(Periodic, Potential):
         }  # fmt: skip
         settings = {
             "cutoff": self.cutoff, "skin": self.skin, "constant": self.constant,
-            "smallest_listed": self.smallest_listed,
         }  # fmt: skip
-        return ScreenedCoulomb.part_of(self, tensors, settings)
+        values = {"smallest_listed": self.smallest_listed}
+        return ScreenedCoulomb.part_of(self, tensors, settings, values)
 
     @derived("alpha")
     def screening(self) -> Tensor:
@@ -126,6 +126,7 @@ class EwaldSum(Periodic, Potential):
         return energy
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+        refuse_trained_box(self)
         charge = self._charges(position)
         value = self.real.force(position, grid)
         for part in self._parts(position):

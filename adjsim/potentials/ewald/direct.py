@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from adjsim._reading import derived
+from adjsim._derived import derived
 from adjsim._typing import Array, Number
 from adjsim.potentials.ewald.base import EwaldSum
 from adjsim.potentials.ewald.splitting import three_numbers, wave_numbers

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjsim._derived import derived
 from adjsim._inputs import as_whole
-from adjsim._reading import derived
 from adjsim._typing import Array, Number
 from adjsim.potentials.ewald.base import EwaldSum
 from adjsim.potentials.ewald.mesh import Mesh, full_influence, mesh_virial, real_influence

@@ -50,13 +50,14 @@ class ScreenedCoulomb(Coulomb):
         whole: nn.Module,
         tensors: Mapping[str, Tensor | None],
         settings: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> ScreenedCoulomb:
-        """Make the part of a sum that has checked these tensors and settings."""
+        """Make the part of a sum that has checked these tensors, settings and derived values."""
         part = object.__new__(cls)
         nn.Module.__init__(part)
         part._buffers.update(tensors)
         vars(part).update(truncation=SHIFTED, **settings)
-        return as_part(part, whole)
+        return as_part(part, whole, **values)
 
     def truncated_energy(self, s: Tensor) -> Tensor:
         return self.pair_energy(s)
