@@ -179,7 +179,7 @@ class VectorField(torch.nn.Module, Generic[State]):
         rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
         if self.average is not None:
             value = self.average.function(state)
-            check_shape(value, fields[-1].shape, f"at t = {float(t):g}")
+            check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
             rates = (*rates, value.to(fields[-1].dtype))
         if self.checked and torch.is_grad_enabled():
             known = [*fields, t, *self.parameters_of_adjoint]
