@@ -20,7 +20,7 @@ Modules of ``torch.jit`` are not copied, and their tensors are not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,6 @@ class Reading(Generic[M]):
             for path, part, rule, x in self._derived_values(found if box is not None else ())
         ]
         number_of: dict[int, int] = {}
-        self.tensors: tuple[Tensor, ...] = ()
         names: list[str] = []
         tensors: list[Tensor] = []
         for path, _, _, name, x in found:
@@ -146,19 +145,15 @@ class Reading(Generic[M]):
             for name in slots_of(type(part)):
                 if hasattr(part, name):
                     object.__setattr__(twin, name, rebound(getattr(part, name), twins))
-        for part, table, name, number in self._places:
-            vars(twins[id(part)])[table][name] = tensors[number]
-        for part, values in self._values:
-            twin = twins[id(part)]
-            vars(twin)[MADE] = Made(values, own_tensors(twin))
-        return cast(M, twins[id(self.module)])
+        copy: M = twins[id(self.module)]
+        self.put(tensors, copy)
+        return copy
 
     def rebound(self, copy: nn.Module, value: V) -> V:
         """Replace modules of the tree inside a function or another value by those of a copy."""
-        found: dict[int, Any] = {}
-        for (_, part), twin in zip(self._parts, _modules(copy), strict=True):
-            found[id(part)] = found[id(source_of(part))] = twin
-        return rebound(value, found)
+        found = self._copies(copy)
+        sources = {id(source_of(part)): found[id(part)] for _, part in self._parts}
+        return rebound(value, found | sources)
 
     def leaves(self) -> tuple[Tensor, ...]:
         """Return copies of the values as leaves, which require grad where the tensors do."""
@@ -179,12 +174,16 @@ class Reading(Generic[M]):
 
     def put(self, tensors: Sequence[Tensor], copy: nn.Module) -> None:
         """Put other tensors into a copy that nobody else has."""
-        parts = dict(zip((id(part) for _, part in self._parts), _modules(copy), strict=True))
+        parts = self._copies(copy)
         for part, table, name, number in self._places:
             vars(parts[id(part)])[table][name] = tensors[number]
         for part, values in self._values:
             twin = parts[id(part)]
             vars(twin)[MADE] = Made(values, own_tensors(twin))
+
+    def _copies(self, copy: nn.Module) -> dict[int, nn.Module]:
+        """Return the modules of a copy by the identity of those that were read."""
+        return {id(part): x for (_, part), x in zip(self._parts, _modules(copy), strict=True)}
 
     def registers_others(self, copy: nn.Module) -> bool:
         """Return whether a copy has other modules or names of tensors than it was made with."""
@@ -239,7 +238,7 @@ class Reading(Generic[M]):
             copy: the copy.
             tensors: those that the copy was made with, which nobody else writes into.
         """
-        parts = dict(zip((id(part) for _, part in self._parts), _modules(copy), strict=True))
+        parts = self._copies(copy)
         for part, table, name, number in self._places:
             x = tensors[number]
             if vars(parts[id(part)])[table].get(name) is not x or x._version:
@@ -284,15 +283,6 @@ class Reading(Generic[M]):
             ]
             reading = vars(reading.module).get(_READING)
         return Rebound(function, stand_ins, tuple(places), tuple(tensors)) if places else function
-
-    @property
-    def untrained(self) -> tuple[Tensor, ...]:
-        """The tensors that do not require grad, which a graph saves to notice later changes."""
-        return tuple(
-            x
-            for number, x in enumerate(self.tensors)
-            if number not in self.wanted and not x.is_inference()
-        )
 
     def _derived_values(
         self, changed: Sequence[Any]

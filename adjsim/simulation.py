@@ -220,8 +220,7 @@ def assemble(
     compile: bool = False,
 ) -> Problem[State]:
     """Check the parts of a run against each other, and return them as one problem."""
-    reading, tensors, read, key = check_rates(dynamics, state, float(times[0]), record, compile)
-    dynamics = read
+    reading, tensors, dynamics, key = check_rates(dynamics, state, float(times[0]), record, compile)
     if isinstance(solver, SteppingSolver):
         reason = solver.no_loop(dynamics, state) if compile else ""
         if reason:

@@ -109,7 +109,10 @@ class Dynamics(nn.Module, Generic[State]):
     @property
     def terms(self) -> dict[str, Term[State]]:
         """The terms by their letters, made at each use, so that a copy has terms of its own."""
-        raise NotImplementedError(f"{type(self).__name__} does not list its terms.")
+        raise TypeError(
+            f"{type(self).__name__} does not list its terms: write a property terms that returns "
+            "a dictionary from letters to terms."
+        )
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from adjsim._reading import Reading
 from tests import bonded, contact, mechanics
 from tests.contracts.test_exclusions import KINDS
 from tests.contracts.test_readings import EVERY as READ
+from tests.copies import WAYS
 from tests.problems import parameter, square, vector
 
 BOX = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
@@ -105,20 +103,6 @@ def made():
         dynamics.Random(), well.stationary_density(), well.heat_limit(start),
         adjsim.OverdampedLangevin(adjsim.Harmonic()).stationary_density(),
     ]  # fmt: skip
-
-
-def saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-WAYS = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch.save": saved,
-}
 
 
 @pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import threading
 
 import pytest
@@ -17,6 +16,7 @@ from adjsim._reading import Reading
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
+from tests.copies import WAYS
 from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, parameter, square, start
 
 ADJOINTS = [DirectAdjoint(), CheckpointAdjoint(), ReversibleAdjoint()]
@@ -295,15 +295,8 @@ EVERY = {
 }
 
 
-def saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("name", ["ODE", "SDE"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved], ids=["deepcopy", "torch.save"])
+@pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
 def test_a_copy_of_a_field_runs_itself(name, copied):
     field = EVERY[name]()
     twin = copied(field)

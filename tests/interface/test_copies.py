@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -12,20 +10,8 @@ import torch
 import adjsim
 from adjsim import adjoints, solvers
 from adjsim.ivp.adjoint import METHODS
+from tests.copies import WAYS
 
-
-def through_file(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-WAYS = {
-    "copy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "file": through_file,
-}
 TABLEAU = solvers.Tableau([[], [0.5]], [0.0, 1.0])
 OBJECTS = [
     solvers.BAOAB(0.1),

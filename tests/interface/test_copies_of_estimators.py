@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 
@@ -13,6 +9,7 @@ import adjsim
 from adjsim.estimators import Estimator
 from adjsim.potentials import signals
 from adjsim.potentials.signals import Signal
+from tests.copies import WAYS
 from tests.problems import parameter
 
 DYNAMICS = adjsim.Langevin(adjsim.Harmonic(parameter(1.0)), friction=1.0)
@@ -32,18 +29,7 @@ SIGNALS = {
 }
 
 
-def saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def pickled(x):
-    return pickle.loads(pickle.dumps(x))
-
-
-copied = pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+copied = pytest.mark.parametrize("copied", WAYS.values(), ids=WAYS)
 
 
 def starts(replicas, generator):
