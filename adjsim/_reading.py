@@ -19,7 +19,7 @@ Modules of ``torch.jit`` are not copied, and their tensors are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -145,8 +145,8 @@ class Reading(Generic[M]):
             for name in slots_of(type(part)):
                 if hasattr(part, name):
                     object.__setattr__(twin, name, rebound(getattr(part, name), twins))
+        self._put(tensors, twins)
         copy: M = twins[id(self.module)]
-        self.put(tensors, copy)
         return copy
 
     def rebound(self, copy: nn.Module, value: V) -> V:
@@ -174,7 +174,9 @@ class Reading(Generic[M]):
 
     def put(self, tensors: Sequence[Tensor], copy: nn.Module) -> None:
         """Put other tensors into a copy that nobody else has."""
-        parts = self._copies(copy)
+        self._put(tensors, self._copies(copy))
+
+    def _put(self, tensors: Sequence[Tensor], parts: Mapping[int, nn.Module]) -> None:
         for part, table, name, number in self._places:
             vars(parts[id(part)])[table][name] = tensors[number]
         for part, values in self._values:
@@ -186,13 +188,15 @@ class Reading(Generic[M]):
         return {id(part): x for (_, part), x in zip(self._parts, _modules(copy), strict=True)}
 
     def registers_others(self, copy: nn.Module) -> bool:
-        """Return whether a copy has other modules or names of tensors than it was made with."""
+        """Return whether a copy has more or fewer modules or tensors than it was made with."""
         parts = _modules(copy)
-        return len(parts) != len(self._parts) or any(
-            _registered(twin, table) != _registered(part, table)
-            for twin, (_, part) in zip(parts, self._parts, strict=True)
-            for table in ("_parameters", "_buffers")
+        tensors = sum(
+            x is not None
+            for part in parts
+            for table in (part._parameters, part._buffers)
+            for x in table.values()
         )
+        return (len(parts), tensors) != (len(self._parts), len(self._places))
 
     def kept(self, copy: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that modules of a copy have put into attributes, by their names."""
@@ -366,12 +370,6 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _modules(module: nn.Module) -> list[nn.Module]:
     return [part for _, part in _parts(module)]
-
-
-def _registered(part: nn.Module, table: str) -> set[str]:
-    """Return the names under which a module has tensors that are not derived."""
-    found = {name for name, x in vars(part)[table].items() if x is not None}
-    return found - derived_names(type(part))
 
 
 def _check(part: nn.Module) -> None:

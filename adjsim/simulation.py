@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def run(
         )
     times, state = check_times(ts), as_state(state)
     problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
-    problem.continues = continues
+    problem = replace(problem, continues=continues)
     if compile:
         _check_compiled(problem, adjoint)
     adjoint.check(problem)
@@ -300,8 +301,7 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             raise TypeError(
                 f"compile=True cannot undo the steps of {problem.solver!r}: {reason}. {LEAVE_OUT}"
             )
-        program = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
-        for stage, move in program.moves:
+        for stage, move in problem.program.moves:
             if isinstance(move, Map) and move.no_loop:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "

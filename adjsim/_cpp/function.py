@@ -153,7 +153,7 @@ def _tasks(value: Value) -> list[Task]:
     if isinstance(value, Called):
         return []
     if isinstance(value, Reduced):
-        return [Task(value.buffer, value.operands[0], value.axes)]
+        return [Task(value.buffer, value.operands[0], value.axes, lanes=value.lanes)]
     if isinstance(value, Joined):
         tasks, at = [], 0
         for part in value.operands:

@@ -27,6 +27,7 @@ from adjsim._cpp.operations import LOGICAL, literal
 from adjsim._cpp.pointwise import pointwise
 from adjsim._cpp.products import FEW, MatrixProduct, sum_of_products
 from adjsim._cpp.values import (
+    LANES,
     TYPES,
     Arange,
     Buffer,
@@ -55,6 +56,7 @@ class Lowering:
         graph: a graph of tensors of known shapes on the CPU, without dead code.
         inputs: the buffers of its placeholders.
         large: values with more elements are not stored merely for being read more than once.
+        exact: whether sums must have the same bits in every program.
 
     Attributes:
         stored: the stored values, in the order of the graph.
@@ -63,8 +65,10 @@ class Lowering:
         outputs: the values of the graph's outputs.
     """
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Buffer], large: int) -> None:
-        self.large = large
+    def __init__(
+        self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool
+    ) -> None:
+        self.large, self.exact = large, exact
         self.stored: list[Value] = []
         self.calls: list[Call] = []
         self.checked: list[Checked] = []
@@ -297,7 +301,15 @@ class Lowering:
             return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
         # The sums have the memory order of their operand.
         strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
-        return Reduced(tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes)
+        lanes = self._lanes(x, axes) if self.exact else None
+        return Reduced(
+            tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes, lanes=lanes
+        )
+
+    def _lanes(self, x: Value, axes: Sequence[int]) -> int:
+        """Choose the number of partial sums by what does not depend on other values."""
+        along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
+        return LANES if along else 1
 
     def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
         dtype = meta.dtype

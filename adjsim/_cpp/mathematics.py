@@ -24,6 +24,8 @@ HEADER = r"""#include <stdint.h>
 #define INFINITY __builtin_inf()
 #define NAN __builtin_nan("")
 namespace {
+template <class T> struct vector_of { typedef T type __attribute__((vector_size(8 * sizeof(T)))); };
+template <class T> using partial_sums = typename vector_of<T>::type;
 namespace math {
 #define ONE(x) \
   inline double x(double a) { return __builtin_##x(a); } \

@@ -3,10 +3,10 @@
 The innermost loop runs along the axis with contiguous memory accesses, and is vectorised: over the
 lanes of a row sum, or over neighbouring elements.
 
-A sum has the same bits in every program, whatever is computed beside it. It has LANES partial sums:
-number l adds the terms l, l + LANES, ... in order, and a binary tree adds the partial sums. A sum
-of at most LANES terms adds them in order. A compiler that chose the partial sums would choose
-others for a loop that reads other tensors, and an exact run would not be retraced.
+A sum along a row has LANES partial sums: number l adds the terms l, l + LANES, ... in order, and a
+binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order. Which of
+them is faster depends on the other tensors of the loop. So the sums of an exact run have a number
+of partial sums of their own, by which they have the same bits in every program.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ class Task:
         value: the value whose elements are written to the buffer, or summed into it.
         axes: the axes of the value that are summed.
         begin: the index in the buffer at which a part of a concatenated buffer begins.
+        lanes: the number of partial sums, 1 or LANES; None: as the loop likes.
     """
 
     buffer: Buffer
     value: Value
     axes: tuple[int, ...] = ()
     begin: Indices = ()
+    lanes: int | None = None
 
     @cached_property
     def kept(self) -> list[int]:
@@ -223,32 +225,45 @@ class Nest:
         return lines + ["}"] * (len(others) + 1)
 
     def _rows(self, innermost: str, limit: int) -> list[str]:
-        """Print sums along rows, accumulated in the lanes of a vector."""
+        """Print sums along rows, a vector of terms at a time."""
         lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
         length, whole = self.length[innermost], limit % LANES == 0
-        for total, kind in self._sums():
-            lines.append(f"alignas(64) {kind} {total}[{self.lanes}] = {{}};")
-        if self.lanes == 1:
-            lines.append(self._head(innermost))
+        sums = self._sums(LANES if length > LANES else 1)
+        for total, kind, lanes in sums:
+            lines.append(f"{f'partial_sums<{kind}>' if lanes > 1 else kind} {total} = {{}};")
+        if length <= LANES:
+            lines += [self._head(innermost), *self.body.lines]
+            lines += [
+                f"{total} += {text};"
+                for (total, *_), (_, text, _) in zip(sums, self.results, strict=True)
+            ]
+            lines.append("}")
         else:
             stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
+            lines.append(f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{")
+            lines.append(f"const int64_t end = {stop};")
+            lines += [f"alignas(64) {kind} {total}t[{LANES}] = {{}};" for total, kind, _ in sums]
             lines += [
-                f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{",
-                f"const int64_t end = {stop};",
                 "#pragma omp simd",
                 f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
                 f"const int64_t {innermost} = b + l;",
+                *self.body.lines,
             ]
-        lines += self.body.lines
-        for (total, kind), (_, text, _) in zip(self._sums(), self.results, strict=True):
-            padded = self.lanes > 1 and limit > length
-            term = f"({innermost} < {length} ? {text} : ({kind})0)" if padded else text
-            lines.append(f"{total}[{'l' if self.lanes > 1 else 0}] += {term};")
-        lines += ["}"] if self.lanes == 1 else ["}", "}"]
-        for (total, _), (task, _, at) in zip(self._sums(), self.results, strict=True):
-            result = _tree([f"{total}[{lane}]" for lane in range(self.lanes)])
+            for (total, kind, _), (_, text, _) in zip(sums, self.results, strict=True):
+                term = f"({innermost} < {length} ? {text} : ({kind})0)" if limit > length else text
+                lines.append(f"{total}t[l] = {term};")
+            lines.append("}")
+            # A sum that starts at zero is never -0, and adding zero does not change it.
+            for total, kind, lanes in sums:
+                lines.append(
+                    f"{total} += *(const partial_sums<{kind}>*){total}t;"
+                    if lanes > 1
+                    else f"for (int64_t l = 0; l < end; ++l) {total} += {total}t[l];"
+                )
+            lines.append("}")
+        for (total, _, lanes), (task, _, at) in zip(sums, self.results, strict=True):
             name = task.buffer.name if task.buffer.variable else f"{task.buffer.name}[{at}]"
-            lines.append(f"{name} = {result};")
+            lines.append(f"{name} = {_total(total, lanes)};")
         return lines + ["}"] * len(self.outer)
 
     def _blocks(self, innermost: str, limit: int) -> list[str]:
@@ -264,36 +279,53 @@ class Nest:
             f"const int64_t end = {end};",
         ]
         stop = str(block) if whole else "end"
-        for total, kind in self._sums():
-            lines.append(f"alignas(64) {kind} {total}[{self.lanes}][{block}] = {{}};")
-        lane = f"{summed} % {LANES}" if self.lanes > 1 else "0"
-        lines += [
-            self._head(summed),
-            f"const int64_t lane = {lane};",
-            "#pragma omp simd",
-            f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;",
-        ]
-        lines += self.body.lines
-        lines += [
-            f"{total}[lane][l] += {text};"
-            for (total, _), (_, text, _) in zip(self._sums(), self.results, strict=True)
-        ]
+        head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
+        sums = list(zip(self._sums(1), self.results, strict=True))
+        # One partial sum after the other, unless a sum has to take its terms in order.
+        apart = all(lanes > 1 for (_, _, lanes), _ in sums)
+        for (total, kind, lanes), _ in sums:
+            lines.append(f"alignas(64) {kind} {total}[{lanes * block}] = {{}};")
+        if apart:
+            lines.append(f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{")
+            lines += [
+                f"alignas(64) {kind} {total}p[{block}] = {{}};" for (total, kind, _), _ in sums
+            ]
+            lines.append(
+                f"for (int64_t {summed} = lane; {summed} < {self.length[summed]}; "
+                f"{summed} += {LANES}) {{"
+            )
+        else:
+            lines.append(self._head(summed))
+        lines += ["#pragma omp simd", head, *self.body.lines]
+        for (total, _, lanes), (_, text, _) in sums:
+            lane = f"{summed} % {LANES} * {block} + l" if lanes > 1 else "l"
+            lines.append(f"{total}p[l] += {text};" if apart else f"{total}[{lane}] += {text};")
         lines += ["}", "}"]
-        lines += [f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"]
-        lines += [
-            f"{t.buffer.name}[{at}] = {_tree([f'{total}[{n}][l]' for n in range(self.lanes)])};"
-            for (total, _), (t, _, at) in zip(self._sums(), self.results, strict=True)
-        ]
+        if apart:
+            lines.append(f"for (int64_t l = 0; l < {stop}; ++l) {{")
+            lines += [f"{total}[lane * {block} + l] = {total}p[l];" for (total, *_), _ in sums]
+            lines += ["}", "}"]
+        lines.append(head)
+        for (total, _, lanes), (task, _, at) in sums:
+            terms = [f"{total}[{n * block} + l]" for n in range(lanes)]
+            lines.append(f"{task.buffer.name}[{at}] = {_tree(terms)};")
         return lines + ["}"] * (len(others) + 2)
 
-    def _sums(self) -> list[tuple[str, str]]:
-        """Return the names and types of the sums."""
-        return [(f"s{n}", TYPES[task.buffer.dtype]) for n, task in enumerate(self.tasks)]
+    def _sums(self, lanes: int) -> list[tuple[str, str, int]]:
+        """Return the names and types of the sums, and the numbers of their partial sums.
 
-    @property
-    def lanes(self) -> int:
-        """The number of partial sums of a sum."""
-        return LANES if self.length[self.inner[0]] > LANES else 1
+        Args:
+            lanes: the number where a sum may have any.
+        """
+        return [
+            (f"s{n}", TYPES[task.buffer.dtype], task.lanes or lanes)
+            for n, task in enumerate(self.tasks)
+        ]
+
+
+def _total(name: str, lanes: int) -> str:
+    """Print the sum of partial sums in a vector, or a sum that has one part."""
+    return name if lanes == 1 else _tree([f"{name}[{lane}]" for lane in range(lanes)])
 
 
 def _tree(terms: list[str]) -> str:

@@ -94,7 +94,7 @@ def program(
     Args:
         parts: the graphs of the loop.
         constants, carry: example tensors; the first constant is the number of steps.
-        exact: whether functions such as exp must have the same bits wherever they are computed.
+        exact: whether functions such as exp, and sums, must have the same bits in every program.
         threads: the number of threads that share large loops.
         capacity: the largest number of steps of a loop that stores rows.
 
@@ -160,7 +160,7 @@ class _Program:
     ) -> None:
         if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
             raise UnprintableError("tensors of other types, or not on the CPU")
-        self.threads = threads
+        self.threads, self.exact = threads, exact
         self.large = 2 * max(x.numel() for x in carry)
         self.functions: list[str] = []
         self.addresses: list[int] = []
@@ -224,7 +224,7 @@ class _Program:
         fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
         inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code()
-        lowering = Lowering(part.graph, inputs, self.large)
+        lowering = Lowering(part.graph, inputs, self.large, self.exact)
         kept = lowering.outputs[1:] if result else lowering.outputs
         targets = [
             Output(v, b)

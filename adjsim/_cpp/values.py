@@ -281,9 +281,15 @@ class Gathered(Lazy):
 
 @dataclass(eq=False)
 class Reduced(Value):
-    """A sum over axes, which are kept with length one or dropped; always stored."""
+    """A sum over axes, which are kept with length one or dropped; always stored.
+
+    Attributes:
+        axes: the axes.
+        lanes: the number of partial sums, if it must be the same in every program; else None.
+    """
 
     axes: tuple[int, ...] = ()
+    lanes: int | None = None
 
 
 @dataclass(eq=False)

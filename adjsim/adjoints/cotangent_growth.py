@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.linalg import vector_norm as norm
 
 from adjsim._store import Tree
 from adjsim.dynamics.cotangents import Cotangents
@@ -31,7 +32,7 @@ class CotangentGrowth:
 
     def __init__(self, injected: Mapping[str, Tensor]) -> None:
         self.injected = dict(injected)
-        self.largest = {name: torch.zeros_like(x) for name, x in injected.items()}
+        self.largest = dict.fromkeys(injected, 0.0)
 
     def inject(self, name: str, size: Tensor) -> None:
         """Add the norm of a cotangent that an output gives to a field."""
@@ -39,13 +40,15 @@ class CotangentGrowth:
 
     def observe(self, cotangents: Cotangents) -> None:
         """Compare the cotangents of the fields with those that outputs have given to them."""
-        for name, size in self.injected.items():
-            ratio = torch.where(size > 0, cotangents[name].norm() / size, 0.0)
-            self.largest[name] = torch.maximum(self.largest[name], ratio)
+        for name, injected in self.injected.items():
+            size = float(injected)
+            if size > 0:
+                ratio = float(norm(cotangents[name])) / size
+                self.largest[name] = max(self.largest[name], ratio)
 
     def factor(self) -> float:
         """Return the growth, and warn if it is large."""
-        found = [float(self.largest[name]) for name, size in self.injected.items() if size > 0]
+        found = [self.largest[name] for name, size in self.injected.items() if size > 0]
         growth = min(found, default=0.0)
         if growth > LARGEST_GROWTH:
             warnings.warn(
@@ -61,6 +64,6 @@ class CotangentGrowth:
         """Return what a sweep that was interrupted goes on from."""
         return {"injected": dict(self.injected), "largest": dict(self.largest)}
 
-    def resume(self, rest: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def resume(self, rest: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on from the growth in a sweep that was interrupted."""
         self.injected, self.largest = dict(rest["injected"]), dict(rest["largest"])

@@ -43,7 +43,9 @@ class DirectAdjoint(Adjoint):
             return run_swept(problem, AllStates)
         problem = problem.connected()
         if isinstance(problem.solver, ContinuousSolver):
-            return (*problem.solver.solve(problem, None), None)
+            found = problem.solver.solve(problem, None)
+            problem.refuse_written()
+            return (*found, None)
         stepper, inputs = prepare(problem)
         recording = Recording(Recorder(problem.bound_record, stepper.clock), stepper)
         if problem.compile:
@@ -58,6 +60,7 @@ class DirectAdjoint(Adjoint):
         start = stepper.to_lattice(inputs.state)
         with forward_saves(problem, stepper.clock.last, {"record": recording}, driver) as saves:
             final = stepper.run(start, inputs, driver, [recording], problem, saves)
+        problem.refuse_written()
         end = run_end(problem, stepper, final, driver.force)
         result = (*recording.result(), stepper.from_lattice(final), end)
         return cast("Result[State]", result)

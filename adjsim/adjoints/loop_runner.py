@@ -29,7 +29,7 @@ from adjsim.adjoints.loops import (
 )
 from adjsim.adjoints.recorder import Recorder
 from adjsim.adjoints.saved_tensors import MOST_STEPS
-from adjsim.adjoints.stepper import Inputs, Stepper, program_of
+from adjsim.adjoints.stepper import Inputs, Stepper
 from adjsim.solvers.base import Problem, bound_record
 from adjsim.solvers.clock import Clock
 from adjsim.solvers.drift_move import DriftMove
@@ -243,7 +243,7 @@ class LoopRunner:
         found = copy(self)
         found.dynamics = self.reading.bound(self.fixed.parameters)
         found.problem = replace(self.problem, dynamics=found.dynamics)
-        found.program = program_of(found.problem)
+        found.program = found.problem.program
         return found
 
     @contextmanager

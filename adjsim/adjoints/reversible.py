@@ -71,9 +71,7 @@ class ReversibleAdjoint(Adjoint):
         self.checkpoint_every, self.tol = checkpoint_every, tol
 
     def check(self, problem: Problem[State]) -> None:
-        assert isinstance(problem.solver, SteppingSolver)
-        program = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
-        for stage, move in program.moves:
+        for stage, move in problem.program.moves:
             if not move.invertible:
                 loses = f" (it loses {move.loses})" if isinstance(move, Map) and move.loses else ""
                 raise TypeError(

@@ -333,13 +333,6 @@ def naming(step: int) -> Generator[None, None, None]:
         raise UnsolvedStepError(f"{reason} This happened in step {step}.") from reason
 
 
-def program_of(problem: Problem[State]) -> Program:
-    """Return the step of a problem, whose moves read the dynamics of the problem."""
-    assert isinstance(problem.solver, SteppingSolver)
-    found = problem.solver.program(problem.dynamics, problem.state, float(problem.times[0]))
-    return found if problem.continues is None else found.with_spacings(problem.continues.spacings)
-
-
 def prepare(
     problem: Problem[State], connected: Problem[State] | None = None
 ) -> tuple[Stepper, Inputs]:
@@ -357,7 +350,7 @@ def prepare(
     clock = (
         solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
     )
-    program = program_of(problem)
+    program = problem.program
     coefficients = solver.coefficients(connected.dynamics, state)
     lattice, growth = program.lattice, None
     stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}

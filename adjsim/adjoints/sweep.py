@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm as norm
 
 from adjsim._autocast import autocast_state, restored_autocast
 from adjsim._box import refuse_trained_box
@@ -123,7 +124,7 @@ class _SweptRun:
         with forward_saves(problem, stepper.clock.last, saved, driver) as saves:
             last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
             states, record = recording.result()
-        problem.reading.refuse_written(problem.dynamics, problem.tensors)
+        problem.refuse_written()
         self.end = run_end(problem, stepper, last, driver.force)
         final = stepper.from_lattice(last)
         first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
@@ -159,7 +160,7 @@ class _SweptRun:
         )
         if rewind.error is not None:
             problem.stats["reconstruction_error"] = rewind.error
-        growth = CotangentGrowth({name: x.norm() for name, x in received.items()})
+        growth = CotangentGrowth({name: norm(x) for name, x in received.items()})
         saved = RecordSweep(
             self.recorder,
             cotangents[: -self.width],
@@ -182,7 +183,7 @@ class _SweptRun:
             )
             saved.finish()
             sums.complete()
-        problem.reading.refuse_written(problem.dynamics, problem.tensors)
+        problem.refuse_written()
         problem.stats["cotangent_growth"] = growth.factor()
         if rewind.error is not None:
             # After a resume, earlier processes have restored a part of the states.

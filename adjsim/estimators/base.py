@@ -49,6 +49,7 @@ from adjsim.estimators.sharing import (
     same_generator,
     shared,
 )
+from adjsim.estimators.unchanged import Unchanged
 from adjsim.simulation import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
@@ -208,7 +209,7 @@ class ChunkedEstimator(Estimator):
 
         measure = measured(simulation, observable, starts)
         with (
-            shared(ranks, store, describe, measure) as work,
+            shared(ranks, store, describe, measure, Unchanged(simulation.dynamics)) as work,
             PeakMemory(starts[0].device) as memory,
         ):
             begun = time.perf_counter()

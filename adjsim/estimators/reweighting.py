@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -42,6 +42,7 @@ from adjsim.estimators.sharing import (
     shared,
     unadvanced,
 )
+from adjsim.estimators.unchanged import Unchanged
 from adjsim.observables.averages import mean_with_error
 from adjsim.simulation import run
 from adjsim.solvers.base import SteppingSolver
@@ -131,8 +132,12 @@ class Reweighting(Estimator):
             return {**about, "the generator": seed}
 
         measure = measured(simulation, observable, probe)
-        with shared(ranks, store, describe, measure) as work, PeakMemory(device) as memory:
-            alone = Work(ranks)
+        unchanged = Unchanged(simulation.dynamics)
+        with (
+            shared(ranks, store, describe, measure, unchanged) as work,
+            PeakMemory(device) as memory,
+        ):
+            alone = replace(work, store=None)
             bath = samples is not None and samples.depends_on_bath(observable, ranks)
             sampled = samples is None or samples.effective_share(bath, alone) < self.threshold
             if sampled:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from adjsim._ranks import Ranks
 from adjsim._state import AnyState, select
 from adjsim._store import Store, Tree, moved
 from adjsim._trajectory import Final, TimeAverage
+from adjsim.estimators.unchanged import Unchanged
 from adjsim.run_manifest import rates_at_start
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,10 +54,12 @@ class Work:
 
     Attributes:
         ranks: the ranks.
+        unchanged: checks, after each part, that the dynamics have not changed.
         store: the store; None: chunks are not kept.
     """
 
     ranks: Ranks
+    unchanged: Unchanged
     store: Store | None = None
 
     def chunks(
@@ -62,7 +67,7 @@ class Work:
     ) -> list[Chunk]:
         """Compute chunks, each on one rank unless it is stored, and return all of them."""
         if self.ranks.size == 1 and self.store is None:
-            return [compute(i) for i in range(count)]
+            return [self._checked(compute, i) for i in range(count)]
 
         def tree(i: int) -> Tree:
             chunk = compute(i)
@@ -76,7 +81,7 @@ class Work:
         """Compute trees, each on one rank unless it is stored, and return all of them."""
         store = self.store
         if store is None:
-            return self.ranks.share(count, compute)
+            return self.ranks.share(count, partial(self._checked, compute))
 
         def stored(i: int) -> Tree:
             return self.stored(f"{what}-{i:05}", compute, i)
@@ -86,10 +91,15 @@ class Work:
     def stored(self, name: str, compute: Callable[[int], Tree], i: int) -> Tree:
         """Read a part of the store, or compute and write it; without a store compute it."""
         if self.store is None:
-            return compute(i)
+            return self._checked(compute, i)
         if not self.store.has(name):
-            self.store.write(name, compute(i))
+            self.store.write(name, self._checked(compute, i))
         return self.store.read(name)
+
+    def _checked(self, compute: Callable[[int], T], i: int) -> T:
+        found = compute(i)
+        self.unchanged.check()
+        return found
 
     def _taken(self, store: Store, what: str, count: int) -> Iterator[int]:
         """List the numbers of this rank: its share of what is stored, and what it claims."""
@@ -108,6 +118,7 @@ def shared(
     store: str | Path | None,
     describe: Callable[[], dict[str, str]],
     measure: Measure,
+    unchanged: Unchanged,
 ) -> Generator[Work, None, None]:
     """Check that all ranks compute the same, and hold the store while they do.
 
@@ -116,18 +127,19 @@ def shared(
         store: the folder of the store, or None.
         describe: describes the computation.
         measure: evaluates the computation at a start.
+        unchanged: checks that the dynamics have not changed.
 
     Raises:
         RankError: the ranks compute different things.
         StoreError: the store cannot be used, on all ranks.
     """
     if ranks.size == 1 and store is None:
-        yield Work(ranks)
+        yield Work(ranks, unchanged)
         return
     about = describe()
     ranks.agree(about)
     if store is None:
-        yield Work(ranks)
+        yield Work(ranks, unchanged)
         return
     line = f"interrupted. Run it again with store='{store}' to go on." if ranks.first else ""
     with ending_at_once(line), ExitStack() as stack:
@@ -142,7 +154,7 @@ def shared(
 
         # The other ranks wait for the first one, and raise its error.
         (folder,) = ranks.collect(1, (0,) if ranks.first else (), hold)
-        yield Work(ranks, Store(folder))
+        yield Work(ranks, unchanged, Store(folder))
 
 
 def same_generator(ranks: Ranks, generator: torch.Generator | None) -> torch.Generator | None:

@@ -169,7 +169,7 @@ class PairPotential(Periodic, Potential):
         if isinstance(operator, str):
             listed = listed_pairs.applies(self, position, "truncated_slope")
             return f"{'neighbour list' if listed else 'all pairs'}, by torch: {operator}"
-        return "all pairs" if operator.layout.skin is None else "neighbour list"
+        return "all pairs" if operator.form.layout.skin is None else "neighbour list"
 
     def register_pair_parameter(
         self, name: str, value: Number, *, positive: bool = False, depth: bool = False

@@ -7,17 +7,14 @@ order of their numbers, so the result has the same bits with a list and without,
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from adjsim._cache_key import UninspectableError, cache_key
 from adjsim._cpp.values import UnprintableError
 from adjsim._derived import own_tensors, replaced
 from adjsim._grid import Grid
@@ -27,13 +24,10 @@ from adjsim._pairs.kernel import (
     ATOM,
     ENERGY,
     FORCE,
-    NO_BOX,
     NUMBER,
-    ORTHOGONAL,
     PRODUCT,
     SLOPES,
     TABLE,
-    TILTED,
     Kernel,
     Layout,
 )
@@ -44,17 +38,11 @@ from adjsim._typing import Energies, Positions
 from adjsim.potentials import all_pairs
 from adjsim.potentials.base import DeferredVJP, Pullback
 from adjsim.potentials.pair_autograd import PairEnergy, PairForce
-from adjsim.potentials.pair_conditions import misshapen, skin_of, unsupported
+from adjsim.potentials.pair_conditions import unsupported
+from adjsim.potentials.pair_form import PairForm, form_of, formula_key, operand_of
 
 if TYPE_CHECKING:
     from adjsim.potentials.pair import PairPotential
-
-# Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
-Kernels = dict[tuple[str, bool, tuple[int, ...]], Kernel | str]
-# Those of formulas and the layout of a force, shared by potentials of one class.
-_cache: OrderedDict[Any, Kernels] = OrderedDict()
-_lock = Lock()
-CAPACITY = 256
 
 
 @dataclass(frozen=True)
@@ -62,71 +50,27 @@ class PairOperator:
     """The operator of a potential for positions of one shape and type.
 
     Attributes:
-        owner: the potential.
-        pair: what is computed of it, whatever becomes of the potential.
-        names: the names of its operands: the tensors that its formulas may read.
-        operands: their values, to which gradients are taken.
-        layout: that of the kernel of the force.
-        key: the key of the potential's formulas.
-        kernels: the kernels that have been made.
+        pair: what is computed of the potential, whatever becomes of it.
+        operands: the values of its operands, to which gradients are taken.
+        form: the names of the operands, and the kernels.
     """
 
-    owner: PairPotential
     pair: PairPotential
-    names: tuple[str, ...]
     operands: tuple[Tensor, ...]
-    layout: Layout
-    key: Any
-    kernels: Kernels
+    form: PairForm
 
     @classmethod
-    def of(cls, owner: PairPotential, position: Tensor) -> PairOperator | str:
+    def of(cls, potential: PairPotential, position: Tensor) -> PairOperator | str:
         """Return the operator, or the reason why there is none."""
-        reason = unsupported(owner, position)
+        reason = unsupported(potential, position)
         if reason is not None:
             return reason
-        try:
-            key = _formula_key(owner)
-        except UninspectableError as error:
-            return str(error)
-        pair, (atoms, dim) = read(owner), position.shape[-2:]
-        names: list[str] = []
-        operands: list[Tensor] = []
-        kinds: list[str] = []
-        for name, value in own_tensors(pair).items():
-            if name in ("box", "species") or not value.is_floating_point():
-                continue
-            # With a graph also in a sweep, which takes the gradients of operands to parameters.
-            with torch.enable_grad():
-                value = pair.pair_table(name)
-                operands.append(value.to(position))
-            names.append(name)
-            kinds.append(NUMBER if value.numel() == 1 else ATOM if value.ndim == 1 else TABLE)
-        reason = misshapen(
-            pair.species, atoms, dict(zip(names, zip(kinds, operands, strict=True), strict=True))
-        )
-        if reason is not None:
-            return reason
-        box = pair.image_box
-        image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
-        skin = skin_of(pair, position)
-        excluded = pair.exclusions is not None
-        layout = Layout(
-            FORCE, position.dtype, dim, image, pair.cutoff, skin, False, tuple(kinds), (), excluded
-        )
-        # A formula may read the shapes of tensors, such as the number of atoms, but no exclusions.
-        shapes = tuple(
-            (name, x.shape, x.dtype)
-            for name, x in own_tensors(pair).items()
-            if name != "exclusions"
-        )
-        place = (key, shapes, layout)
-        with _lock:
-            kernels = _cache.setdefault(place, Kernels())
-            _cache.move_to_end(place)
-            if len(_cache) > CAPACITY:
-                _cache.popitem(last=False)
-        operator = cls(owner, pair, tuple(names), tuple(operands), layout, key, kernels)
+        pair = read(potential)
+        form = form_of(pair, position)
+        if isinstance(form, str):
+            return form
+        operands = tuple(operand_of(pair, name, position) for name in form.names)
+        operator = cls(pair, operands, form)
         found = operator._kernel(FORCE)
         return found if isinstance(found, str) else operator
 
@@ -136,7 +80,9 @@ class PairOperator:
 
         The loops cannot sum gradients of a table over the pairs of two species.
         """
-        return self.layout.skin is None and is_tracing() and TABLE not in self.layout.kinds
+        return (
+            self.form.layout.skin is None and is_tracing() and TABLE not in self.form.layout.kinds
+        )
 
     def energy(self, position: Positions) -> Energies:
         """Compute the energy, differentiable."""
@@ -208,7 +154,7 @@ class PairOperator:
         rows = (*deferred.x.shape[:-1], 1)
         leaves = [
             (x.detach().expand(rows) if kind == NUMBER else x.detach()).requires_grad_()
-            for x, kind in zip(self.operands, self.layout.kinds, strict=True)
+            for x, kind in zip(self.operands, self.form.layout.kinds, strict=True)
         ]
         with torch.enable_grad():
             slope = self.by_torch(leaves).truncated_slope(deferred.x)
@@ -243,8 +189,8 @@ class PairOperator:
             if same:
                 add(same[0], grad)
             else:
-                what = f"the force of {type(self.owner).__name__}"
-                refuse_unknown(operand, self.owner, parameters, what)
+                what = f"the force of {type(self.pair).__name__}"
+                refuse_unknown(operand, self.pair, parameters, what)
                 rest.append((operand, grad))
         if rest and parameters:
             outputs, cotangents = zip(*rest, strict=True)
@@ -268,7 +214,7 @@ class PairOperator:
         """Evaluate the kernel of a mode, see :class:`~adjsim._pairs.kernel.Kernel`."""
         kernel = self._kernel(mode, grid is not None)
         if isinstance(kernel, str):
-            raise RuntimeError(f"{type(self.owner).__name__} has no pair operator: {kernel}.")
+            raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel}.")
         box = self.pair.image_box
         box = None if box is None else box.to(position)
         spacing = None if grid is None else grid.spacing
@@ -286,27 +232,27 @@ class PairOperator:
 
     def _kernel(self, mode: str, grid: bool = False) -> Kernel | str:
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        known = self.kernels.get((mode, grid, gradients))
+        known = self.form.kernels.get((mode, grid, gradients))
         if known is None:
-            if _formula_key(self.owner) != self.key:
+            if formula_key(self.pair) != self.form.key:
                 raise RuntimeError(
-                    f"a value that {type(self.owner).__name__} reads has changed since the force "
+                    f"a value that {type(self.pair).__name__} reads has changed since the force "
                     "was evaluated, and its gradient had not been compiled yet. Call backward "
                     "before the change."
                 )
             try:
                 known = self._compiled(
-                    replace(self.layout, mode=mode, grid=grid, gradients=gradients)
+                    replace(self.form.layout, mode=mode, grid=grid, gradients=gradients)
                 )
             except UnprintableError as error:
                 known = str(error)
-            self.kernels[mode, grid, gradients] = known
+            self.form.kernels[mode, grid, gradients] = known
         return known
 
     def _compiled(self, layout: Layout) -> Kernel:
-        if not self.kernels:
+        if not self.form.kernels:
             kinds: dict[str, str] = {}
-            for name, kind in zip(self.names, layout.kinds, strict=True):
+            for name, kind in zip(self.form.names, layout.kinds, strict=True):
                 kinds[name] = kind
                 if kind == ATOM:
                     kinds[f"{name} of the other"] = OTHER
@@ -329,7 +275,7 @@ class PairOperator:
     def _functions(self, layout: Layout) -> str:
         """Print the formulas that a kernel needs."""
         names, swap = list[str](), dict[str, str]()
-        for name, kind in zip(self.names, layout.kinds, strict=True):
+        for name, kind in zip(self.form.names, layout.kinds, strict=True):
             names.append(name)
             if kind == ATOM:
                 names.append(f"{name} of the other")
@@ -341,7 +287,7 @@ class PairOperator:
             FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
         }[layout.mode]  # fmt: skip
         differentiated = {PRODUCT: slope, SLOPES: energy}.get(layout.mode)
-        wanted = [self.names[k] for k in layout.gradients]
+        wanted = [self.form.names[k] for k in layout.gradients]
         graph = trace(formulas, differentiated, names, wanted, swap, layout.dtype)
         return printed(graph, layout.dtype)
 
@@ -349,7 +295,9 @@ class PairOperator:
         """Return the potential with these operands, for torch operations over all pairs."""
         values: dict[str, Tensor] = {}
         species = self.pair.species
-        for name, kind, value in zip(self.names, self.layout.kinds, operands, strict=True):
+        for name, kind, value in zip(
+            self.form.names, self.form.layout.kinds, operands, strict=True
+        ):
             if kind == TABLE and species is not None:
                 value = value[species.unsqueeze(-1), species]
             if kind == ATOM:
@@ -357,19 +305,3 @@ class PairOperator:
                 value = value.unsqueeze(-1)
             values[name] = value
         return self.pair.with_operands(values)
-
-
-def _formula_key(pair: PairPotential) -> Any:
-    """Build the key of a potential's formulas, which potentials of one class share.
-
-    Raises:
-        UninspectableError: an object that the formulas may read.
-    """
-    found = cache_key(pair)
-    if found.opaque:
-        raise UninspectableError(found.opaque[0])
-    first, *others = found.modules
-    if others:
-        return found.dtype, found.modules
-    _, kind, _, *attributes = first
-    return found.dtype, kind, *attributes

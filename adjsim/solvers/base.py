@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, Protocol, runtime_checkable
 
 import torch
@@ -278,10 +279,22 @@ class Problem(Generic[State]):
         trained = bool(self.reading.wanted) or any(x.requires_grad for x in self.state)
         return torch.is_grad_enabled() and trained
 
+    @cached_property
+    def program(self) -> Program:
+        """The step, whose moves read the dynamics of the problem."""
+        assert isinstance(self.solver, SteppingSolver)
+        found = self.solver.program(self.dynamics, self.state, float(self.times[0]))
+        return found if self.continues is None else found.with_spacings(self.continues.spacings)
+
     def connected(self) -> Problem[State]:
         """Return the same run with values by which autograd reaches the user's tensors."""
         tensors = self.reading.connected()
         return replace(self, tensors=tensors, dynamics=self.reading.bound(tensors))
+
+    def refuse_written(self) -> None:
+        """Refuse a run that has written into the values that it began with."""
+        if not in_transform():
+            self.reading.refuse_written(self.dynamics, self.tensors)
 
     @property
     def bound_record(self) -> Record[State]:

@@ -213,7 +213,8 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("shape", [(5, 3, 13), (2, 4, 64), (3, 6, 20), (40, 9, 3)], ids=str)
 @pytest.mark.parametrize("permuted", [False, True])
-def test_sums(shape, permuted):
+@pytest.mark.parametrize("exact", [False, True])
+def test_sums(shape, permuted, exact):
     """Only the order of the sum differs: a few roundings of its largest term, for some hundred
     terms.
     """
@@ -222,15 +223,21 @@ def test_sums(shape, permuted):
     def function(x: Tensor) -> Tensor:
         return all_of(SUMS)(x.permute(1, 2, 0) if permuted else x)
 
-    torch.testing.assert_close(printed(function, x), function(x), rtol=1e-13, atol=1e-12)
+    found = printed(function, x, exact=exact)
+    torch.testing.assert_close(found, function(x), rtol=1e-13, atol=1e-12)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_sums_have_the_same_bits_whatever_is_summed_beside_them(axis):
+@pytest.mark.parametrize("other", [0, 1])
+def test_sums_of_exact_runs_have_the_same_bits_whatever_is_summed_beside_them(axis, other):
     """Loops that read other tensors run along other axes, over filled rows or not."""
     x, y, z = (numbers(42, 42, seed=seed) for seed in range(3))
-    alone = printed(lambda x, y, z: (x * x.mT).mean(axis), x, y, z)
-    beside = printed(lambda x, y, z: torch.cat([(x * x.mT).mean(axis), (y * z).sum(1)]), x, y, z)
+
+    def both(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return torch.cat([(x * x.mT).mean(axis), (y * z).sum(other)])
+
+    alone = printed(lambda x, y, z: (x * x.mT).mean(axis), x, y, z, exact=True)
+    beside = printed(both, x, y, z, exact=True)
     assert torch.equal(beside[:42], alone)
 
 

@@ -26,7 +26,7 @@ from adjsim.potentials import (
     PairPotential,
     Switched,
     all_pairs,
-    pair_operator,
+    pair_form,
 )
 from tests.problems import parameter
 
@@ -766,7 +766,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
         raise CompilerError("no C++ compiler was found")
 
     monkeypatch.setattr(kernels, "compiled", refuse)
-    monkeypatch.setattr(pair_operator, "_cache", OrderedDict())
+    monkeypatch.setattr(pair_form, "_cache", OrderedDict())
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)

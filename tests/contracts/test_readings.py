@@ -324,7 +324,7 @@ def test_an_average_of_weights_runs_itself():
         ode.fun.rate.fill_(3.0)
     begin = ode.init(torch.ones(1, dtype=torch.float64))
     end = [
-        float(adjsim.simulate(x, begin, [0.0, 1.0], solver=adjsim.RungeKutta("rk4", 0.01)).final.y)
+        adjsim.simulate(x, begin, [0.0, 1.0], solver=adjsim.RungeKutta("rk4", 0.01)).final.y.item()
         for x in (ode, average.module)
     ]
     # The error of the method is 0.01^4 times a number of order one.

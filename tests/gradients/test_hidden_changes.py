@@ -381,3 +381,23 @@ class LazyField(nn.Module):
 
     def forward(self, t, y):
         return self.layer(y)
+
+
+@pytest.mark.parametrize("adjoint", [adjsim.DirectAdjoint(), adjsim.CheckpointAdjoint()])
+def test_a_record_that_writes_into_the_dynamics_is_refused(adjoint):
+    dynamics = adjsim.Hamiltonian(adjsim.Harmonic(parameter(1.0)))
+    start = torch.ones(1, 1, dtype=torch.float64)
+
+    def record(state):
+        dynamics.mass.mul_(1.1)
+        return state.position
+
+    with pytest.raises(ValueError, match="writes to its own parameter or buffer 'mass'"):
+        adjsim.simulate(
+            dynamics,
+            dynamics.init(start, start),
+            [0.0, 0.1, 0.2],
+            solver=adjsim.VelocityVerlet(0.1),
+            adjoint=adjoint,
+            record=record,
+        )
