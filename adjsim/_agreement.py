@@ -18,10 +18,10 @@ def difference(x: Tensor, y: Tensor) -> float:
 
 def rounding(*tensors: Tensor) -> float:
     """Return the difference that rounding may make in a sum of these; zero for integers."""
-    return epsilon(tensors[0]) ** 0.75 * sum(map(_size, tensors))
+    return epsilon(tensors[0]) ** 0.75 * sum(map(size, tensors))
 
 
-def perturbed(x: Tensor, size: float) -> Tensor:
+def perturbed(x: Tensor, part: float) -> Tensor:
     """Change each number by this part of itself, or by some rounding errors where these are more.
 
     Integers stay.
@@ -29,7 +29,7 @@ def perturbed(x: Tensor, size: float) -> Tensor:
     if not _is_rounded(x):
         return x.detach().clone()
     signs = 1 - 2 * (torch.arange(x.numel(), device=x.device) % 2)
-    factor = 1 + max(size, 4 * epsilon(x)) * signs.reshape(x.shape)
+    factor = 1 + max(part, 4 * epsilon(x)) * signs.reshape(x.shape)
     return x.detach() * factor.to(x.dtype)
 
 
@@ -41,7 +41,8 @@ def epsilon(x: Tensor) -> float:
     return max(torch.finfo(dtype).eps for dtype in kinds)
 
 
-def _size(x: Tensor) -> float:
+def size(x: Tensor) -> float:
+    """Return the largest size of a number; zero for integers."""
     if not _is_rounded(x) or not x.numel():
         return 0.0
     return float(x.detach().abs().nan_to_num(posinf=0.0).max())

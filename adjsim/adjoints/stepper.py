@@ -292,9 +292,8 @@ class Stepper:
 
     def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
         """Return whether a state is valid, and no hotter than bath and potential allow."""
-        if heat is None or not self.program.is_valid(state):
-            return self.program.is_valid(state)
-        return not bool(heat.exceeded(self.from_lattice(detached(state))).any())
+        valid = self.program.is_valid(state)
+        return valid and (heat is None or not heat.is_exceeded(self.from_lattice(detached(state))))
 
     @torch.no_grad()
     def _raise_at_step(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._state import AnyState, position_of
+from adjsim._state import AnyState, detached, position_of
 from adjsim.potentials.base import ForceField
 
 LARGEST_RISE = 100.0
@@ -41,19 +42,39 @@ class HeatLimit:
         start: the start of the run.
     """
 
-    @torch.no_grad()
     def __init__(self, dynamics: Heated, start: AnyState) -> None:
-        self.dynamics, self.position = dynamics, position_of(start).detach()
-        self.dof = dynamics.mobile_dof(self.position)
-        self.thermal = self.dof / 2 * dynamics.kT.detach().to(self.position).reshape(())
-        known = not isinstance(dynamics.potential, ForceField) and self.dof > 0
-        scale = dynamics.kinetic_energy(start).detach().maximum(self.thermal)
-        self.largest = LARGEST_RISE * scale if known else torch.full_like(scale, torch.inf)
+        self.dynamics, self.start = dynamics, detached(start)
+
+    # Few runs need more than the first of these.
+
+    @cached_property
+    def thermal(self) -> float:
+        """The mean kinetic energy at kT; infinite where there is no limit."""
+        known = not isinstance(self.dynamics.potential, ForceField) and self.dof > 0
+        return self.dof / 2 * float(self.dynamics.kT.detach()) if known else math.inf
+
+    @cached_property
+    def dof(self) -> float:
+        """The degrees of freedom of a system."""
+        return self.dynamics.mobile_dof(position_of(self.start))
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """The limit of each system by kT and by its start."""
+        return LARGEST_RISE * self.dynamics.kinetic_energy(self.start).clamp(min=self.thermal)
 
     @cached_property
     def energy(self) -> Tensor:
-        """The potential energy at the start; few runs need it."""
-        return self.dynamics.potential(self.position)
+        """The potential energy at the start."""
+        return self.dynamics.potential(position_of(self.start))
+
+    @torch.no_grad()
+    def is_exceeded(self, state: AnyState) -> bool:
+        """Return whether a system has more kinetic energy than bath and potential give."""
+        found = self.dynamics.kinetic_energy(state)
+        if float(found.max()) <= LARGEST_RISE * self.thermal:
+            return False
+        return bool(self.exceeded(state).any())
 
     @torch.no_grad()
     def exceeded(self, state: AnyState) -> Tensor:
@@ -81,7 +102,7 @@ class HeatLimit:
         system = f" of system {r}" if kinetic.numel() > 1 else ""
         return (
             f"the kinetic temperature{system} is {2 * found / self.dof:.3g} {where}: "
-            f"{found / float(self.thermal):.2g} times kT = {float(self.dynamics.kT):.3g}, and more "
+            f"{found / self.thermal:.2g} times kT = {float(self.dynamics.kT):.3g}, and more "
             f"than {LARGEST_RISE:g} times that of the start. Either the step is too long for the "
             f"fastest vibration: use {smaller}. Or units are mixed: kT is an energy, so with eV "
             "write kT = 300 * ase.units.kB for 300 K and dt = ase.units.fs for a femtosecond; "

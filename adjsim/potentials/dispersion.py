@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from adjsim._box import volume
+from adjsim._derived import derived
 from adjsim._grid import Grid
-from adjsim._inputs import outside_inference_mode
+from adjsim._inputs import as_number
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import Potential, Pullback
 from adjsim.potentials.noble import LennardJonesMixture
@@ -41,23 +42,51 @@ class DispersionCorrection(Potential):
         ValueError: no box or no cutoff.
     """
 
-    share: Tensor
-
     def __init__(self, lennard_jones: LennardJonesMixture, start: float | None = None) -> None:
         super().__init__()
-        box, cutoff = lennard_jones.box, lennard_jones.cutoff
-        if box is None or cutoff is None:
+        if lennard_jones.box is None or lennard_jones.cutoff is None:
             raise ValueError("the dispersion correction needs a box and a cutoff.")
-        assert lennard_jones.species is not None
         self.lennard_jones = lennard_jones
-        count = torch.bincount(lennard_jones.species, minlength=len(lennard_jones.epsilon)).double()
-        atoms = float(count.sum())
-        pairs = (count.unsqueeze(-1) * count + torch.diag(count)) / (atoms * (atoms + 1))
-        with outside_inference_mode():
-            self.register_buffer("share", pairs.to(box))
-        begin = cutoff if start is None else start
-        self.twelfth, self.sixth = (_integral(n, begin, cutoff) for n in (12, 6))
-        self.factor = 2 * math.pi * atoms**2
+        self.start = None if start is None else as_number("start", start)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a switch that begins beyond the cutoff."""
+        if self.start is not None and not 0 < self.start <= self.cutoff:
+            raise ValueError(
+                f"start must be positive and at most the cutoff, {self.cutoff:g}; got "
+                f"{self.start:g}."
+            )
+
+    @property
+    def cutoff(self) -> float:
+        """The cutoff of the Lennard-Jones potential."""
+        assert self.lennard_jones.cutoff is not None
+        return self.lennard_jones.cutoff
+
+    @property
+    def species(self) -> Tensor:
+        """The species of the Lennard-Jones potential."""
+        assert self.lennard_jones.species is not None
+        return self.lennard_jones.species
+
+    @property
+    def kinds(self) -> int:
+        """The number of species."""
+        return len(self.lennard_jones.epsilon)
+
+    @derived("species", "kinds")
+    def share(self) -> Tensor:
+        """The share of each two species in the pairs."""
+        count = torch.bincount(self.species, minlength=self.kinds).double()
+        atoms = count.sum()
+        return (count.unsqueeze(-1) * count + torch.diag(count)) / (atoms * (atoms + 1))
+
+    @derived("cutoff", "start")
+    def integrals(self) -> tuple[float, float]:
+        """The integrals I_12 and I_6."""
+        begin = self.cutoff if self.start is None else self.start
+        return _integral(12, begin, self.cutoff), _integral(6, begin, self.cutoff)
 
     @property
     def box(self) -> Tensor | None:
@@ -85,8 +114,10 @@ class DispersionCorrection(Potential):
         assert self.lennard_jones.box is not None
         epsilon, sigma = (self.lennard_jones.pair_table(name) for name in ("epsilon", "sigma"))
         sixth = sigma**6
-        mean = 4 * epsilon * sixth * (sixth * self.twelfth - self.sixth)
-        return self.factor / volume(self.lennard_jones.box) * (self.share * mean).sum()
+        repulsion, attraction = self.integrals
+        mean = 4 * epsilon * sixth * (sixth * repulsion - attraction)
+        factor = 2 * math.pi * len(self.species) ** 2
+        return factor / volume(self.lennard_jones.box) * (self.share.to(mean) * mean).sum()
 
 
 def _integral(n: int, begin: float, cutoff: float) -> float:

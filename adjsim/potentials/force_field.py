@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from adjsim._box import share_box
+from adjsim._derived import own_tensors
 from adjsim._tree import closest_atoms
 from adjsim.potentials.base import Potential, SumPotential, force
 
@@ -61,13 +63,13 @@ class ForceFieldPotential(SumPotential):
         modules = dict(self.named_modules())
         for group in self.shared:
             found = [
-                (f"{path}.{name}", modules[path]._parameters.get(name))
+                (f"{path}.{name}", getattr(modules[path], name, None))
                 for path, name in group
                 if path in modules
             ]
             for name, tensor in found[1:]:
                 first, expected = found[0]
-                if tensor is not expected:
+                if not _is_one(tensor, expected):
                     raise ValueError(
                         f"{first} and {name} were one tensor and are two, since one of them was "
                         "assigned. Write numbers in place, with torch.no_grad(): "
@@ -81,13 +83,25 @@ class ForceFieldPotential(SumPotential):
 
 
 def _shared_tensors(module: nn.Module) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the places, by path and name, of each parameter that is in several modules."""
+    """Return the places, by path and name, of each tensor that is in several modules.
+
+    A sum shares the box of its parts itself.
+    """
     places: dict[int, list[tuple[str, str]]] = {}
     for path, part in module.named_modules():
-        for name, tensor in part._parameters.items():
-            if tensor is not None:
+        for name, tensor in own_tensors(part).items():
+            if name != "box":
                 places.setdefault(id(tensor), []).append((path, name))
     return tuple(tuple(found) for found in places.values() if len(found) > 1)
+
+
+def _is_one(x: Any, y: Any) -> bool:
+    """Return whether two tensors are one, or buffers that a change of dtype has made two."""
+    if x is y:
+        return True
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or isinstance(x, nn.Parameter):
+        return False
+    return not (x.requires_grad or y.requires_grad) and x.dtype == y.dtype and torch.equal(x, y)
 
 
 def refuse_high_energy(potential: Potential, position: Tensor, energy: Tensor) -> None:

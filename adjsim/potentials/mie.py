@@ -45,6 +45,11 @@ class SoftSphere(PairPotential):
         self.register_pair_parameter("sigma", sigma, positive=True)
         self.exponent = _positive("exponent", exponent)
 
+    def validate(self) -> None:
+        """Refuse an exponent that the constructor would refuse."""
+        super().validate()
+        _positive("exponent", self.exponent)
+
     def pair_energy(self, s: Tensor) -> Tensor:
         return self.pair_parameter("epsilon", s) * self._power(s, self.exponent)
 
@@ -102,10 +107,16 @@ class Mie(SoftSphere):
         )
         self.register_pair_parameter("epsilon", self.epsilon, depth=True)
         self.attraction = _positive("attraction", attraction)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse exponents that the constructor would refuse."""
+        super().validate()
         n, m = self.exponent, self.attraction
-        if not m < n:
-            raise ValueError(f"attraction must be below the exponent {n:g}; got {m:g}.")
-        self.factor = n / (n - m) * (n / m) ** (m / (n - m))
+        if not 0 < m < n < math.inf:
+            raise ValueError(
+                f"attraction must be positive, and below the exponent {n:g}; got {m:g}."
+            )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         return self._combined(s, 1.0, 1.0)
@@ -121,7 +132,9 @@ class Mie(SoftSphere):
         difference = repulsion * self._power(s, self.exponent) - attraction * self._power(
             s, self.attraction
         )
-        return self.factor * self.pair_parameter("epsilon", s) * difference
+        n, m = self.exponent, self.attraction
+        factor = n / (n - m) * (n / m) ** (m / (n - m))
+        return factor * self.pair_parameter("epsilon", s) * difference
 
 
 def _positive(name: str, value: float) -> float:

@@ -77,27 +77,36 @@ class PairPotential(Periodic, Potential):
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
         self.truncation = truncation
-        if self.cutoff is not None and not 0 < self.cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
         if not isinstance(truncation, Truncation):
             raise TypeError(
                 "truncation must be Shifted(), ForceShifted() or Switched(start) of "
                 f"adjsim.potentials; got {describe_type(truncation)}."
             )
-        if self.cutoff is None and truncation != SHIFTED:
-            raise ValueError(f"truncation={truncation!r} needs a cutoff.")
-        if self.cutoff is not None:
-            truncation.check(self.cutoff)
         self.skin = None if skin is None else as_number("skin", skin)
-        if self.skin is not None and (self.cutoff is None or not 0 <= self.skin < math.inf):
-            raise ValueError(
-                f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
-            )
+        self._check_cutoff()
         with outside_inference_mode():
             self.register_box(box)
             self.register_buffer("species", None)
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
+
+    def validate(self) -> None:
+        """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""
+        self._check_cutoff()
+        super().validate()
+
+    def _check_cutoff(self) -> None:
+        cutoff, skin = self.cutoff, self.skin
+        if cutoff is not None and not 0 < cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
+        if cutoff is None and self.truncation != SHIFTED:
+            raise ValueError(f"truncation={self.truncation!r} needs a cutoff.")
+        if cutoff is not None:
+            self.truncation.check(cutoff)
+        if skin is not None and (cutoff is None or not 0 <= skin < math.inf):
+            raise ValueError(
+                f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
+            )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         """Compute u(s), elementwise."""

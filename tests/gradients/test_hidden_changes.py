@@ -21,6 +21,8 @@ from adjsim import CheckpointAdjoint, ReversibleAdjoint, StoreError
 from adjsim._cache_key import cache_key
 from adjsim._fingerprint import module_fingerprint
 from adjsim._libraries import is_library
+from adjsim.adjoints.compiled_loop import Loop
+from adjsim.adjoints.loop_check import LoopCheck
 from tests.problems import parameter, square
 
 FACTOR = 1.0
@@ -401,3 +403,19 @@ def test_a_record_that_writes_into_the_dynamics_is_refused(adjoint):
             adjoint=adjoint,
             record=record,
         )
+
+
+@pytest.mark.parametrize(("rest", "agrees"), [(3e-16, True), (1e-3, False)])
+def test_a_gradient_that_cancels_may_differ_by_what_rounding_leaves(rest, agrees):
+    """The two ways sum terms of order ten in other orders, and the sum is zero by symmetry."""
+    carry = (torch.tensor([10.0, 3.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    loop = Loop()
+    loop.function = lambda constants, carry: ((carry[0], carry[1] + rest), ())
+    check = LoopCheck(loop, None, carry, lambda carry: [x.clone() for x in carry])
+    assert not check.agrees()
+    if agrees:
+        check.learn("a step")
+        assert check.agrees()
+    else:
+        with pytest.raises(RuntimeError, match="a step differs by"):
+            check.learn("a step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class ScaledPairs(BondedPotential):
     of atoms use :class:`ExplicitPairs`.
 
     Args:
-        potential: a :class:`~adjsim.potentials.PairPotential`. Its species are read here, once.
+        potential: a :class:`~adjsim.potentials.PairPotential`. Its species must not change later.
         index: ``(pairs, 2)``, the atoms of each pair.
         scale: a number, one for each pair or one for each type.
         truncated: whether u ends at the cutoff of the potential. By default every listed pair has
@@ -88,15 +89,11 @@ class ScaledPairs(BondedPotential):
     def _select_operands(self) -> None:
         """Prepare the selection of numbers of atoms, and of entries of tables, for the pairs."""
         pair, (i, j) = self.potential, self.index.unbind(-1)
-        if pair.species is not None:
-            if self._most >= len(pair.species):
-                raise ValueError(
-                    f"index names atom {self._most} and the potential has species of "
-                    f"{len(pair.species)} atoms."
-                )
-            a, b = pair.species[i], pair.species[j]
-        else:
-            a, b = i, j
+        if pair.species is not None and self._most >= len(pair.species):
+            raise ValueError(
+                f"index names atom {self._most} and the potential has species of "
+                f"{len(pair.species)} atoms."
+            )
         for name in self._operand_names():
             value = pair.pair_table(name)
             if value.numel() == 1:
@@ -112,7 +109,26 @@ class ScaledPairs(BondedPotential):
                 self.operands[f"{name} i"] = Selection(i, count)
                 self.operands[f"{name} j"] = Selection(j, count)
             else:
-                self.operands[f"{name} ij"] = Selection(a * count + b, count * count)
+                self.operands[f"{name} ij"] = Selection(self._entries(count), count * count)
+
+    def _entries(self, count: int) -> Tensor:
+        """Return the places of the pairs in a flat table of so many species."""
+        i, j = self.index.unbind(-1)
+        species = self.potential.species
+        return i * count + j if species is None else species[i] * count + species[j]
+
+    def validate(self) -> None:
+        """Refuse other species than those for which the entries of tables were chosen."""
+        super().validate()
+        for name in self._operand_names():
+            if f"{name} ij" not in self.operands:
+                continue
+            found: Any = self.operands[f"{name} ij"]
+            if not torch.equal(found.index, self._entries(math.isqrt(found.count))):
+                raise ValueError(
+                    "the species of the potential have changed since ScaledPairs was made of it: "
+                    "make it again."
+                )
 
     def _operand_names(self) -> list[str]:
         return [

@@ -98,11 +98,14 @@ class Plane(Surface):
         self._register_point("normal", normal)
         register(self, "offset", offset)
         self.dim = len(self.normal)
-        if not bool(self.normal.detach().abs().max() > 0):
-            raise ValueError("normal must not be zero.")
+        self.validate()
         if self.offset.numel() != 1:
             raise ValueError(f"offset must be one number; got shape {tuple(self.offset.shape)}.")
         _refuse_infinite("offset", self.offset)
+
+    def validate(self) -> None:
+        """Refuse a normal without a direction."""
+        _refuse_no_direction("normal", self.normal)
 
     def coordinate(self, x: Vector) -> Coordinate:
         normal = _column(self.normal, x)
@@ -164,9 +167,12 @@ class Cylinder(Surface):
                 f"center and axis must be (3,); got {tuple(self.center.shape)} and "
                 f"{tuple(self.axis.shape)}. In two dimensions use Sphere, a disc."
             )
-        if not bool(self.axis.detach().abs().max() > 0):
-            raise ValueError("axis must not be zero.")
+        self.validate()
         self.dim = 3
+
+    def validate(self) -> None:
+        """Refuse an axis without a direction."""
+        _refuse_no_direction("axis", self.axis)
 
     def coordinate(self, x: Vector) -> Coordinate:
         axis = _column(self.axis, x)
@@ -337,6 +343,11 @@ def _column(vector: Tensor, like: Vector) -> Vector:
 
 def _number(value: Tensor, like: Vector) -> Tensor:
     return value.to(like[0]).reshape(())
+
+
+def _refuse_no_direction(name: str, value: Tensor) -> None:
+    if not bool(value.detach().abs().max() > 0):
+        raise ValueError(f"{name} must not be zero.")
 
 
 def _refuse_infinite(name: str, value: Tensor) -> None:

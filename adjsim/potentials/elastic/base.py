@@ -112,9 +112,9 @@ class ElasticPotential(Potential):
             self.corners = Selection(elements.T.flatten(), len(mesh.vertices))
         self._register("youngs_modulus", youngs_modulus, ())
         self._register("poissons_ratio", poissons_ratio, ())
-        self._check_range()
+        self.validate()
         if rest_stretch is None:
-            self.rest_stretch = None
+            self.register_buffer("rest_stretch", None)
         else:
             self._register("rest_stretch", rest_stretch, (mesh.dim,), positive=True)
 
@@ -131,7 +131,8 @@ class ElasticPotential(Potential):
                 f"{tuple(found.shape)}."
             )
 
-    def _check_range(self) -> None:
+    def validate(self) -> None:
+        """Refuse numbers of a solid that is not stable."""
         modulus, ratio = self.youngs_modulus.detach(), self.poissons_ratio.detach()
         if not bool((modulus > 0).all()):
             raise ValueError(f"youngs_modulus must be positive; got {float(modulus.min()):g}.")

@@ -51,9 +51,8 @@ class EwaldSum(Periodic, Potential):
                 raise ValueError(f"{name} needs a {what}: its charges are periodic.")
         self.tolerance = checked_tolerance(tolerance)
         self.cutoff = as_number("cutoff", cutoff)
-        if not 0 < self.cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
-        self.alpha = splitting(alpha, self.cutoff, self.tolerance)
+        self._check_cutoff()
+        self._alpha = None if alpha is None else as_number("alpha", alpha)
         with outside_inference_mode():
             register(self, "charge", charge)
             # The checks of the part in real space.
@@ -67,6 +66,27 @@ class EwaldSum(Periodic, Potential):
         if self.cell.shape != (3, 3):
             raise ValueError(f"{name} is for three dimensions; box has {len(self.cell)}.")
         _ = self.partners
+
+    def validate(self) -> None:
+        """Refuse a box, a cutoff or a tolerance that the constructor would refuse."""
+        self._check_cutoff()
+        checked_tolerance(self.tolerance)
+        _ = self.alpha
+        super().validate()
+
+    def _check_cutoff(self) -> None:
+        if self.cutoff is None or not 0 < self.cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {self.cutoff}.")
+
+    @property
+    def alpha(self) -> float:
+        """The inverse width of the Gaussians; unless it is given, it follows from the cutoff."""
+        assert self.cutoff is not None
+        return splitting(self._alpha, self.cutoff, self.tolerance)
+
+    @alpha.setter
+    def alpha(self, value: float | None) -> None:
+        self._alpha = None if value is None else as_number("alpha", value)
 
     @property
     def real(self) -> ScreenedCoulomb:

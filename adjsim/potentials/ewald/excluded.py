@@ -123,10 +123,10 @@ def partners_of(exclusions: Tensor, atoms: int) -> Tensor:
             f"exclusions name atom {int(exclusions.max())}, and charge is for {atoms} atoms, "
             "numbered from 0."
         )
-    found: list[list[int]] = [[] for _ in range(atoms)]
+    found: list[set[int]] = [set() for _ in range(atoms)]
     for i, j in exclusions.tolist():
-        found[i].append(j)
-        found[j].append(i)
+        found[i].add(j)
+        found[j].add(i)
     most = max(map(len, found))
-    rows = [row + [i] * (most - len(row)) for i, row in enumerate(found)]
+    rows = [sorted(row) + [i] * (most - len(row)) for i, row in enumerate(found)]
     return torch.tensor(rows, dtype=torch.int64, device=exclusions.device)

@@ -48,9 +48,9 @@ class GeneralizedBorn(Potential):
     Force and product are closed forms (see pairs.py). In exact runs the contributions of pairs are
     rounded before they are added, so that sums do not depend on their order.
 
-    Radii, scales and permittivities are checked here and not later: keep them in range while they
-    are trained. Two atoms at one position give NaN. The force is continuous where spheres begin to
-    touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
+    Keep radii, scales and permittivities in range while they are trained; others are refused when
+    they are read. Two atoms at one position give NaN. The force is continuous where spheres begin
+    to touch; its derivative is not. With a cutoff the force jumps at it: use one only to reproduce
     such a run.
 
     See Onufriev, Bashford and Case, Proteins 55, 383 (2004).
@@ -115,6 +115,10 @@ class GeneralizedBorn(Potential):
         self.kappa = as_number("kappa", kappa)
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
         self.contained = as_flag("contained", contained)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse numbers that the constructor would refuse."""
         self._check_numbers()
         self._check_atoms()
 
