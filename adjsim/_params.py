@@ -30,11 +30,14 @@ def register(
     positive: bool = False,
     finite: bool = False,
     depth: bool = False,
+    single: bool = False,
+    angle: bool = False,
 ) -> None:
     """Store a physical number on a module, as a parameter or a buffer.
 
     Numbers, arrays and lists become buffers. Where infinity has a meaning, such as a pinned atom's
-    mass, ``finite`` is left out. A ``depth`` is that of a well, which must not be negative.
+    mass, ``finite`` is left out. A ``depth`` is that of a well, which must not be negative. A
+    ``single`` number is that of a whole system, and an ``angle`` is in radians.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
@@ -50,7 +53,7 @@ def register(
         value = as_tensor(name, value)
     if value.numel() == 0:
         raise ValueError(f"{name} has no entries.")
-    rule = NumberRule(positive, finite, depth)
+    rule = NumberRule(positive, finite, depth, single, angle)
     rule(name, value.detach())
     vars(module).setdefault("_rules", {})[name] = rule
     if isinstance(value, nn.Parameter):
@@ -66,9 +69,16 @@ class NumberRule:
     positive: bool = False
     finite: bool = False
     depth: bool = False
+    single: bool = False
+    angle: bool = False
 
     def __call__(self, name: str, value: Tensor) -> None:
         """Refuse a value that the parameter may not have."""
+        if self.single and value.numel() != 1:
+            raise ValueError(
+                f"{name} must be one number, for all atoms and replicas; got shape "
+                f"{tuple(value.shape)}. Make a simulation for each {name}."
+            )
         ends = value.aminmax() if value.numel() > 1 else (value, value)
         smallest, largest = (x.item() for x in ends)
         if smallest != smallest:
@@ -83,6 +93,13 @@ class NumberRule:
             )
         if self.finite and not math.isfinite(max(abs(smallest), abs(largest))):
             raise ValueError(f"{name} must be finite; got {value.tolist()}.")
+        # A turn may be rounded.
+        if self.angle and max(abs(smallest), abs(largest)) > 2 * math.pi * (1 + 1e-6):
+            raise ValueError(
+                f"{name} must be in radians, between -2 pi and 2 pi; got "
+                f"{max(abs(smallest), abs(largest)):g}. Convert degrees with math.radians or "
+                "torch.deg2rad."
+            )
 
 
 def check_count(name: str, value: Tensor, atoms: int) -> None:
@@ -91,17 +108,6 @@ def check_count(name: str, value: Tensor, atoms: int) -> None:
         raise ValueError(
             f"{name} has {value.numel()} entries and the state {atoms} atoms: give one number, or "
             "one for each atom."
-        )
-
-
-def refuse_degrees(name: str, value: Tensor) -> None:
-    """Refuse an angle of more than a turn, which is likely in degrees."""
-    largest = float(value.detach().abs().max())
-    # A turn may be rounded.
-    if largest > 2 * math.pi * (1 + 1e-6):
-        raise ValueError(
-            f"{name} must be in radians, between -2 pi and 2 pi; got {largest:g}. Convert degrees "
-            "with math.radians or torch.deg2rad."
         )
 
 

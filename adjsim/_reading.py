@@ -78,7 +78,7 @@ class Reading(Generic[M]):
         self._parts = list(_parts(module))
         if has_values():
             for _, part in self._parts:
-                _check(part)
+                check_numbers(part)
         found = [
             (path, part, table, name, x)
             for table in ("_parameters", "_buffers")
@@ -372,8 +372,8 @@ def _modules(module: nn.Module) -> list[nn.Module]:
     return [part for _, part in _parts(module)]
 
 
-def _check(part: nn.Module) -> None:
-    """Refuse numbers of a module that its constructor would refuse."""
+def check_numbers(part: nn.Module) -> None:
+    """Refuse numbers of one module that its constructor would refuse."""
     for name, rule in vars(part).get("_rules", {}).items():
         x = getattr(part, name)
         if isinstance(x, Tensor) and not is_lazy(x):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Number
-from adjsim.dynamics.base import Term, refuse_several
+from adjsim.dynamics.base import Term
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.sources import Coefficients
 from adjsim.dynamics.terms import Kick, Stream
@@ -127,8 +127,7 @@ class Berendsen(Rescaling):
         dof: float | int | None = None,
     ) -> None:
         super().__init__(potential, mass, kT, dof)
-        register(self, "tau", tau, positive=True)
-        refuse_several("tau", self.tau)
+        register(self, "tau", tau, positive=True, single=True)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

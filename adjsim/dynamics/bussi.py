@@ -13,7 +13,7 @@ from adjsim._inputs import as_whole
 from adjsim._params import register
 from adjsim._state import PhaseState
 from adjsim._typing import Number
-from adjsim.dynamics.base import Term, refuse_several
+from adjsim.dynamics.base import Term
 from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.sources import Coefficients, Random
@@ -184,9 +184,14 @@ class Bussi(Rescaling):
         tau: Number = 1.0,
         dof: int | None = None,
     ) -> None:
-        super().__init__(potential, mass, kT, None if dof is None else as_whole("dof", dof))
-        register(self, "tau", tau, positive=True)
-        refuse_several("tau", self.tau)
+        super().__init__(potential, mass, kT, dof)
+        register(self, "tau", tau, positive=True, single=True)
+
+    def validate(self) -> None:
+        """Refuse degrees of freedom that are no whole number."""
+        super().validate()
+        if self.dof is not None:
+            as_whole("dof", self.dof)
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -18,7 +18,6 @@ from adjsim.dynamics.base import (
     MassiveDynamics,
     Term,
     as_start,
-    refuse_several,
     standard_normal,
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
@@ -192,8 +191,7 @@ class GeneralizedLangevin(MassiveDynamics[MemoryState]):
         strengths: Number = (1.0,),
     ) -> None:
         super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True)
-        refuse_several("kT", self.kT)
+        register(self, "kT", kT, positive=True, single=True)
         for name, value in (("rates", rates), ("strengths", strengths)):
             given = as_tensor(name, value)
             if given.ndim != 1 or given.numel() == 0:

@@ -18,7 +18,6 @@ from adjsim.dynamics.base import (
     check_entries,
     check_per_atom,
     per_atom,
-    refuse_several,
 )
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.density import Canonical
@@ -88,8 +87,7 @@ class Langevin(MassiveDynamics[PhaseState]):
         self, potential: nn.Module, mass: Number = 1.0, kT: Number = 1.0, friction: Number = 1.0
     ) -> None:
         super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True)
-        refuse_several("kT", self.kT)
+        register(self, "kT", kT, positive=True, single=True)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
 

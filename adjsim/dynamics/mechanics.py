@@ -20,7 +20,6 @@ from adjsim.dynamics.base import (
     as_start,
     check_entries,
     check_per_atom,
-    refuse_several,
 )
 from adjsim.dynamics.control import Feedback
 from adjsim.dynamics.damping import RayleighDamping, ViscousDamping
@@ -119,13 +118,11 @@ class Mechanics(MassiveDynamics[PhaseState]):
         self.contact, self.control = contact, control
         self.prescribed = None if prescribed is None else Prescribed(*prescribed)
         register(self, "friction", friction)
-        register(self, "smoothing", smoothing, positive=True)
+        register(self, "smoothing", smoothing, positive=True, single=True)
         register(self, "damping_rate", damping)
-        register(self, "stiffness_damping", stiffness_damping)
+        register(self, "stiffness_damping", stiffness_damping, single=True)
         check_per_atom("friction", self.friction)
         check_per_atom("damping", self.damping_rate)
-        refuse_several("smoothing", self.smoothing)
-        refuse_several("stiffness_damping", self.stiffness_damping)
         self.validate()
 
     def __setattr__(self, name: str, value: Any) -> None:

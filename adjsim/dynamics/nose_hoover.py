@@ -14,7 +14,7 @@ from adjsim._inputs import as_number, as_whole
 from adjsim._params import register
 from adjsim._state import AnyMomentumState, AnyState, position_of
 from adjsim._typing import Energies, Number, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.couplings import Move, Scale, Shear
 from adjsim.dynamics.density import Canonical
@@ -285,18 +285,20 @@ class NoseHooverChain(MassiveDynamics[ChainState]):
         dof: float | int | None = None,
     ) -> None:
         super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True)
-        register(self, "tau", tau, positive=True)
-        for name in ("kT", "tau"):
-            refuse_several(name, getattr(self, name))
+        register(self, "kT", kT, positive=True, single=True)
+        register(self, "tau", tau, positive=True, single=True)
         self.length, self.dof = (
             as_whole("length", length),
             None if dof is None else as_number("dof", dof),
         )
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a length or degrees of freedom that the constructor would refuse."""
         if self.length < 1:
-            raise ValueError(f"length must be at least 1 link; got {length}.")
+            raise ValueError(f"length must be at least 1 link; got {self.length}.")
         if self.dof is not None and not self.dof > 0:
-            raise ValueError(f"dof must be positive; got {dof}.")
+            raise ValueError(f"dof must be positive; got {self.dof}.")
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -18,7 +18,6 @@ from adjsim.dynamics.base import (
     check_entries,
     check_per_atom,
     per_atom,
-    refuse_several,
 )
 from adjsim.dynamics.density import CanonicalPositions
 from adjsim.potentials.base import force, force_vjp
@@ -88,8 +87,7 @@ class OverdampedLangevin(Dynamics[PositionState]):
 
     def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
         super().__init__(potential)
-        register(self, "kT", kT, positive=True)
-        refuse_several("kT", self.kT)
+        register(self, "kT", kT, positive=True, single=True)
         register(self, "friction", friction, positive=True)
         check_per_atom("friction", self.friction)
 

@@ -94,11 +94,15 @@ class SDE(FieldDynamics):
         self, drift: Callable[..., Any], diffusion: Callable[..., Any], *, noise: str = "diagonal"
     ) -> None:
         super().__init__()
-        if noise not in NOISES:
-            raise ValueError(f"unknown noise {noise!r}; choose from {', '.join(NOISES)}.")
         self.noise = noise
+        self.validate()
         register_function(self, "drift_fun", drift)
         register_function(self, "diffusion_fun", diffusion)
+
+    def validate(self) -> None:
+        """Refuse an unknown kind of noise."""
+        if self.noise not in NOISES:
+            raise ValueError(f"unknown noise {self.noise!r}; choose from {', '.join(NOISES)}.")
 
     @property
     def terms(self) -> dict[str, Term[Any]]:

@@ -11,7 +11,7 @@ from adjsim._inputs import as_number
 from adjsim._params import register
 from adjsim._state import AnyState, PhaseState
 from adjsim._typing import Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof, refuse_several
+from adjsim.dynamics.base import MassiveDynamics, Term, as_start, check_dof
 from adjsim.dynamics.couplings import Map
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.sources import Source
@@ -24,8 +24,7 @@ class Thermostat(MassiveDynamics[PhaseState]):
 
     def __init__(self, potential: nn.Module, mass: Number, kT: Number) -> None:
         super().__init__(potential, mass)
-        register(self, "kT", kT, positive=True)
-        refuse_several("kT", self.kT)
+        register(self, "kT", kT, positive=True, single=True)
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
@@ -48,8 +47,12 @@ class Rescaling(Thermostat):
     ) -> None:
         super().__init__(potential, mass, kT)
         self.dof = None if dof is None else as_number("dof", dof)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse degrees of freedom that the constructor would refuse."""
         if self.dof is not None and not self.dof > 0:
-            raise ValueError(f"dof must be positive; got {dof}.")
+            raise ValueError(f"dof must be positive; got {self.dof}.")
 
     def check(self, state: AnyState) -> None:
         super().check(state)

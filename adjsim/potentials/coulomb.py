@@ -104,13 +104,32 @@ class ReactionField(Coulomb, inherits_forces=True):
         exclusions: Array | None = None,
     ) -> None:
         super().__init__(charge, constant, cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
-        e = as_number("permittivity", permittivity)
-        if not e >= 1:
-            raise ValueError(f"permittivity must be at least 1; got {permittivity}.")
+        self.permittivity = as_number("permittivity", permittivity)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a permittivity below that of vacuum."""
+        super().validate()
+        if not self.permittivity >= 1:
+            raise ValueError(f"permittivity must be at least 1; got {self.permittivity}.")
+
+    @property
+    def share(self) -> float:
+        """The share (e - 1)/(2 e + 1) of the medium."""
+        e = self.permittivity
+        return 0.5 if math.isinf(e) else (e - 1) / (2 * e + 1)
+
+    @property
+    def quadratic(self) -> float:
+        """The factor of r^2."""
         assert self.cutoff is not None
-        share = 0.5 if math.isinf(e) else (e - 1) / (2 * e + 1)
-        self.quadratic = share / self.cutoff**3
-        self.shift = (1 + share) / self.cutoff
+        return self.share / self.cutoff**3
+
+    @property
+    def shift(self) -> float:
+        """The energy at the cutoff without the shift."""
+        assert self.cutoff is not None
+        return (1 + self.share) / self.cutoff
 
     def forward(self, position: Positions) -> Energies:
         own = 0.5 * self.shift * self.constant * self.charge.to(position).square().sum()
@@ -167,12 +186,17 @@ class Wolf(Coulomb, inherits_forces=True):
             exclusions=exclusions,
         )
         self.alpha = as_number("alpha", alpha)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a damping or a truncation that the constructor would refuse."""
+        super().validate()
         if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha must be zero or positive, and finite; got {alpha}.")
-        if type(truncation) not in (Shifted, ForceShifted):
+            raise ValueError(f"alpha must be zero or positive, and finite; got {self.alpha}.")
+        if type(self.truncation) not in (Shifted, ForceShifted):
             raise ValueError(
                 "Wolf's sum is shifted: truncation must be Shifted() or ForceShifted(); got "
-                f"{truncation}."
+                f"{self.truncation}."
             )
 
     def forward(self, position: Positions) -> Energies:

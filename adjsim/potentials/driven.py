@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from adjsim._derived import replaced
+from adjsim._derived import has_values, replaced
 from adjsim._grid import Grid
 from adjsim._inputs import describe_type, refuse_uncalled, refuse_uncalled_class
 from adjsim._layout import is_tracing, materialise_contiguous
 from adjsim._params import refuse_unknown
-from adjsim._reading import read
+from adjsim._reading import check_numbers, read
 from adjsim._typing import Energies, Positions
 from adjsim.potentials.base import (
     ForceField,
@@ -69,12 +69,8 @@ class Actuated(ForceField):
                     f"{name} must be a module that maps a time to a value; got "
                     f"{describe_type(signal)}. Signals such as PiecewiseLinear(times, values) do."
                 )
-            if self._replaced(name).requires_grad:
-                raise ValueError(
-                    f"{name} of {type(potential).__name__} requires grad, and a signal replaces "
-                    "it: give the potential a number, and train the signal."
-                )
         self.signals = nn.ModuleDict(signals)
+        self.validate()
         with torch.no_grad():
             self._values(0.0)
 
@@ -123,6 +119,15 @@ class Actuated(ForceField):
 
         return value, pullback
 
+    def validate(self) -> None:
+        """Refuse to replace a parameter that is trained."""
+        for name in self.signals:
+            if self._replaced(name).requires_grad:
+                raise ValueError(
+                    f"{name} of {type(self.potential).__name__} requires grad, and a signal "
+                    "replaces it: give the potential a number, and train the signal."
+                )
+
     def _replaced(self, name: str) -> Tensor:
         """Return the parameter of the potential that a signal replaces."""
         potential = self.potential
@@ -165,4 +170,7 @@ class Actuated(ForceField):
 
     def _driven(self, values: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the potential with these values of its parameters."""
-        return replaced(read(self.potential), values)
+        twin = replaced(read(self.potential), values)
+        if has_values():
+            check_numbers(twin)
+        return twin

@@ -41,16 +41,24 @@ class _GraphModel(Periodic):
             )
         self.model, self.cutoff = model, as_number("cutoff", cutoff)
         self.skin = None if skin is None else as_number("skin", skin)
-        if not 0 < self.cutoff < math.inf:
-            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
-        if self.skin is not None and not 0 <= self.skin < math.inf:
-            raise ValueError(f"skin must be zero or positive, and finite; got {skin}.")
+        self._check_numbers()
         with outside_inference_mode():
             self.register_box(box)
             kinds = None if species is None else as_indices("species", species)
             self.register_buffer("species", kinds)
         if kinds is not None and kinds.ndim != 1:
             raise ValueError(f"species must be (atoms,) integers; got shape {tuple(kinds.shape)}.")
+
+    def validate(self) -> None:
+        """Refuse a box, a cutoff or a skin that the constructor would refuse."""
+        self._check_numbers()
+        super().validate()
+
+    def _check_numbers(self) -> None:
+        if self.cutoff is None or not 0 < self.cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {self.cutoff}.")
+        if self.skin is not None and not 0 <= self.skin < math.inf:
+            raise ValueError(f"skin must be zero or positive, and finite; got {self.skin}.")
 
     @property
     def image_cutoff(self) -> None:

@@ -39,10 +39,19 @@ class RadialBasis(nn.Module):
         self.number, self.cutoff = as_whole("number", number), as_number("cutoff", cutoff)
         if self.number < 1:
             raise ValueError(f"number must be at least 1; got {number}.")
-        if not self.cutoff > 0:
-            raise ValueError(f"cutoff must be positive; got {cutoff}.")
         centres = torch.linspace(0, 1, self.number, dtype=torch.float64)
         self.register_buffer("centres", centres)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse another number than that of the centres, and a cutoff that is not positive."""
+        if self.number != len(self.centres):
+            raise ValueError(
+                f"number is {self.number}, and there are {len(self.centres)} centres: make the "
+                "basis again."
+            )
+        if not self.cutoff > 0:
+            raise ValueError(f"cutoff must be positive; got {self.cutoff}.")
 
     def forward(self, s: Tensor) -> Tensor:
         x = s.unsqueeze(-1) / self.cutoff**2
@@ -81,6 +90,16 @@ class PairNetwork(PairPotential):
             nn.Tanh(),
             nn.Linear(hidden, 1, bias=False, dtype=torch.float64),
         )
+
+    def validate(self) -> None:
+        """Refuse a cutoff that is not that of the basis."""
+        super().validate()
+        basis = self.network[0]
+        if isinstance(basis, RadialBasis) and basis.cutoff != self.cutoff:
+            raise ValueError(
+                f"the basis of the network ends at {basis.cutoff:g} and the cutoff is "
+                f"{self.cutoff}: set network[0].cutoff too."
+            )
 
     def pair_energy(self, s: Tensor) -> Tensor:
         return self.network(s).squeeze(-1)

@@ -33,6 +33,8 @@ class LennardJones(PairPotential):
     epsilon: Tensor
     sigma: Tensor
 
+    _tables = ("epsilon", "sigma")
+
     def __init__(
         self,
         epsilon: Number = 1.0,

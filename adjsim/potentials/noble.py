@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import derived
 from adjsim._inputs import as_indices, outside_inference_mode
 from adjsim._params import describe
 from adjsim._typing import Array, Number
@@ -53,6 +54,9 @@ class LennardJonesMixture(LennardJones):
             position with more or fewer atoms than ``species``.
     """
 
+    # Numbers of species, which are checked here.
+    _tables = ()
+
     def __init__(
         self,
         species: Array,
@@ -76,8 +80,21 @@ class LennardJonesMixture(LennardJones):
             exclusions=exclusions,
         )
         self.mixing = mixing
+        with outside_inference_mode():
+            self.register_buffer("species", _checked_species(species, len(self.epsilon)))
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse numbers or a rule that the constructor would refuse."""
+        super().validate()
+        self._check_parameters()
+        _ = self.is_symmetric
+
+    @derived("mixing")
+    def is_symmetric(self) -> bool:
+        """That the rule gives one finite number for each pair of species; others are refused."""
         e, s = self.epsilon.detach(), self.sigma.detach()
-        mixed = mixing(e[:, None], s[:, None], e, s)
+        mixed = self.mixing(e[:, None], s[:, None], e, s)
         for name, value in zip(("epsilon", "sigma"), mixed, strict=True):
             count = len(self.epsilon)
             if value.shape != (count, count) or not bool(torch.isfinite(value).all()):
@@ -86,8 +103,7 @@ class LennardJonesMixture(LennardJones):
                     "each pair of species."
                 )
             check_symmetric(name, value)
-        with outside_inference_mode():
-            self.register_buffer("species", _checked_species(species, len(self.epsilon)))
+        return True
 
     def _check_parameters(self) -> None:
         if self.epsilon.ndim != 1 or self.epsilon.shape != self.sigma.shape:

@@ -64,6 +64,7 @@ class PairPotential(Periodic, Potential):
     species: Tensor | None
     exclusions: Tensor | None
     _operands: Mapping[str, Tensor] | None = None
+    _tables: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -93,6 +94,8 @@ class PairPotential(Periodic, Potential):
     def validate(self) -> None:
         """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""
         self._check_cutoff()
+        for name in self._tables:
+            _check_table(name, getattr(self, name))
         super().validate()
 
     def _check_cutoff(self) -> None:
@@ -186,6 +189,7 @@ class PairPotential(Periodic, Potential):
         """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
         register(self, name, value, positive=positive, depth=depth)
         check_symmetric(name, getattr(self, name))
+        self._tables = (*self._tables, name)
 
     def pair_table(self, name: str) -> Tensor:
         """Return a parameter of pairs: a number, or a table with a row and a column a species.
@@ -259,16 +263,20 @@ def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
     }
 
 
-def check_symmetric(name: str, value: Tensor) -> None:
-    """Refuse a parameter that is not one number for each pair."""
-    value = value.detach()
-    if value.numel() == 1 and value.ndim <= 2:
-        return
-    if value.ndim != 2 or value.shape[0] != value.shape[1]:
+def _check_table(name: str, value: Tensor) -> None:
+    if value.ndim > 2 or (value.numel() > 1 and (value.ndim < 2 or len({*value.shape}) > 1)):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). For a "
             "Lennard-Jones number per atom use LennardJonesMixture(species=range(atoms), ...)."
         )
+
+
+def check_symmetric(name: str, value: Tensor) -> None:
+    """Refuse a parameter that is not one number for each pair."""
+    value = value.detach()
+    _check_table(name, value)
+    if value.numel() == 1:
+        return
     difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
     if difference > 8 * torch.finfo(value.dtype).eps * scale:
         i, j = divmod(int((value - value.T).abs().argmax()), len(value))

@@ -7,19 +7,28 @@ from torch import nn
 import adjsim
 from adjsim.meshes import Mesh
 from adjsim.potentials import (
+    Actuated,
     Coulomb,
     Ewald,
     ForceFieldPotential,
     GeneralizedBorn,
+    GraphPotential,
+    HarmonicBond,
     Mie,
     ParticleMeshEwald,
+    PeriodicTorsion,
+    PiecewiseLinear,
+    ReactionField,
     ScaledPairs,
     Switched,
+    Wolf,
 )
-from adjsim.potentials.contact import Cylinder, Plane
+from adjsim.potentials.contact import Cylinder, ParticleContact, Plane
 from adjsim.potentials.dispersion import DispersionCorrection
 from adjsim.potentials.elastic import NeoHookean
+from adjsim.potentials.learnt import MessagePassing, PairNetwork
 from adjsim.potentials.noble import LennardJonesMixture
+from tests.problems import parameter
 
 BOX = torch.full((3,), 6.0, dtype=torch.float64)
 
@@ -180,3 +189,137 @@ def test_a_surface_without_a_direction_is_refused(surface, name):
     getattr(potential.surface, name).data.zero_()
     with pytest.raises(ValueError, match=f"{name} must not be zero"):
         adjsim.simulate(dynamics, start, [0.0, 0.1], solver=adjsim.VelocityVerlet(0.1))
+
+
+def bond():
+    return HarmonicBond([(0, 1), (2, 3), (4, 5)], parameter([1.0, 2.0]), 1.0, types=[0, 1, 1])
+
+
+def pairs(**options):
+    table = torch.rand(6, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    pair = adjsim.LennardJones(table + table.T, 1.0, cutoff=2.5, box=BOX)
+    return ScaledPairs(pair, [(0, 1), (2, 3)], **options)
+
+
+def torsion(**numbers):
+    found = {"k": 1.0, "periodicity": 3, "phase": 0.5, **numbers}
+    return PeriodicTorsion([(0, 1, 2, 3)], **found)
+
+
+def graph():
+    return GraphPotential(MessagePassing(2.5), 2.5, box=BOX)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (bond, lambda x: x.index.copy_(x.index.flip(0)), "index of HarmonicBond has changed"),
+        (bond, lambda x: x.types.copy_(torch.tensor([1, 1, 0])), "types of HarmonicBond"),
+        (bond, lambda x: setattr(x, "k", parameter([1.0, 2.0, 3.0])), "is for 3 types"),
+        (pairs, lambda x: setattr(x.potential, "box", BOX * 1.5), "box"),
+        (
+            pairs,
+            lambda x: setattr(x.potential, "epsilon", torch.ones(8, 8, dtype=torch.float64)),
+            "another shape",
+        ),
+        (torsion, lambda x: x.periodicity.zero_(), "periodicity must be positive"),
+        (torsion, lambda x: x.phase.fill_(180.0), "phase must be in radians"),
+        (graph, lambda x: setattr(x, "skin", -0.5), "skin must be zero or positive"),
+        (graph, lambda x: setattr(x, "cutoff", -0.5), "cutoff must be positive"),
+        (
+            lambda: Ewald(CHARGES, box=BOX, cutoff=2.5),
+            lambda x: setattr(x, "skin", -1.0),
+            "skin must be",
+        ),
+        (
+            lambda: ParticleMeshEwald(CHARGES, box=BOX, cutoff=2.5),
+            lambda x: setattr(x, "order", 3),
+            "order must be from",
+        ),
+        (
+            lambda: Wolf(CHARGES, 0.3, cutoff=2.5),
+            lambda x: setattr(x, "alpha", -0.5),
+            "alpha must be zero or positive",
+        ),
+        (
+            lambda: PairNetwork(4, 2.5),
+            lambda x: setattr(x, "cutoff", 2.0),
+            "basis of the network ends at",
+        ),
+        (
+            lambda: ParticleContact(0.9, 1.0),
+            lambda x: setattr(x, "cutoff", 1.5),
+            "beyond the reach 1.5",
+        ),
+        (
+            lambda: adjsim.LennardJones(1.0, 1.0),
+            lambda x: setattr(x, "epsilon", torch.ones(6, dtype=torch.float64)),
+            "must be a number or",
+        ),
+        (mixture, lambda x: setattr(x, "mixing", lambda e, s, f, t: (e + 2 * f, s + t)), "symm"),
+    ],
+)
+def test_a_setting_that_no_longer_fits_is_refused(make, change, message):
+    potential = make()
+    potential(positions())
+    with torch.no_grad():
+        change(potential)
+    with pytest.raises(ValueError, match=message):
+        adjsim.force(potential, positions())
+
+
+def test_the_reaction_field_follows_its_cutoff_and_permittivity():
+    found = ReactionField(CHARGES, 80.0, cutoff=2.0)
+    found(positions())
+    found.cutoff, found.permittivity = 1.5, 4.0
+    agree(found, ReactionField(CHARGES, 4.0, cutoff=1.5))
+
+
+def test_truncated_pairs_follow_a_cutoff_that_is_given_later():
+    def make(cutoff):
+        pair = adjsim.LennardJones(1.0, 1.0, cutoff=cutoff)
+        return ScaledPairs(pair, [(0, 1), (2, 5)], truncated=True)
+
+    found = make(None)
+    found(positions())
+    found.potential.cutoff = 1.7
+    agree(found, make(1.7))
+
+
+def test_a_signal_may_not_move_a_number_out_of_its_range():
+    signal = PiecewiseLinear([0.0, 1.0], [0.3, 0.5])
+    potential = Actuated(ParticleContact(0.3, 1.0, cutoff=0.7), radius=signal)
+    adjsim.force(potential, positions(), 0.0)
+    with pytest.raises(ValueError, match=r"beyond the reach 0\.7"):
+        adjsim.force(potential, positions(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "change", "message"),
+    [
+        (lambda p: adjsim.NoseHooverChain(p), lambda d: setattr(d, "dof", -3.0), "dof must be"),
+        (lambda p: adjsim.Bussi(p), lambda d: setattr(d, "dof", 2.5), "dof"),
+        (
+            lambda p: adjsim.OverdampedLangevin(p),
+            lambda d: setattr(d, "kT", torch.ones(3, dtype=torch.float64)),
+            "kT must be one number",
+        ),
+        (
+            lambda p: adjsim.Bussi(p),
+            lambda d: setattr(d, "tau", torch.ones(3, dtype=torch.float64)),
+            "tau must be one number",
+        ),
+    ],
+)
+def test_numbers_of_a_whole_system_are_checked_at_each_run(dynamics, change, message):
+    found = dynamics(adjsim.Harmonic(1.0))
+    start = found.init(positions(), *([] if "Over" in type(found).__name__ else [positions()]))
+    change(found)
+    schemes = {"NoseHooverChain": "NBABN", "Bussi": "RBABR"}
+    solver = (
+        adjsim.Splitting(schemes[type(found).__name__], 0.1)
+        if type(found).__name__ in schemes
+        else adjsim.EulerMaruyama(0.1)
+    )
+    with pytest.raises((ValueError, TypeError), match=message):
+        adjsim.simulate(found, start, [0.0, 0.1], solver=solver, generator=0)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from adjsim._geometry import Angle, Cosine
-from adjsim._params import refuse_degrees
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds import HarmonicBond
@@ -45,8 +44,7 @@ class HarmonicAngle(BondedPotential):
     ) -> None:
         super().__init__(index, types=types, box=box)
         self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle)
-        refuse_degrees("angle", self.angle)
+        self.register_term_parameter("angle", angle, angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         bend = x - self.term_parameter("angle", x)
@@ -90,8 +88,7 @@ class CosineAngle(BondedPotential):
     ) -> None:
         super().__init__(index, types=types, box=box)
         self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle)
-        refuse_degrees("angle", self.angle)
+        self.register_term_parameter("angle", angle, angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         bend = x - torch.cos(self.term_parameter("angle", x))

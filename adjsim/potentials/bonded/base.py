@@ -76,6 +76,7 @@ class BondedPotential(Periodic, Potential):
             self.register_box(box)
             self._most = int(found.max())
             self.by_type = nn.ModuleDict()
+            self._columns: dict[str, tuple[int, ...]] = {}
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
@@ -219,21 +220,51 @@ class BondedPotential(Periodic, Potential):
         *,
         positive: bool = False,
         depth: bool = False,
+        angle: bool = False,
         columns: tuple[int, ...] = (),
     ) -> None:
         """Store a parameter: a number, one for each term or one for each type.
 
         Args:
-            name, value, positive, depth: as for a parameter of any potential.
+            name, value, positive, depth, angle: as for a parameter of any potential.
             columns: the shape of the parameter of one term.
         """
-        register(self, name, value, positive=positive, depth=depth)
+        register(self, name, value, positive=positive, depth=depth, angle=angle)
         found: Tensor = getattr(self, name)
+        self._columns[name] = columns
         self._check_parameter(name, found, columns)
         if self.types is not None and found.ndim > len(columns):
             # The transpose of a selection depends on the number of types.
             with outside_inference_mode():
-                self.by_type[str(len(found))] = Selection(self.types, len(found))
+                self.by_type[str(len(found))] = Selection(self.types.clone(), len(found))
+
+    def validate(self) -> None:
+        """Refuse atoms, types or numbers of terms other than those that the tables are made for."""
+        super().validate()
+        index = self.index if len(self.used) == self.members else self.index[:, self.used]
+        if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
+            raise ValueError(
+                f"the index of {type(self).__name__} has changed since it was made: make it again."
+            )
+        for known in self.by_type.values():
+            if self.types is None or not torch.equal(known.index, self.types):  # type: ignore[arg-type]
+                raise ValueError(
+                    f"the types of {type(self).__name__} have changed since it was made: make it "
+                    "again."
+                )
+        for name, columns in self._columns.items():
+            found: Tensor = getattr(self, name)
+            lead = found.shape[: found.ndim - len(columns)]
+            if found.shape[found.ndim - len(columns) :] == columns and (
+                not lead or (self.types is not None and str(lead[0]) in self.by_type)
+            ):
+                continue
+            self._check_parameter(name, found, columns)
+            if self.types is not None:
+                raise ValueError(
+                    f"{name} of {type(self).__name__} is for {len(found)} types, and was for "
+                    "another number when it was made: make it again."
+                )
 
     def _check_parameter(self, name: str, value: Tensor, columns: tuple[int, ...]) -> None:
         lead = value.ndim - len(columns)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from adjsim._geometry import Dihedral
-from adjsim._params import refuse_degrees
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
@@ -45,8 +44,7 @@ class HarmonicImproper(BondedPotential):
     ) -> None:
         super().__init__(index, types=types, box=box)
         self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle)
-        refuse_degrees("angle", self.angle)
+        self.register_term_parameter("angle", angle, angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         difference = self._difference(x)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim._box import refuse_other_boxes
 from adjsim._derived import own_tensors
 from adjsim._geometry import Distance, SquaredDistance
 from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
@@ -60,8 +61,8 @@ class ScaledPairs(BondedPotential):
                 f"{describe_type(potential)}."
             )
         super().__init__(index, types=types, box=potential.box if box is None else box)
-        self.potential = potential
-        self.truncated = as_flag("truncated", truncated) and potential.cutoff is not None
+        self.potential, self._shares_box = potential, box is None
+        self.truncated = as_flag("truncated", truncated)
         self.register_term_parameter("scale", scale)
         self.operands = nn.ModuleDict()
         with outside_inference_mode():
@@ -78,9 +79,8 @@ class ScaledPairs(BondedPotential):
 
     def _scaled(self, formula: str, x: Tensor) -> Tensor:
         pair, scale = self._of_pairs(), self.term_parameter("scale", x)
-        if not self.truncated:
+        if not self.truncated or pair.cutoff is None:
             return scale * getattr(pair, f"pair_{formula}")(x)
-        assert pair.cutoff is not None
         outside = x >= pair.cutoff**2
         # Formulas that end at the cutoff may not be finite beyond it.
         near = torch.where(outside, pair.safe_distance(x), x)
@@ -120,15 +120,32 @@ class ScaledPairs(BondedPotential):
     def validate(self) -> None:
         """Refuse other species than those for which the entries of tables were chosen."""
         super().validate()
+        pair = self.potential
+        if self._shares_box:
+            refuse_other_boxes([pair, self])
+        entries: dict[int, Tensor] = {}
         for name in self._operand_names():
-            if f"{name} ij" not in self.operands:
-                continue
-            found: Any = self.operands[f"{name} ij"]
-            if not torch.equal(found.index, self._entries(math.isqrt(found.count))):
+            known: list[Any] = [
+                self.operands[f"{name} {key}"]
+                for key in ("i", "j", "ij")
+                if f"{name} {key}" in self.operands
+            ]
+            value: Tensor = getattr(pair, name)
+            # Numbers of species are mixed to a table.
+            size = value.shape[0] ** (3 - len(known)) if known and value.ndim else 1
+            if any(found.count != size for found in known) or (not known and value.numel() > 1):
                 raise ValueError(
-                    "the species of the potential have changed since ScaledPairs was made of it: "
-                    "make it again."
+                    f"{name} of the potential has another shape than when ScaledPairs was made of "
+                    "it: make it again."
                 )
+            if len(known) == 1:
+                if size not in entries:
+                    entries[size] = self._entries(math.isqrt(size))
+                if not torch.equal(known[0].index, entries[size]):
+                    raise ValueError(
+                        "the species of the potential have changed since ScaledPairs was made of "
+                        "it: make it again."
+                    )
 
     def _operand_names(self) -> list[str]:
         return [

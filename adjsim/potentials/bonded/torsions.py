@@ -7,7 +7,6 @@ from torch import Tensor
 
 from adjsim._geometry import Dihedral
 from adjsim._inputs import as_indices, outside_inference_mode
-from adjsim._params import refuse_degrees
 from adjsim._typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
@@ -53,11 +52,17 @@ class PeriodicTorsion(BondedPotential):
         self.register_term_parameter("k", k)
         with outside_inference_mode():
             times = as_indices("periodicity", periodicity)
-            if not bool((times > 0).all()):
-                raise ValueError(f"periodicity must be positive integers; got {int(times.min())}.")
             self.register_term_parameter("periodicity", times)
-        self.register_term_parameter("phase", phase)
-        refuse_degrees("phase", self.phase)
+        self.register_term_parameter("phase", phase, angle=True)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a periodicity that the constructor would refuse."""
+        super().validate()
+        times = self.periodicity
+        wrong = times[(times <= 0) | (times != times.round())]
+        if len(wrong):
+            raise ValueError(f"periodicity must be positive integers; got {float(wrong[0]):g}.")
 
     def element(self, x: Tensor) -> Tensor:
         k, _, turn = self._turn(x)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -62,7 +60,6 @@ class ParticleContact(PairPotential):
                 f"{cutoff:g}."
             )
         super().__init__(cutoff=cutoff, box=box, skin=skin, exclusions=exclusions)
-        self._reach = math.inf if cutoff is None else float(cutoff)
         register(self, "radius", found, positive=True)
         self.register_pair_parameter("stiffness", stiffness)
 
@@ -70,10 +67,10 @@ class ParticleContact(PairPotential):
         """Refuse radii beyond the reach of the neighbour list."""
         super().validate()
         largest = _largest_reach(self.radius)
-        if largest > self._reach * (1 + 1e-12):
+        if self.cutoff is not None and largest > self.cutoff * (1 + 1e-12):
             raise ValueError(
                 f"the largest sum of two radii has become {largest:g}, beyond the reach "
-                f"{self._reach:g} of the neighbour list: give a larger cutoff, or a radius "
+                f"{self.cutoff:g} of the neighbour list: give a larger cutoff, or a radius "
                 "that requires grad."
             )
 

@@ -210,6 +210,12 @@ class Barrier(Penalty):
             self.register_buffer("floor", None)
             return
         self._register("floor", floor)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a floor at or above the distance."""
+        if self.floor is None:
+            return
         low, high = self._range(self.distance.detach())
         if not bool((low.detach() < high).all()):
             raise ValueError(

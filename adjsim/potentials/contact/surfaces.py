@@ -58,22 +58,20 @@ class Surface(nn.Module):
 
     def _register_point(self, name: str, value: Number) -> None:
         """Store a vector with an entry for each dimension."""
-        register(self, name, value)
+        register(self, name, value, finite=True)
         found: Tensor = getattr(self, name)
         if found.ndim != 1:
             raise ValueError(
                 f"{name} must be (dim,), one number for each dimension; got shape "
                 f"{tuple(found.shape)}."
             )
-        _refuse_infinite(name, found)
 
     def _register_length(self, name: str, value: Number) -> None:
         """Store a positive number."""
-        register(self, name, value, positive=True)
+        register(self, name, value, positive=True, finite=True)
         found: Tensor = getattr(self, name)
         if found.numel() != 1:
             raise ValueError(f"{name} must be one number; got shape {tuple(found.shape)}.")
-        _refuse_infinite(name, found)
 
 
 class Plane(Surface):
@@ -96,12 +94,11 @@ class Plane(Surface):
     def __init__(self, normal: Number, offset: Number = 0.0) -> None:
         super().__init__()
         self._register_point("normal", normal)
-        register(self, "offset", offset)
+        register(self, "offset", offset, finite=True)
         self.dim = len(self.normal)
         self.validate()
         if self.offset.numel() != 1:
             raise ValueError(f"offset must be one number; got shape {tuple(self.offset.shape)}.")
-        _refuse_infinite("offset", self.offset)
 
     def validate(self) -> None:
         """Refuse a normal without a direction."""
@@ -203,8 +200,7 @@ class Box(Surface):
     def __init__(self, center: Number, half_lengths: Number) -> None:
         super().__init__()
         self._register_point("center", center)
-        register(self, "half_lengths", half_lengths, positive=True)
-        _refuse_infinite("half_lengths", self.half_lengths)
+        register(self, "half_lengths", half_lengths, positive=True, finite=True)
         self.dim = len(self.center)
         if self.half_lengths.shape != self.center.shape:
             raise ValueError(
@@ -348,8 +344,3 @@ def _number(value: Tensor, like: Vector) -> Tensor:
 def _refuse_no_direction(name: str, value: Tensor) -> None:
     if not bool(value.detach().abs().max() > 0):
         raise ValueError(f"{name} must not be zero.")
-
-
-def _refuse_infinite(name: str, value: Tensor) -> None:
-    if not bool(torch.isfinite(value.detach()).all()):
-        raise ValueError(f"{name} must be finite; got {value.tolist()}.")

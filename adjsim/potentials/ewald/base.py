@@ -72,6 +72,8 @@ class EwaldSum(Periodic, Potential):
         self._check_cutoff()
         checked_tolerance(self.tolerance)
         _ = self.alpha
+        if self.skin is not None and not 0 <= self.skin < math.inf:
+            raise ValueError(f"skin must be zero or positive, and finite; got {self.skin}.")
         super().validate()
 
     def _check_cutoff(self) -> None:

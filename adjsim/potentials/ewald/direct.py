@@ -66,6 +66,12 @@ class Ewald(EwaldSum):
         )  # fmt: skip
         self.given = None if kmax is None else three_numbers("kmax", kmax, 0)
 
+    def validate(self) -> None:
+        """Refuse wave numbers that the constructor would refuse."""
+        super().validate()
+        if self.given is not None:
+            three_numbers("kmax", self.given, 0)
+
     @derived("cell", "given", "alpha", "tolerance")
     def kmax(self) -> tuple[int, ...]:
         """The largest wave number along each row of the box."""

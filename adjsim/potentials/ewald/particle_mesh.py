@@ -66,13 +66,20 @@ class ParticleMeshEwald(EwaldSum):
             exclusions=exclusions, constant=constant, skin=skin,
         )  # fmt: skip
         self.order = as_whole("order", order)
+        self.given = None if grid is None else three_numbers("grid", grid, 0)
+        self.validate()
+        _ = self.grid
+
+    def validate(self) -> None:
+        """Refuse an order or a mesh that the constructor would refuse."""
+        super().validate()
         if not SMALLEST_ORDER <= self.order <= LARGEST_ORDER:
             raise ValueError(
                 f"order must be from {SMALLEST_ORDER} to {LARGEST_ORDER}, so that the derivative "
-                f"of the force is continuous; got {order}."
+                f"of the force is continuous; got {self.order}."
             )
-        self.given = None if grid is None else three_numbers("grid", grid, self.order)
-        _ = self.grid
+        if self.given is not None:
+            three_numbers("grid", self.given, self.order)
 
     @derived("cell", "given", "alpha", "tolerance", "order")
     def grid(self) -> tuple[int, ...]:
