@@ -16,10 +16,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from adjsim._inputs import as_tensor, outside_inference_mode
 from adjsim._typing import Number
+
+# Sizes of a tensor; a word stands for a size that is free.
+Shape = tuple[int | str, ...]
 
 
 def register(
@@ -32,17 +36,20 @@ def register(
     depth: bool = False,
     single: bool = False,
     angle: bool = False,
+    between: tuple[float, float] | None = None,
+    advice: str = "",
+    shapes: Sequence[Shape] = (),
+    each: str = "",
 ) -> None:
     """Store a physical number on a module, as a parameter or a buffer.
 
-    Numbers, arrays and lists become buffers. Where infinity has a meaning, such as a pinned atom's
-    mass, ``finite`` is left out. A ``depth`` is that of a well, which must not be negative. A
-    ``single`` number is that of a whole system, and an ``angle`` is in radians.
+    Numbers, arrays and lists become buffers. The other arguments are the :class:`NumberRule`, which
+    is checked again whenever a run reads the number.
 
     Raises:
         TypeError: a string, None, a bool or complex numbers.
-        ValueError: NaN, no entries, a number that must be positive or finite and is not, a list
-            that holds a tensor that requires grad, a parameter made under ``torch.inference_mode``.
+        ValueError: NaN, no entries, a number or a shape that the rule excludes, a list that holds
+            a tensor that requires grad, a parameter made under ``torch.inference_mode``.
     """
     if isinstance(value, nn.Parameter) and value.is_inference():
         raise ValueError(
@@ -53,7 +60,7 @@ def register(
         value = as_tensor(name, value)
     if value.numel() == 0:
         raise ValueError(f"{name} has no entries.")
-    rule = NumberRule(positive, finite, depth, single, angle)
+    rule = NumberRule(positive, finite, depth, single, angle, between, advice, tuple(shapes), each)
     rule(name, value.detach())
     vars(module).setdefault("_rules", {})[name] = rule
     if isinstance(value, nn.Parameter):
@@ -64,20 +71,43 @@ def register(
 
 @dataclass(frozen=True)
 class NumberRule:
-    """The numbers that a parameter may be, checked whenever a run reads it."""
+    """The numbers that a parameter may be, checked whenever a run reads it.
+
+    Attributes:
+        positive: above zero.
+        finite: not infinite. A pinned atom's mass, for one, is infinite.
+        depth: the depth of a well, which is not negative.
+        single: one number for a whole system.
+        angle: radians, at most two pi.
+        between: two limits, both excluded.
+        advice: a sentence of the error of a number outside of the limits.
+        shapes: the shapes that it may have, with a word for a size that is free; empty: any.
+        each: what an entry belongs to, such as "one number for each atom".
+    """
 
     positive: bool = False
     finite: bool = False
     depth: bool = False
     single: bool = False
     angle: bool = False
+    between: tuple[float, float] | None = None
+    advice: str = ""
+    shapes: tuple[Shape, ...] = ()
+    each: str = ""
 
     def __call__(self, name: str, value: Tensor) -> None:
         """Refuse a value that the parameter may not have."""
+        if self.shapes and not any(_fits(value.shape, shape) for shape in self.shapes):
+            allowed = ", ".join(map(_describe_shape, self.shapes[:-1]))
+            allowed += f"{allowed and ' or '}{_describe_shape(self.shapes[-1])}"
+            raise ValueError(
+                f"{name} must be {allowed}{self.each and ', ' + self.each}; got shape "
+                f"{tuple(value.shape)}."
+            )
         if self.single and value.numel() != 1:
             raise ValueError(
                 f"{name} must be one number, for all atoms and replicas; got shape "
-                f"{tuple(value.shape)}. Make a simulation for each {name}."
+                f"{tuple(value.shape)}."
             )
         ends = value.aminmax() if value.numel() > 1 else (value, value)
         smallest, largest = (x.item() for x in ends)
@@ -100,6 +130,43 @@ class NumberRule:
                 f"{max(abs(smallest), abs(largest)):g}. Convert degrees with math.radians or "
                 "torch.deg2rad."
             )
+        if self.between is not None:
+            low, high = self.between
+            wrong = largest if smallest > low else smallest
+            if not low < wrong < high:
+                raise ValueError(
+                    f"{name} must be between {low:g} and {high:g}, both excluded; got {wrong:g}."
+                    f"{self.advice and ' '}{self.advice}"
+                )
+
+    def marked(self, value: Tensor) -> Tensor:
+        """Replace entries that the parameter may not have by NaN, without reading them."""
+        lowest = 0.0 if self.positive else -math.inf
+        low, high = (lowest, math.inf) if self.between is None else self.between
+        turn = 2 * math.pi * (1 + 1e-6)
+        limits = [low] if low > -math.inf or self.finite else []
+        valid = [value > x for x in limits]
+        if high < math.inf or self.finite:
+            valid.append(value < high)
+        if self.depth:
+            valid.append(value >= 0)
+        if self.angle:
+            valid.append(value.abs() <= turn)
+        for holds in valid:
+            value = torch.where(holds, value, math.nan)
+        return value
+
+
+def _fits(found: Sequence[int], shape: Shape) -> bool:
+    return len(found) == len(shape) and all(
+        isinstance(size, str) or size == n for n, size in zip(found, shape, strict=True)
+    )
+
+
+def _describe_shape(shape: Shape) -> str:
+    if not shape:
+        return "one number"
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def check_count(name: str, value: Tensor, atoms: int) -> None:

@@ -47,7 +47,7 @@ def check_exclusions(exclusions: Tensor, atoms: int) -> None:
     Raises:
         ValueError: names the pair and the number of atoms.
     """
-    beyond = (exclusions >= atoms).any(-1).nonzero()
+    beyond = ((exclusions >= atoms) | (exclusions < 0)).any(-1).nonzero()
     if len(beyond):
         i, j = exclusions[int(beyond[0])].tolist()
         raise ValueError(

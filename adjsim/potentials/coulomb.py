@@ -47,12 +47,7 @@ class Coulomb(RadialPotential):
         super().__init__(
             cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
         )
-        register(self, "charge", charge)
-        if self.charge.ndim != 1:
-            raise ValueError(
-                "charge must be (atoms,), one number for each atom; got shape "
-                f"{tuple(self.charge.shape)}."
-            )
+        register(self, "charge", charge, shapes=[("atoms",)], each="one number for each atom")
         self.constant = as_number("constant", constant)
         if not math.isfinite(self.constant):
             raise ValueError(f"constant must be finite; got {constant}.")

@@ -37,6 +37,10 @@ class Actuated(ForceField):
     form where the potential has one: with x a leaf, its cotangent is that of a parameter, and the
     chain rule takes it to the signal. The energy is not conserved, since actuators do work.
 
+    A value outside of the range of its parameter stops a run at the step where it is reached. A
+    condition between several numbers, such as a radius within the reach of a list of neighbours, is
+    checked in each step that is not compiled, and at the start of each compiled run.
+
     Args:
         potential: an energy module. The parameters that signals replace are numbers without a
             gradient; their values are not read.
@@ -165,6 +169,10 @@ class Actuated(ForceField):
                     f"{type(self.potential).__name__} has shape {tuple(shape)}: give the "
                     "potential a value of the shape of the signal."
                 ) from error
+            rule = vars(self.potential).get("_rules", {}).get(name)
+            if rule is not None and not has_values():
+                # NaN stops a compiled loop, and its steps are then repeated one by one.
+                x = rule.marked(x)
             values[name] = materialise_contiguous(x) if is_tracing() else x
         return values
 

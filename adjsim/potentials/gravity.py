@@ -37,24 +37,18 @@ class Gravity(Potential):
 
     def __init__(self, mass: Number, g: Number, *, direction: Number | None = None) -> None:
         super().__init__()
-        register(self, "mass", mass, positive=True)
-        if self.mass.ndim > 2 or (self.mass.ndim == 2 and self.mass.shape[1] != 1):
-            raise ValueError(
-                f"mass must be a scalar, (atoms,) or (atoms, 1); got shape "
-                f"{tuple(self.mass.shape)}."
-            )
-        register(self, "g", g, finite=True)
-        if self.g.numel() != 1:
-            raise ValueError(f"g must be one number; got shape {tuple(self.g.shape)}.")
+        register(self, "mass", mass, positive=True, shapes=[(), ("atoms",), ("atoms", 1)])
+        register(self, "g", g, finite=True, single=True)
         if direction is None:
             self.direction = None
             return
-        register(self, "direction", direction, finite=True)
-        assert self.direction is not None
-        if self.direction.ndim != 1 or not bool((self.direction.detach() != 0).any()):
-            raise ValueError(
-                f"direction must be (dim,) and not zero; got {self.direction.detach().tolist()}."
-            )
+        register(self, "direction", direction, finite=True, shapes=[("dim",)])
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a direction of length zero."""
+        if self.direction is not None and not bool((self.direction.detach() != 0).any()):
+            raise ValueError(f"direction must not be zero; got {self.direction.tolist()}.")
 
     def forward(self, position: Positions) -> Energies:
         return -(self._pull(position) * position).sum((-1, -2))

@@ -65,13 +65,27 @@ class MACEPotential(GraphPotential):
         unknown = sorted(set(given.tolist()) - set(known))
         if unknown:
             raise ValueError(f"the model does not know atomic numbers {unknown}; it knows {known}.")
-        heads = getattr(model, "heads", None) or ["Default"]
-        if not 0 <= head < len(heads):
-            raise ValueError(f"head must be one of 0 to {len(heads) - 1} ({heads}); got {head}.")
         kinds = torch.tensor([known.index(n) for n in given.tolist()])
         cutoff = float(cast(Tensor, model.r_max))
         adapted = _Adapter(model, len(known), head)
         super().__init__(adapted, cutoff, species=kinds, box=box, skin=skin)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a head that the model does not have, and a cutoff that is not the model's."""
+        super().validate()
+        adapted = cast(_Adapter, self.model)
+        heads = getattr(adapted.mace, "heads", None) or ["Default"]
+        if not 0 <= adapted.head < len(heads):
+            raise ValueError(
+                f"head must be one of 0 to {len(heads) - 1} ({heads}); got {adapted.head}."
+            )
+        reach = float(cast(Tensor, adapted.mace.r_max))
+        if reach != self.cutoff:
+            raise ValueError(
+                f"the cutoff of the model, r_max, is {reach:g} and that of the graph "
+                f"{self.cutoff:g}: set both, or make the potential again."
+            )
 
     @derived("image_box")
     def cell(self) -> Tensor:

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim._derived import has_values
 from adjsim._params import register
+from adjsim._reading import check_numbers
 from adjsim._typing import Number
 
 
 class Signal(nn.Module):
     """A function of time, ``x(t)``. Subclasses write ``forward``, and may write ``rate``."""
+
+    def __call__(self, t: Any) -> Tensor:
+        if has_values():
+            check_numbers(self)
+        return super().__call__(t)
 
     def forward(self, t: Any) -> Tensor:
         raise TypeError(f"{type(self).__name__} has no value: write forward(t).")
@@ -119,13 +126,7 @@ class CubicSpline(_Nodes):
         if slopes is None:
             self.register_buffer("slopes", None)
             return
-        register(self, "slopes", slopes)
-        assert self.slopes is not None
-        if self.slopes.ndim and self.slopes.shape != (2, *self.values.shape[1:]):
-            raise ValueError(
-                f"slopes must be one number or {(2, *self.values.shape[1:])}; got shape "
-                f"{tuple(self.slopes.shape)}."
-            )
+        register(self, "slopes", slopes, shapes=[(), (2, *self.values.shape[1:])])
 
     def forward(self, t: Any) -> Tensor:
         share, _, width = self._shares(t)
@@ -188,26 +189,17 @@ class Harmonics(Signal):
         self, amplitude: Number, frequency: Number, phase: Number = 0.0, offset: Number = 0.0
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("amplitude", amplitude),
-            ("frequency", frequency),
-            ("phase", phase),
-            ("offset", offset),
-        ):
-            register(self, name, value)
+        register(self, "amplitude", amplitude)
+        self.amplitude: Tensor
         lead, *shape = self.amplitude.shape or (1,)
-        for name in ("frequency", "phase"):
-            found = tuple(getattr(self, name).shape)
-            if found not in ((), (lead,), (lead, *shape)):
-                raise ValueError(
-                    f"{name} must be a number, {(lead,)} or {(lead, *shape)}, as the amplitude; "
-                    f"got shape {found}."
-                )
-        if tuple(self.offset.shape) not in ((), tuple(shape)):
-            raise ValueError(
-                f"offset must be a number or {tuple(shape)}, as the amplitude of one harmonic; got "
-                f"shape {tuple(self.offset.shape)}."
+        for name, value in (("frequency", frequency), ("phase", phase)):
+            register(
+                self, name, value, shapes=[(), (lead,), (lead, *shape)], each="as the amplitude"
             )
+        register(
+            self, "offset", offset, shapes=[(), tuple(shape)],
+            each="as the amplitude of one harmonic",
+        )  # fmt: skip
 
     def forward(self, t: Any) -> Tensor:
         amplitude, _, turn = self._turns(t)

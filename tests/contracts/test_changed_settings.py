@@ -5,15 +5,19 @@ import torch
 from torch import nn
 
 import adjsim
+from adjsim import meshes
 from adjsim.meshes import Mesh
 from adjsim.potentials import (
     Actuated,
     Coulomb,
+    CubicSpline,
     Ewald,
     ForceFieldPotential,
     GeneralizedBorn,
     GraphPotential,
+    Gravity,
     HarmonicBond,
+    Harmonics,
     Mie,
     ParticleMeshEwald,
     PeriodicTorsion,
@@ -292,6 +296,104 @@ def test_a_signal_may_not_move_a_number_out_of_its_range():
     adjsim.force(potential, positions(), 0.0)
     with pytest.raises(ValueError, match=r"beyond the reach 0\.7"):
         adjsim.force(potential, positions(), 1.0)
+
+
+RISING = PiecewiseLinear([0.0, 0.2, 0.3, 0.5], parameter([1.0, 1.2, -0.5, 1.0]))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Actuated(adjsim.LennardJones(1.0, 0.5), epsilon=RISING), "epsilon must not be"),
+        (
+            lambda: Actuated(NeoHookean(meshes.box((1, 1, 1), (1, 1, 1)), 9.0, 0.3),
+                             youngs_modulus=RISING),
+            "youngs_modulus must be positive",
+        ),
+        (
+            lambda: Actuated(NeoHookean(meshes.box((1, 1, 1), (1, 1, 1)), 9.0, 0.3),
+                             poissons_ratio=PiecewiseLinear([0.0, 0.3, 0.5], [0.3, 0.6, 0.3])),
+            "poissons_ratio must be between",
+        ),
+    ],
+)  # fmt: skip
+def test_a_signal_that_leaves_the_range_in_between_stops_the_run(make, message, compiled, exact):
+    dynamics = adjsim.Hamiltonian(make())
+    start = dynamics.init(positions(8), torch.zeros(8, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match=message):
+        adjsim.simulate(
+            dynamics, start, [0.0, 0.1, 0.6], solver=adjsim.Splitting("BAB", 0.01, exact=exact),
+            adjoint=adjsim.ReversibleAdjoint(), compile=compiled,
+        )  # fmt: skip
+
+
+def reshaped(name, shape):
+    return lambda module: setattr(module, name, torch.ones(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (lambda: Coulomb(CHARGES), reshaped("charge", (6, 1)), r"charge must be \(atoms,\)"),
+        (
+            lambda: NeoHookean(meshes.box((1, 1, 1), (1, 1, 1)), 9.0, 0.3),
+            reshaped("youngs_modulus", (5, 1)),
+            "youngs_modulus must be one number",
+        ),
+        (
+            lambda: adjsim.PositionRestraint([0, 1], 1.0, torch.zeros(2, 3)),
+            reshaped("position", (1, 3)),
+            r"position must be \(2, dim\)",
+        ),
+        (lambda: Gravity(1.0, 9.81), reshaped("g", (3,)), "g must be one number"),
+        (
+            lambda: Gravity(1.0, 9.81, direction=[0.0, 0.0, 1.0]),
+            lambda p: p.direction.zero_(),
+            "direction must not be zero",
+        ),
+        (
+            lambda: adjsim.LennardJones(1.0, 1.0, exclusions=[(0, 1)]),
+            lambda p: p.exclusions.sub_(1),
+            r"exclusions have the pair \(-1, 0\)",
+        ),
+    ],
+)
+def test_a_shape_or_a_number_that_the_constructor_refuses_is_refused_later(make, change, message):
+    potential = make()
+    adjsim.force(potential, positions(8) if isinstance(potential, NeoHookean) else positions())
+    change(potential)
+    with pytest.raises(ValueError, match=message):
+        adjsim.force(potential, positions(8) if isinstance(potential, NeoHookean) else positions())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (
+            lambda: CubicSpline([0.0, 1.0], [0.0, 1.0], slopes=0.0),
+            reshaped("slopes", (3,)),
+            "slopes must be",
+        ),
+        (
+            lambda: Harmonics([1.0, 2.0], 1.0),
+            reshaped("frequency", (3,)),
+            "frequency must be one number",
+        ),
+        (
+            lambda: PiecewiseLinear([0.0, 1.0], [0.0, 1.0]),
+            lambda x: x.times.neg_(),
+            "increasing numbers",
+        ),
+    ],
+)
+def test_a_signal_checks_its_numbers_when_it_is_evaluated(make, change, message):
+    signal = make()
+    signal(0.3)
+    change(signal)
+    with pytest.raises(ValueError, match=message):
+        signal(0.3)
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ ERRORS = {
     "half lengths": (lambda: Box(ORIGIN, [1.0, 1.0]), "half_lengths must be"),
     "path": (lambda: Moving(Plane([0.0, 1.0]), 3.0), "path must be a function"),
     "stiffness": (lambda: Quadratic(0.0), "stiffness must be positive"),
-    "stiffnesses": (lambda: Quadratic([[1.0, 2.0]]), "one for each vertex"),
+    "stiffnesses": (lambda: Quadratic([[1.0, 2.0]]), "one number for each vertex"),
     "infinite stiffness": (lambda: Quadratic(math.inf), "stiffness must be finite"),
     "depth": (lambda: Quadratic(1.0, depth=0.0), "depth must be positive"),
     "floor": (lambda: Barrier(1.0, 0.1, 0.1), "floor must be below distance"),

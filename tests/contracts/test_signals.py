@@ -128,9 +128,9 @@ def test_numbers_that_make_no_signal_are_refused(unchecked):
         PiecewiseLinear([0.0, 1.0], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"slopes must be one number or \(2, 3, 2\)"):
         CubicSpline(TIMES, VALUES, slopes=[1.0, 2.0])
-    with pytest.raises(ValueError, match=r"phase must be a number, \(2,\) or \(2, 3, 2\)"):
+    with pytest.raises(ValueError, match=r"phase must be one number, \(2,\) or \(2, 3, 2\)"):
         Harmonics(VALUES[:2], 1.0, phase=TIMES)
-    with pytest.raises(ValueError, match=r"offset must be a number or \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"offset must be one number or \(3, 2\)"):
         Harmonics(VALUES[:2], 1.0, offset=TIMES)
     with pytest.raises(TypeError, match=r"has no value: write forward\(t\)"):
         Signal()(0.0)

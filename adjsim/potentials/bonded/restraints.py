@@ -36,12 +36,10 @@ class Restraint(BondedPotential):
         box: Array | None = None,
     ) -> None:
         super().__init__(index, types=types, box=box)
-        register(self, "position", position)
-        if self.position.ndim != 2 or len(self.position) != len(self.index):
-            raise ValueError(
-                f"position must be ({len(self.index)}, dim), a point for each restrained atom; got "
-                f"shape {tuple(self.position.shape)}."
-            )
+        register(
+            self, "position", position, shapes=[(len(self.index), "dim")],
+            each="a point for each restrained atom",
+        )  # fmt: skip
 
     def displacements(self, position: Positions) -> list[Vector]:
         self._check_position(position)

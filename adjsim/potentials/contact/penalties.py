@@ -50,13 +50,10 @@ class Penalty(nn.Module):
         raise TypeError(f"{type(self).__name__} has no largest_curvature(energy).")
 
     def _register(self, name: str, value: Number) -> None:
-        register(self, name, value, positive=True, finite=True)
-        found: Tensor = getattr(self, name)
-        if found.numel() > 1 and found.ndim != 1:
-            raise ValueError(
-                f"{name} must be a number, or (atoms,), one for each vertex; got shape "
-                f"{tuple(found.shape)}."
-            )
+        register(
+            self, name, value, positive=True, finite=True, shapes=[(), ("atoms",)],
+            each="one number for each vertex",
+        )  # fmt: skip
 
     def _value(self, name: str, gap: Tensor) -> Tensor:
         """Return a parameter, to broadcast against gaps ``(*batch, atoms)``."""

@@ -58,20 +58,14 @@ class Surface(nn.Module):
 
     def _register_point(self, name: str, value: Number) -> None:
         """Store a vector with an entry for each dimension."""
-        register(self, name, value, finite=True)
-        found: Tensor = getattr(self, name)
-        if found.ndim != 1:
-            raise ValueError(
-                f"{name} must be (dim,), one number for each dimension; got shape "
-                f"{tuple(found.shape)}."
-            )
+        register(
+            self, name, value, finite=True, shapes=[("dim",)],
+            each="one number for each dimension",
+        )  # fmt: skip
 
     def _register_length(self, name: str, value: Number) -> None:
         """Store a positive number."""
-        register(self, name, value, positive=True, finite=True)
-        found: Tensor = getattr(self, name)
-        if found.numel() != 1:
-            raise ValueError(f"{name} must be one number; got shape {tuple(found.shape)}.")
+        register(self, name, value, positive=True, finite=True, single=True)
 
 
 class Plane(Surface):
@@ -94,11 +88,9 @@ class Plane(Surface):
     def __init__(self, normal: Number, offset: Number = 0.0) -> None:
         super().__init__()
         self._register_point("normal", normal)
-        register(self, "offset", offset, finite=True)
+        register(self, "offset", offset, finite=True, single=True)
         self.dim = len(self.normal)
         self.validate()
-        if self.offset.numel() != 1:
-            raise ValueError(f"offset must be one number; got shape {tuple(self.offset.shape)}.")
 
     def validate(self) -> None:
         """Refuse a normal without a direction."""
@@ -200,13 +192,11 @@ class Box(Surface):
     def __init__(self, center: Number, half_lengths: Number) -> None:
         super().__init__()
         self._register_point("center", center)
-        register(self, "half_lengths", half_lengths, positive=True, finite=True)
         self.dim = len(self.center)
-        if self.half_lengths.shape != self.center.shape:
-            raise ValueError(
-                f"half_lengths must be ({self.dim},), as center; got shape "
-                f"{tuple(self.half_lengths.shape)}."
-            )
+        register(
+            self, "half_lengths", half_lengths, positive=True, finite=True, shapes=[(self.dim,)],
+            each="as center",
+        )  # fmt: skip
 
     def coordinate(self, x: Vector) -> Coordinate:
         b = subtracted(x, _column(self.center, x))

@@ -110,38 +110,24 @@ class ElasticPotential(Potential):
             size = mesh.areas() if mesh.tetrahedra is None else mesh.volumes()
             self.register_buffer("volume", size, persistent=False)
             self.corners = Selection(elements.T.flatten(), len(mesh.vertices))
-        self._register("youngs_modulus", youngs_modulus, ())
-        self._register("poissons_ratio", poissons_ratio, ())
-        self.validate()
+        shapes = [(), (self.count,)]
+        each = "one number for each element"
+        register(
+            self, "youngs_modulus", youngs_modulus, positive=True, finite=True, shapes=shapes,
+            each=each,
+        )  # fmt: skip
+        register(
+            self, "poissons_ratio", poissons_ratio, between=(-1, 0.5), shapes=shapes, each=each,
+            advice="A solid that is nearly incompressible has 0.49.",
+        )  # fmt: skip
         if rest_stretch is None:
             self.register_buffer("rest_stretch", None)
         else:
-            self._register("rest_stretch", rest_stretch, (mesh.dim,), positive=True)
-
-    def _register(
-        self, name: str, value: Number, columns: tuple[int, ...], positive: bool = False
-    ) -> None:
-        register(self, name, value, positive=positive, finite=True)
-        found: Tensor = getattr(self, name)
-        if tuple(found.shape) not in (columns, (1, *columns), (self.count, *columns)):
-            one = "a number" if not columns else str(columns)
-            each = f"({self.count}, {columns[0]})" if columns else f"({self.count},)"
-            raise ValueError(
-                f"{name} must be {one}, or {each}, one for each element; got shape "
-                f"{tuple(found.shape)}."
-            )
-
-    def validate(self) -> None:
-        """Refuse numbers of a solid that is not stable."""
-        modulus, ratio = self.youngs_modulus.detach(), self.poissons_ratio.detach()
-        if not bool((modulus > 0).all()):
-            raise ValueError(f"youngs_modulus must be positive; got {float(modulus.min()):g}.")
-        wrong = ratio[(ratio <= -1) | (ratio >= 0.5)]
-        if len(wrong):
-            raise ValueError(
-                f"poissons_ratio must be between -1 and 0.5, both excluded; got {float(wrong[0]):g}"
-                ". A solid that is nearly incompressible has 0.49."
-            )
+            rows = [(mesh.dim,), (self.count, mesh.dim)]
+            register(
+                self, "rest_stretch", rest_stretch, positive=True, finite=True, shapes=rows,
+                each="one row for each element",
+            )  # fmt: skip
 
     def forward(self, position: Positions) -> Energies:
         mu, lam, *stretch = self.element_numbers(position)
