@@ -8,7 +8,7 @@ from importlib.resources import files
 import torch
 
 import adjsim
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 
 assert version("adjsim") == adjsim.__version__
 assert (files("adjsim") / "py.typed").is_file()

@@ -1,11 +1,6 @@
 """adjsim: gradients through physical simulation."""
 
 from adjsim import meshes
-from adjsim._constraints import Between, Positive
-from adjsim._ranks import RankError
-from adjsim._state import PhaseState
-from adjsim._store import StoreError
-from adjsim._trajectory import Final, TimeAverage, Trajectory
 from adjsim.adjoints import (
     BacksolveAdjoint,
     CheckpointAdjoint,
@@ -14,7 +9,11 @@ from adjsim.adjoints import (
     ReconstructionError,
     ReversibleAdjoint,
 )
-from adjsim.compare import Comparison, compare
+from adjsim.core.bounds import Between, Positive
+from adjsim.core.durable.ranks import RankError
+from adjsim.core.durable.store import StoreError
+from adjsim.core.state import PhaseState
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory
 from adjsim.dynamics import (
     ESH,
     ODE,
@@ -49,6 +48,7 @@ from adjsim.estimators import (
     Simulation,
     lyapunov_spectrum,
 )
+from adjsim.estimators.compare import Comparison, compare
 from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
     aligned,
@@ -148,7 +148,8 @@ from adjsim.potentials import (
     Yukawa,
     force,
 )
-from adjsim.simulation import simulate
+from adjsim.potentials.statics.minimum import minimize
+from adjsim.simulation.simulate import simulate
 from adjsim.solvers import (
     BAOAB,
     Adaptive,
@@ -169,7 +170,6 @@ from adjsim.solvers import (
     Tableau,
     VelocityVerlet,
 )
-from adjsim.statics import minimize
 
 __version__ = "0.1.0"
 

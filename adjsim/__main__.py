@@ -1,5 +1,5 @@
 """``python -m adjsim``: the same as the ``adjsim`` command."""
 
-from adjsim.cli import app
+from adjsim.cli.app import app
 
 app(prog_name="adjsim")

@@ -14,7 +14,7 @@ from torch import nn
 
 import adjsim
 from adjsim.dynamics import Dynamics
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 
 STEPS, DT, ROUNDS, KT = 300, 0.005, 9, 0.25
 

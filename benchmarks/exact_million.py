@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._state import AnyState
 from adjsim.adjoints import Adjoint, ReversibleAdjoint
 from adjsim.adjoints.base import Result
-from adjsim.adjoints.exact_inversion import ExactInversion, Fingerprints
-from adjsim.adjoints.history import Rewind
-from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.adjoints.sweep import run_swept
+from adjsim.adjoints.sweep.backward import run_swept
+from adjsim.adjoints.sweep.exact_inversion import ExactInversion, Fingerprints
+from adjsim.adjoints.sweep.history import Rewind
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.io.systems import cluster
 from adjsim.solvers.base import Problem
-from adjsim.systems import cluster
 
 DT, PIECES = 0.005, 10
 

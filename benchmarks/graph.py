@@ -1,6 +1,6 @@
 """A message-passing network's gradient through 200 steps, against torch.utils.checkpoint by hand.
 
-The worked model (:class:`adjsim.potentials.learnt.MessagePassing`) in a periodic cell, velocity
+The worked model (:class:`adjsim.potentials.MessagePassing`) in a periodic cell, velocity
 Verlet, float64, one thread. By hand, steps are inside ``torch.utils.checkpoint`` and each force is
 taken by ``autograd.grad(create_graph=True)``, with the same edges. Three ways are measured:
 
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import adjsim
-from adjsim.potentials.graph import GraphPotential
 from adjsim.potentials.learnt import MessagePassing
+from adjsim.potentials.learnt.graph import GraphPotential
 
 STEPS, DT, MASS, CUTOFF, HIDDEN, SPACING, ROUNDS = 200, 0.02, 10.0, 5.0, 32, 3.0, 3
 ATOMS = (27, 64)

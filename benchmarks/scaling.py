@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._ranks import Ranks
-from adjsim._store import Store, to_bytes
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.durable.store import Store, to_bytes
 
 HERE = Path(__file__).resolve().parent
 RESULT, TABLE = HERE / "scaling.json", HERE.parent / "docs" / "scaling_table.inc"

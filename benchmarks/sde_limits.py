@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.solvers import sde
+from adjsim.solvers.continuous import sde
 
 FRICTIONS = (1.0, 4.0)
 PRODUCTS = (0.2, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torchdiffeq import odeint_adjoint
 
 import adjsim
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 
 jax.config.update("jax_enable_x64", True)
 DT, ROUNDS = 0.002, 7

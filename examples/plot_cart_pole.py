@@ -29,9 +29,9 @@ import torch
 from matplotlib.animation import FuncAnimation
 
 import adjsim
-from adjsim.dynamics.mechanics import Mechanics
-from adjsim.potentials.controls import NeuralController
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.gravity import Gravity
+from adjsim.potentials.signals.controls import NeuralController
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two masses are too few to share between threads

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # 13 atoms are too few to share between threads

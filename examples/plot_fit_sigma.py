@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import minimize
 
 import adjsim
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # thirteen atoms are too few to share between threads

@@ -19,8 +19,8 @@ from matplotlib.animation import FuncAnimation
 from scipy.linalg import expm
 
 import adjsim
-from adjsim.potentials.controls import OpenLoop
-from adjsim.potentials.signals import PiecewiseLinear
+from adjsim.potentials.signals.controls import OpenLoop
+from adjsim.potentials.signals.signals import PiecewiseLinear
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two atoms are too few to share between threads

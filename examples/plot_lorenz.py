@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.dynamics.ode import ODE
-from adjsim.solvers.runge_kutta import RungeKutta
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # three numbers are too few to share between threads

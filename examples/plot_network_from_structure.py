@@ -46,7 +46,7 @@ LABEL["structure"] = "trained on g(r)"
 # density of 0.7 and kT = 1.2. Two more states serve as tests: one of the same density
 # at kT = 5, and one of density 0.85.
 #
-# The network is :class:`~adjsim.potentials.learnt.PairNetwork`, eight radial functions
+# The network is :class:`~adjsim.potentials.PairNetwork`, eight radial functions
 # and eight hidden units, 72 weights. Its energy is bounded, so atoms could pass through
 # each other. A prior prevents this, a soft sphere :math:`(0.9/r)^{12}`. At r = 0.87
 # the prior has 1.5 where the known fluid has 12, so the network has to find most of the

@@ -27,8 +27,8 @@ from scipy.optimize import minimize
 
 import adjsim
 from adjsim.potentials.contact.particles import ParticleContact
-from adjsim.potentials.controls import OpenLoop
-from adjsim.potentials.signals import PiecewiseLinear
+from adjsim.potentials.signals.controls import OpenLoop
+from adjsim.potentials.signals.signals import PiecewiseLinear
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # two balls are too few to share between threads

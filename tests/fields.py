@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.sde import SDE
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import SDE
 from tests.problems import parameter
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
-from adjsim.dynamics.mechanics import Mechanics
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.contact import Moving, MovingContact, Plane, PlaneContact, Softplus
-from adjsim.potentials.controls import Controller
 from adjsim.potentials.gravity import Gravity
+from adjsim.potentials.signals.controls import Controller
 from tests.problems import parameter, vector
 
 EDGES = [[0, 1], [1, 3], [3, 2], [2, 0], [0, 3], [1, 2]]

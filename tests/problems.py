@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
-from adjsim._state import State
+from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
 from adjsim.solvers.base import SteppingSolver
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from adjsim._noise import Noise
-from adjsim._reading import Reading
-from adjsim._state import State
-from adjsim.adjoints.cotangent_growth import CotangentGrowth
-from adjsim.adjoints.eager import EagerDriver
-from adjsim.adjoints.exact_inversion import Fingerprints
-from adjsim.adjoints.recorder import Recorder, RecordSweep
-from adjsim.adjoints.stepper import prepare
+from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
+from adjsim.adjoints.sweep.eager import EagerDriver
+from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.adjoints.sweep.recorder import Recorder, RecordSweep
+from adjsim.adjoints.sweep.stepper import prepare
+from adjsim.core.noise import Noise
+from adjsim.core.reading import Reading
+from adjsim.core.state import State
 from adjsim.dynamics import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem

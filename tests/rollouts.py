@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import meshes
-from adjsim.dynamics.mechanics import Mechanics
-from adjsim.potentials.bending import HingeBending
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.contact import (
     Barrier,
     Box,
@@ -29,11 +28,12 @@ from adjsim.potentials.contact import (
     Softplus,
     Sphere,
 )
-from adjsim.potentials.controls import NeuralController, OpenLoop
-from adjsim.potentials.driven import Actuated
-from adjsim.potentials.elastic import CorotatedLinear, NeoHookean, StVenantKirchhoff
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.signals import CubicSpline, Harmonics, PiecewiseLinear
+from adjsim.potentials.signals.actuated import Actuated
+from adjsim.potentials.signals.controls import NeuralController, OpenLoop
+from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear
+from adjsim.potentials.solids import CorotatedLinear, NeoHookean, StVenantKirchhoff
+from adjsim.potentials.solids.bending import HingeBending
 
 CUBE = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
 SHEET = meshes.sheet([1.0, 1.0], [2, 2])

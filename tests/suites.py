@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjsim._state import State
-from adjsim.dynamics.base import Dynamics, Term
+from adjsim.core.state import State
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.couplings import Map, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.moves import Map, Scale, Shear
 from adjsim.dynamics.sources import MoveContext
-from adjsim.potentials.base import derivative, force, force_vjp
+from adjsim.dynamics.term import Term
+from adjsim.potentials.base import force, force_vjp
+from adjsim.potentials.products import derivative
 
 
 def disturbed(state: State, seed: int = 0) -> State:

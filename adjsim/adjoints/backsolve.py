@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result, refuse_graph
+from adjsim.core.state import State
 from adjsim.solvers.base import Problem
-from adjsim.solvers.continuous import ContinuousSolver
+from adjsim.solvers.continuous.base import ContinuousSolver
 
 
 class BacksolveAdjoint(Adjoint):

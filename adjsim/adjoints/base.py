@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adjsim._state import State
-from adjsim._trajectory import RunEnd
+from adjsim.core.state import State
+from adjsim.core.trajectory import RunEnd
 from adjsim.solvers.base import Problem, SteppingSolver
-from adjsim.solvers.continuous import ContinuousSolver
+from adjsim.solvers.continuous.base import ContinuousSolver
 
 Result = tuple[State | None, Tensor | None, State, RunEnd | None]
 

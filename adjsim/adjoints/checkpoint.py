@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_whole
-from adjsim._state import AnyState, State, detached
-from adjsim._store import Tree
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.forward_loops import ForwardLoops
-from adjsim.adjoints.history import (
+from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.sweep.backward import run_swept
+from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
     StatesRewind,
@@ -22,9 +21,10 @@ from adjsim.adjoints.history import (
     states_from_tree,
     states_tree,
 )
-from adjsim.adjoints.loop_runner import LoopRunner
-from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.adjoints.sweep import run_swept
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.arguments import as_whole
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.solvers.base import Problem, SteppingSolver

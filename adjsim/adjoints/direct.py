@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import cast
 
-from adjsim._state import State
 from adjsim.adjoints.base import Adjoint, Result
-from adjsim.adjoints.compiled import CompiledDriver
-from adjsim.adjoints.eager import EagerDriver
-from adjsim.adjoints.forward_loops import ForwardLoops
-from adjsim.adjoints.recorder import Recorder, Recording
-from adjsim.adjoints.run_end import run_end
-from adjsim.adjoints.saves import forward_saves
-from adjsim.adjoints.stepper import prepare
-from adjsim.adjoints.stored import AllStates
-from adjsim.adjoints.sweep import run_swept
+from adjsim.adjoints.durable.run_end import run_end
+from adjsim.adjoints.durable.saves import forward_saves
+from adjsim.adjoints.loops.driver import CompiledDriver
+from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.sweep.backward import run_swept
+from adjsim.adjoints.sweep.eager import EagerDriver
+from adjsim.adjoints.sweep.recorder import Recorder, Recording
+from adjsim.adjoints.sweep.stepper import prepare
+from adjsim.adjoints.sweep.stored import AllStates
+from adjsim.core.state import State
 from adjsim.solvers.base import Problem
-from adjsim.solvers.continuous import ContinuousSolver
+from adjsim.solvers.continuous.base import ContinuousSolver
 
 
 class DirectAdjoint(Adjoint):

@@ -8,24 +8,24 @@ from typing import Any
 
 import torch
 
-from adjsim._inputs import as_number, as_whole
-from adjsim._state import AnyState, State, detached, magnitudes, select
-from adjsim._store import Tree
 from adjsim.adjoints.base import Adjoint, ReconstructionError, Result
-from adjsim.adjoints.error_growth import ErrorGrowth
-from adjsim.adjoints.exact_inversion import Fingerprints
-from adjsim.adjoints.history import (
+from adjsim.adjoints.sweep.backward import run_swept
+from adjsim.adjoints.sweep.error_growth import ErrorGrowth
+from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.adjoints.sweep.history import (
     History,
     Rewind,
     rounding_tolerance,
     states_from_tree,
     states_tree,
 )
-from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.adjoints.sweep import run_swept
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, State, detached, magnitudes, select
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.couplings import Map, Reflection, Scale, Shear
 from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.moves import Map, Reflection, Scale, Shear
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
@@ -35,7 +35,7 @@ class ReversibleAdjoint(Adjoint):
     The backward sweep undoes each step by its inverse flow, and takes the step's vector-Jacobian
     product at the recovered state. Rounding makes the recovered states differ from those of the
     run. The difference grows as exp(lambda t) in a chaotic system, and as exp(friction t) under
-    friction, or at the rate of the coupling of :class:`~adjsim.solvers.coupled.Coupled`. It is
+    friction, or at the rate of the coupling of :class:`~adjsim.Coupled`. It is
     measured wherever the true state is known: at the start, at frames that save
     complete states, and at checkpoints. From there the sweep continues with the true state. After
     backward ``trajectory.stats["reconstruction_error"]`` is the largest difference in a field

@@ -1,22 +1,17 @@
 """Equations of motion, as sums of terms."""
 
-from adjsim._state import PhaseState
-from adjsim.dynamics.andersen import Andersen
-from adjsim.dynamics.base import Dynamics, MassiveDynamics, Term
-from adjsim.dynamics.berendsen import Berendsen
-from adjsim.dynamics.bussi import Bussi
-from adjsim.dynamics.couplings import Map, Scale, Shear
+from adjsim.core.state import PhaseState
+from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDensity
 from adjsim.dynamics.esh import ESH, ESHState, canonical_weights
-from adjsim.dynamics.gle import GeneralizedLangevin, MemoryState
+from adjsim.dynamics.fields.base import FieldState
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.hamiltonian import Hamiltonian
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.langevin import Langevin
-from adjsim.dynamics.mechanics import Mechanics
-from adjsim.dynamics.nose_hoover import ChainState, NoseHooverChain
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.overdamped import OverdampedLangevin, PositionState
-from adjsim.dynamics.sde import SDE
+from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.mechanics.mechanics import Mechanics
+from adjsim.dynamics.moves import Map, Scale, Shear
 from adjsim.dynamics.sources import (
     Coefficient,
     Combination,
@@ -28,8 +23,15 @@ from adjsim.dynamics.sources import (
     Time,
 )
 from adjsim.dynamics.stable_step import largest_stable_step
-from adjsim.dynamics.vector_field import FieldState
-from adjsim.dynamics.velocity_rescale import VelocityRescale
+from adjsim.dynamics.term import Term
+from adjsim.dynamics.thermostats.andersen import Andersen
+from adjsim.dynamics.thermostats.berendsen import Berendsen
+from adjsim.dynamics.thermostats.bussi import Bussi
+from adjsim.dynamics.thermostats.gle import GeneralizedLangevin, MemoryState
+from adjsim.dynamics.thermostats.langevin import Langevin
+from adjsim.dynamics.thermostats.nose_hoover import ChainState, NoseHooverChain
+from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin, PositionState
+from adjsim.dynamics.thermostats.velocity_rescale import VelocityRescale
 
 __all__ = [
     "ESH",

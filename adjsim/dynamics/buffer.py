@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState, State, detached
+from adjsim.core.state import AnyState, State, detached
 
 # The largest denominator of a fraction that stands for a factor.
 LARGEST_DENOMINATOR = 2**26

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState
+from adjsim.core.state import AnyState
 
 # The distance between the copies, as a share of the size of a field, above which a run stops. The
 # copies of an accurate run differ by the error of its steps.

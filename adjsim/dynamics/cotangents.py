@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._layout import is_tracing, materialise
+from adjsim.core.layout import is_tracing, materialise
 from adjsim.dynamics.forces import LinearForce
-from adjsim.potentials.base import DeferredVJP
+from adjsim.potentials.products import DeferredVJP
 
 # Entries of small systems that are collected and differentiated together: an eighth of a megabyte
 # of float64.

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from adjsim._state import AnyState, position_of
-from adjsim._typing import Energies
+from adjsim.core.state import AnyState, position_of
+from adjsim.core.typing import Energies
 from adjsim.potentials.base import ForceField
 
 

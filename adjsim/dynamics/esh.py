@@ -9,12 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from adjsim._inputs import as_tensor
-from adjsim._state import AnyState
-from adjsim._typing import Array, Energies, Positions, PositionsLike, Seed
-from adjsim.dynamics.base import Dynamics, Term, as_start, standard_normal
-from adjsim.dynamics.couplings import Map, Move, Shear
+from adjsim.core.arguments import as_tensor
+from adjsim.core.state import AnyState
+from adjsim.core.typing import Array, Energies, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.moves import Map, Move, Shear
 from adjsim.dynamics.sources import Field, Force
+from adjsim.dynamics.starts import as_start, standard_normal
+from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
 
 
@@ -63,12 +65,12 @@ class Turn(Term[ESHState]):
     only. Keep ``h |F|/d`` below about 1.
     """
 
-    def __init__(self, dynamics: ESH) -> None:
-        self.dynamics = dynamics
+    def __init__(self, potential: nn.Module) -> None:
+        self.potential = potential
 
     def drift(self, t: Any, state: ESHState) -> Mapping[str, Tensor]:
         d = state.position.shape[-1] * state.position.shape[-2]
-        e = force(self.dynamics.potential, state.position, t) / d
+        e = force(self.potential, state.position, t) / d
         along = (state.direction * e).sum((-1, -2), keepdim=True)
         return {"direction": e - along * state.direction, "log_speed": along[..., 0, 0]}
 
@@ -133,7 +135,7 @@ class ESH(Dynamics[ESHState]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"A": Glide(), "E": Turn(self)}
+        return {"A": Glide(), "E": Turn(self.potential)}
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

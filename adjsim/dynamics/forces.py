@@ -7,16 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from adjsim._grid import Grid
-from adjsim._params import refuse_unknown
-from adjsim.potentials.base import (
-    DeferredVJP,
-    ForceField,
-    ParameterVJP,
-    VJPSum,
-    force,
-    force_vjp,
-)
+from adjsim.core.parameters import refuse_unknown
+from adjsim.core.rounding import Grid
+from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
 
 class LinearForce:
@@ -74,7 +68,7 @@ class ForceEvaluator:
     the position object at which it was evaluated, until the force at another is evaluated.
 
     Args:
-        potential: an energy module, or a :class:`~adjsim.potentials.ForceField`.
+        potential: an energy module, or a :class:`~adjsim.ForceField`.
         grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.

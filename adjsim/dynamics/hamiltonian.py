@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from adjsim._state import PhaseState
-from adjsim._typing import Energies, Number, PositionsLike, Seed
-from adjsim.dynamics.base import MassiveDynamics, Term, as_start
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.core.state import PhaseState
+from adjsim.core.typing import Energies, Number, PositionsLike, Seed
+from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.starts import as_start
+from adjsim.dynamics.term import Term
 
 
 class Hamiltonian(MassiveDynamics[PhaseState]):
@@ -29,7 +30,7 @@ class Hamiltonian(MassiveDynamics[PhaseState]):
 
     @property
     def terms(self) -> dict[str, Term[Any]]:
-        return {"A": Stream(self), "B": Kick(self)}
+        return self.motion
 
     def init(
         self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from adjsim._state import AnyState, detached, position_of
+from adjsim.core.state import AnyMomentumState, AnyState, detached, position_of
+from adjsim.dynamics.masses import Masses
 from adjsim.potentials.base import ForceField
 
 LARGEST_RISE = 100.0
@@ -18,60 +18,48 @@ since the start has no source. At equilibrium such a ratio to kT has a probabili
 degree of freedom, and less for more."""
 
 
-class Heated(Protocol):
-    """What the limit reads."""
-
-    potential: nn.Module
-    kT: Tensor
-
-    def kinetic_energy(self, state: Any) -> Tensor:
-        """Compute the kinetic energy, ``(*batch,)``."""
-        ...
-
-    def mobile_dof(self, position: Tensor) -> float:
-        """Count the degrees of freedom of one system, without pinned atoms."""
-        ...
-
-
 class HeatLimit:
     """The largest kinetic energy of each system of a run with a thermostat.
 
     Args:
-        dynamics: the dynamics, with a ``kT`` and a potential energy. A force field may do any work,
-            so with one there is no limit.
+        masses: those of the atoms.
+        kT: the temperature of the bath.
+        potential: the potential energy. A force field may do any work, so with one there is no
+            limit.
         start: the start of the run.
     """
 
-    def __init__(self, dynamics: Heated, start: AnyState) -> None:
-        self.dynamics, self.start = dynamics, detached(start)
+    def __init__(self, masses: Masses, kT: Tensor, potential: nn.Module, start: AnyState) -> None:
+        self.masses, self.kT, self.potential = masses, kT, potential
+        self.start = detached(start)
 
     # Few runs need more than the first of these.
 
     @cached_property
     def thermal(self) -> float:
         """The mean kinetic energy at kT; infinite where there is no limit."""
-        known = not isinstance(self.dynamics.potential, ForceField) and self.dof > 0
-        return self.dof / 2 * float(self.dynamics.kT.detach()) if known else math.inf
+        known = not isinstance(self.potential, ForceField) and self.dof > 0
+        return self.dof / 2 * float(self.kT.detach()) if known else math.inf
 
     @cached_property
     def dof(self) -> float:
         """The degrees of freedom of a system."""
-        return self.dynamics.mobile_dof(position_of(self.start))
+        return self.masses.dof(position_of(self.start))
 
     @cached_property
     def largest(self) -> Tensor:
         """The limit of each system by kT and by its start."""
-        return LARGEST_RISE * self.dynamics.kinetic_energy(self.start).clamp(min=self.thermal)
+        return LARGEST_RISE * self._kinetic(self.start).clamp(min=self.thermal)
 
     @cached_property
     def energy(self) -> Tensor:
         """The potential energy at the start."""
-        return self.dynamics.potential(position_of(self.start))
+        return self.potential(position_of(self.start))
 
     @torch.no_grad()
     def is_exceeded(self, state: AnyState) -> bool:
         """Return whether a system has more kinetic energy than bath and potential give."""
-        found = self.dynamics.kinetic_energy(state)
+        found = self._kinetic(state)
         if float(found.max()) <= LARGEST_RISE * self.thermal:
             return False
         return bool(self.exceeded(state).any())
@@ -79,11 +67,11 @@ class HeatLimit:
     @torch.no_grad()
     def exceeded(self, state: AnyState) -> Tensor:
         """Return which systems have more kinetic energy than bath and potential give."""
-        found = self.dynamics.kinetic_energy(state)
+        found = self._kinetic(state)
         hot = found > self.largest
         if not bool(hot.any()):
             return hot
-        given = LARGEST_RISE * (self.energy - self.dynamics.potential(position_of(state)))
+        given = LARGEST_RISE * (self.energy - self.potential(position_of(state)))
         # A potential energy that is not finite gives nothing.
         return hot & ~(found <= given)
 
@@ -96,15 +84,19 @@ class HeatLimit:
             where: the step and the time.
             smaller: what to use where steps are too long.
         """
-        kinetic, beyond = self.dynamics.kinetic_energy(state), self.exceeded(state)
+        kinetic, beyond = self._kinetic(state), self.exceeded(state)
         r = int(torch.where(beyond, kinetic / self.largest, 0.0).argmax())
         found = float(kinetic.flatten()[r])
         system = f" of system {r}" if kinetic.numel() > 1 else ""
         return (
             f"the kinetic temperature{system} is {2 * found / self.dof:.3g} {where}: "
-            f"{found / self.thermal:.2g} times kT = {float(self.dynamics.kT):.3g}, and more "
+            f"{found / self.thermal:.2g} times kT = {float(self.kT):.3g}, and more "
             f"than {LARGEST_RISE:g} times that of the start. Either the step is too long for the "
             f"fastest vibration: use {smaller}. Or units are mixed: kT is an energy, so with eV "
             "write kT = 300 * ase.units.kB for 300 K and dt = ase.units.fs for a femtosecond; "
             "check kT, masses and positions."
         )
+
+    def _kinetic(self, state: AnyState) -> Tensor:
+        assert isinstance(state, AnyMomentumState)
+        return self.masses.kinetic_energy(state.momentum)

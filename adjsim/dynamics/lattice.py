@@ -35,13 +35,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import LARGEST, Grid, power_of_two, straight_through
-from adjsim._state import AnyState, State, detached, in_transform
+from adjsim.core.rounding import LARGEST, Grid, power_of_two, straight_through
+from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.cotangents import select_link
-from adjsim.dynamics.couplings import Move, Reflection, Scale, Shear, replace_field
+from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
 from adjsim.dynamics.sources import Coefficient, Coefficients, Force, MoveContext
 from adjsim.potentials.base import Potential
 

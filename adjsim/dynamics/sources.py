@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState, position_of
+from adjsim.core.state import AnyState, position_of
 from adjsim.dynamics.cotangents import Cotangents, select_link
 from adjsim.dynamics.forces import ForceEvaluator
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from adjsim._inputs import as_number, as_tensor
-from adjsim._typing import Number, PositionsLike
-from adjsim.dynamics.base import as_start, check_per_atom, per_atom
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.typing import Number, PositionsLike
+from adjsim.dynamics.masses import check_per_atom, per_atom
+from adjsim.dynamics.starts import as_start
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.contact.base import SurfaceContact
 
@@ -46,7 +47,7 @@ def largest_stable_step(
         position: ``(*batch, atoms, dim)``; the result is for the stiffest system.
         contact: contact whose force is added to that of the potential.
         energy: the largest energy that contact with one vertex can store, such as the total energy
-            of the body. It bounds the curvature of a :class:`~adjsim.potentials.Barrier`, which
+            of the body. It bounds the curvature of a :class:`~adjsim.Barrier`, which
             otherwise is that at its floor. Other penalties do not need it.
         tolerance: the relative change of the eigenvalue in eight iterations that ends them.
 

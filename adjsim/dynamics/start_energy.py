@@ -7,9 +7,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from adjsim._module import refuse_written, version_of
-from adjsim._state import in_transform
-from adjsim._tree import closest_atoms
+from adjsim.core.module_cache import refuse_written, version_of
+from adjsim.core.neighbour_search import closest_atoms
+from adjsim.core.state import in_transform
 from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
 from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from adjsim._state import MomentumState
-from adjsim.dynamics.base import MassiveDynamics, Term
-from adjsim.dynamics.couplings import Move, Shear
+from adjsim.core.state import MomentumState
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.moves import Move, Shear
 from adjsim.dynamics.sources import Field, Force
+from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
 
 
@@ -23,14 +24,14 @@ class Stream(Term[MomentumState]):
 
     advances_time = True
 
-    def __init__(self, dynamics: MassiveDynamics[MomentumState]) -> None:
-        self.dynamics = dynamics
+    def __init__(self, masses: Masses) -> None:
+        self.masses = masses
 
     def drift(self, t: Any, state: MomentumState) -> Mapping[str, Tensor]:
-        return {"position": state.momentum / self.dynamics.masses(state.momentum)}
+        return {"position": state.momentum / self.masses(state.momentum)}
 
     def coefficients(self, h: float, state: MomentumState) -> dict[str, Tensor]:
-        return {"h/m": h / self.dynamics.masses(state.momentum)}
+        return {"h/m": h / self.masses(state.momentum)}
 
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("position", Field("momentum"), "h/m"),)
@@ -42,18 +43,18 @@ class Kick(Term[MomentumState]):
     Its flow is ``p' = p + h F(q)`` at fixed position.
     """
 
-    def __init__(self, dynamics: MassiveDynamics[MomentumState]) -> None:
-        self.dynamics = dynamics
+    def __init__(self, masses: Masses, potential: nn.Module) -> None:
+        self.masses, self.potential = masses, potential
 
     def drift(self, t: Any, state: MomentumState) -> Mapping[str, Tensor]:
         return {
-            "momentum": self.dynamics.mobile(state.position)
-            * force(self.dynamics.potential, state.position, t)
+            "momentum": self.masses.mobile(state.position)
+            * force(self.potential, state.position, t)
         }
 
     def coefficients(self, h: float, state: MomentumState) -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"h": h * self.dynamics.mobile(state.position)}
+            return {"h": h * self.masses.mobile(state.position)}
 
     def moves(self, h: float, state: MomentumState) -> Sequence[Move]:
         return (Shear("momentum", Force(), "h"),)

@@ -29,14 +29,14 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from adjsim._inputs import outside_inference_mode
-from adjsim._noise import Noise, as_generator, seed_from
-from adjsim._params import refuse_untrainable
-from adjsim._ranks import Ranks
-from adjsim._state import AnyState, State, as_state, select
-from adjsim._trajectory import Final, TimeAverage, Trajectory
-from adjsim._typing import Seed, Times
 from adjsim.adjoints.base import Adjoint
+from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.parameters import refuse_untrainable
+from adjsim.core.state import AnyState, State, as_state, select
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory
+from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.estimate import GradientEstimate
 from adjsim.estimators.memory import PeakMemory
@@ -50,7 +50,7 @@ from adjsim.estimators.sharing import (
     shared,
 )
 from adjsim.estimators.unchanged import Unchanged
-from adjsim.simulation import Solver, run
+from adjsim.simulation.simulate import Solver, run
 from adjsim.solvers.base import SteppingSolver
 
 Observable = TimeAverage | Final | Callable[[Trajectory[State]], Tensor]

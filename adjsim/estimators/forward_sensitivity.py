@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from adjsim._noise import Noise
-from adjsim._state import State
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.core.noise import Noise
+from adjsim.core.state import State
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, observe, stacked
 from adjsim.estimators.functional import moved, refuse_captured_force
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from adjsim._reading import Reading
-from adjsim._state import State
-from adjsim._trajectory import Final, TimeAverage, check_times
+from adjsim.core.reading import Reading
+from adjsim.core.state import State
+from adjsim.core.trajectory import Final, TimeAverage, check_times
 from adjsim.estimators.base import Observable, Simulation
 
 M = TypeVar("M", bound=nn.Module)

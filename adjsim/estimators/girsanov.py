@@ -8,17 +8,17 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from adjsim._noise import Noise
-from adjsim._reading import Reading
-from adjsim._state import AnyState, State
-from adjsim._trajectory import TimeAverage, Trajectory, check_times
-from adjsim.adjoints.eager import EagerDriver
-from adjsim.adjoints.recorder import Recorder, Recording
-from adjsim.adjoints.stepper import Stepper, prepare
+from adjsim.adjoints.sweep.eager import EagerDriver
+from adjsim.adjoints.sweep.recorder import Recorder, Recording
+from adjsim.adjoints.sweep.stepper import Stepper, prepare
+from adjsim.core.noise import Noise
+from adjsim.core.reading import Reading
+from adjsim.core.state import AnyState, State
+from adjsim.core.trajectory import TimeAverage, Trajectory, check_times
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.langevin import Langevin
-from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.dynamics.sde import SDE
+from adjsim.dynamics.fields.sde import SDE
+from adjsim.dynamics.thermostats.langevin import Langevin
+from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -34,10 +34,10 @@ from adjsim.estimators.momentum_check import MomentumCheck
 from adjsim.estimators.path_score import PathScore, path_score
 from adjsim.estimators.probes import evenly_spaced
 from adjsim.estimators.score_function import outer, outer_mean
-from adjsim.potentials.pair import pair_paths
+from adjsim.potentials.pairs.base import pair_paths
 from adjsim.solvers.base import Problem
-from adjsim.solvers.euler_maruyama import EulerMaruyama
 from adjsim.solvers.splitting import Splitting
+from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 
 # The effective sample size is that of weights for a parameter changed by this share of itself.
 RELATIVE_SHIFT = 0.1

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._grid import power_of_two
-from adjsim._state import AnyState
+from adjsim.core.rounding import power_of_two
+from adjsim.core.state import AnyState
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import checked
 from adjsim.estimators.functional import with_values

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyMomentumState, AnyState
-from adjsim._trajectory import Final, TimeAverage, Trajectory
+from adjsim.core.state import AnyMomentumState, AnyState
+from adjsim.core.trajectory import Final, TimeAverage, Trajectory
 from adjsim.estimators.base import Observable
 from adjsim.estimators.probes import depends_on
 

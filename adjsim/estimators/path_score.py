@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._params import trainable
-from adjsim._state import AnyState, position_of
-from adjsim.adjoints.stepper import Inputs, Stepper
-from adjsim.dynamics.langevin import Langevin
-from adjsim.dynamics.overdamped import OverdampedLangevin
-from adjsim.dynamics.sde import SDE
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.parameters import trainable
+from adjsim.core.state import AnyState, position_of
+from adjsim.dynamics.fields.sde import SDE
+from adjsim.dynamics.thermostats.langevin import Langevin
+from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
 from adjsim.estimators.functional import with_values
 from adjsim.potentials.base import ForceField, force
 from adjsim.solvers.clock import Clock
-from adjsim.solvers.euler_maruyama import EulerMaruyama
+from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama
 
 # Number of steps whose forces are differentiated in one call.
 STACKED_STEPS = 32

@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adjsim._noise import Noise
-from adjsim._state import State, detached
-from adjsim._trajectory import (
+from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.core.noise import Noise
+from adjsim.core.state import State, detached
+from adjsim.core.trajectory import (
     Final,
     TimeAverage,
     Trajectory,
@@ -18,9 +21,6 @@ from adjsim._trajectory import (
     first_averaged_step,
     step_numbers,
 )
-from adjsim.adjoints.base import Adjoint
-from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.adjoints.reversible import ReversibleAdjoint
 from adjsim.estimators.base import (
     Chunk,
     ChunkedEstimator,
@@ -31,7 +31,7 @@ from adjsim.estimators.base import (
     mean_and_stderr,
     observe,
 )
-from adjsim.simulation import run
+from adjsim.simulation.simulate import run
 from adjsim.solvers.base import SteppingSolver
 
 

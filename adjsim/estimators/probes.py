@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._state import AnyState, State
+from adjsim.core.state import AnyState, State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import StationaryDensity
 

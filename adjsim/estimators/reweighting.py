@@ -10,16 +10,16 @@ from typing import Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
-from adjsim._fingerprint import tensor_fingerprint
-from adjsim._inputs import outside_inference_mode
-from adjsim._noise import Noise, as_generator, seed_from
-from adjsim._params import refuse_untrainable
-from adjsim._ranks import Ranks
-from adjsim._state import State, select
-from adjsim._store import Tree, moved
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
-from adjsim._typing import Seed
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.durable.store import Tree, moved
+from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.parameters import refuse_untrainable
+from adjsim.core.state import State, select
+from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
+from adjsim.core.typing import Seed
 from adjsim.estimators.base import (
     Chunk,
     Estimator,
@@ -44,7 +44,7 @@ from adjsim.estimators.sharing import (
 )
 from adjsim.estimators.unchanged import Unchanged
 from adjsim.observables.averages import mean_with_error
-from adjsim.simulation import run
+from adjsim.simulation.simulate import run
 from adjsim.solvers.base import SteppingSolver
 
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_number
-from adjsim._noise import Noise
-from adjsim._state import State, select
-from adjsim._trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.core.arguments import as_number
+from adjsim.core.noise import Noise
+from adjsim.core.state import State, select
+from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import (
     Chunk,
@@ -26,7 +26,7 @@ from adjsim.estimators.base import (
 from adjsim.estimators.moments import Moments
 from adjsim.estimators.probes import density_of, depends_on_bath
 from adjsim.estimators.sharing import Work
-from adjsim.simulation import run
+from adjsim.simulation.simulate import run
 from adjsim.solvers.base import SteppingSolver
 
 # Starts at which an observable is tested before any work.

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from adjsim._fingerprint import tensor_fingerprint
-from adjsim._interruption import ending_at_once
-from adjsim._manifest import (
+from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.interruption import ending_at_once
+from adjsim.core.durable.manifest import (
     Measure,
     check_numbers,
     describe_function,
@@ -28,12 +28,12 @@ from adjsim._manifest import (
     describe_object,
     versions,
 )
-from adjsim._ranks import Ranks
-from adjsim._state import AnyState, select
-from adjsim._store import Store, Tree, moved
-from adjsim._trajectory import Final, TimeAverage
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.durable.store import Store, Tree, moved
+from adjsim.core.state import AnyState, select
+from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.unchanged import Unchanged
-from adjsim.run_manifest import rates_at_start
+from adjsim.simulation.manifest import rates_at_start
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._cache_key import CacheKey, cache_key
-from adjsim._reading import Reading
+from adjsim.core.cache_key import CacheKey, cache_key
+from adjsim.core.reading import Reading
 
 
 class Unchanged:

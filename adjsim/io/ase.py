@@ -18,12 +18,13 @@ from ase.calculators.calculator import Calculator, all_changes
 from ase.io.formats import filetype
 from torch import Tensor
 
-from adjsim._box import volume
-from adjsim._files import replacing
-from adjsim._grid import Grid
-from adjsim._trajectory import Trajectory
-from adjsim._typing import Energies, Positions
-from adjsim.potentials.base import Potential, Pullback, SumPotential, force
+from adjsim.core.box import volume
+from adjsim.core.durable.files import replacing
+from adjsim.core.rounding import Grid
+from adjsim.core.trajectory import Trajectory
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.base import Potential, SumPotential, force
+from adjsim.potentials.products import Pullback
 
 # Columns of velocities that extended XYZ files have. ASE reads momenta alone.
 VELOCITIES = ("vel", "velo", "velocity", "velocities")

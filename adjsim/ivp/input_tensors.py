@@ -10,8 +10,8 @@ returned. Assignments such as ``p.data = ...`` and ``module.p = ...`` do not aff
 started.
 
 Arguments are passed as stand-ins. Modules are read once, and their copies with stand-ins take their
-places in the function and in its closure (:mod:`adjsim._reading`). Where a plain function reads a
-declared tensor or module in another way, torch functions receive the stand-ins.
+places in the function and in its closure (:mod:`adjsim.core.reading`). Where a plain function reads
+a declared tensor or module in another way, torch functions receive the stand-ins.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adjsim._reading import Reading
-from adjsim._rebinding import StandIns
+from adjsim.core.reading import Reading
+from adjsim.core.rebinding import StandIns
 
 
 class InputTensors:

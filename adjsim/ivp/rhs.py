@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim._params import leaves
+from adjsim.core.parameters import leaves
 from adjsim.ivp.input_tensors import InputTensors, owner
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 

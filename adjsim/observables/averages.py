@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_tensor
-from adjsim._typing import Array
+from adjsim.core.arguments import as_tensor
+from adjsim.core.typing import Array
 
 
 class Mean(NamedTuple):

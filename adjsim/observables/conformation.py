@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Dihedral
-from adjsim._inputs import as_number, as_tensor, as_whole
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, Energies, PositionsLike
+from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.coordinates import Dihedral
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, Energies, PositionsLike
 from adjsim.observables.members import length, members, positions, vectors
 from adjsim.observables.neighbours import optional_box, refuse_not_finite
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim._box import checked_box, volume
-from adjsim._inputs import as_number, as_tensor
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, PositionsLike
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.box import checked_box, volume
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, PositionsLike
 from adjsim.observables.neighbours import (
-    Pairs,
+    PairVectors,
     optional_box,
     refuse_no_neighbours,
     refuse_not_finite,
@@ -59,7 +59,7 @@ def radial_distribution(position: PositionsLike, edges: Array, box: Array) -> Te
     cell = checked_box(box, float(bounds[-1]))
     frames = q.reshape(-1, *q.shape[-2:])
 
-    def histogram(pairs: Pairs) -> Tensor:
+    def histogram(pairs: PairVectors) -> Tensor:
         return torch.histogram(pairs.distance.double().cpu(), bounds).hist
 
     counts = torch.stack(
@@ -105,7 +105,7 @@ def smooth_radial_distribution(
         cell, atoms = checked_box(box, largest), q.shape[-2]
         factor = float(volume(cell)) / (atoms * (atoms - 1) / 2)
 
-    def density(pairs: Pairs) -> Tensor:
+    def density(pairs: PairVectors) -> Tensor:
         distance = pairs.distance
         return _sum_of_kernels(at, distance, factor / (4 * math.pi * distance**2), width)
 
@@ -167,7 +167,7 @@ def angular_distribution(
         raise ValueError("angular_distribution is for two dimensions or more; position has one.")
     cell = optional_box(box, cutoff)
 
-    def density(pairs: Pairs) -> Tensor:
+    def density(pairs: PairVectors) -> Tensor:
         r = pairs.distance
         x = ((r - start) / (cutoff - start)).clamp(0, 1)
         direction, weight = pairs.vector / r.unsqueeze(-2), 1 - x**3 * (10 - 15 * x + 6 * x * x)
@@ -225,7 +225,7 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
     return 2 * torch.atan2(apart.clamp(min=tiny).sqrt(), along.clamp(min=tiny).sqrt())
 
 
-def _bonds_at_one_atom(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+def _bonds_at_one_atom(pairs: PairVectors) -> tuple[Tensor, Tensor, Tensor]:
     """List all two pairs that share an atom, and the sign of the product of their directions.
 
     Vectors point from j to i. The sign is -1 where the shared atom is first in one pair and second

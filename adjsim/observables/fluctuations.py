@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjsim._inputs import as_number, as_tensor
-from adjsim._typing import Array, Energies, Number
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.typing import Array, Energies, Number
 
 
 def heat_capacity(

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjsim._inputs import as_tensor, as_whole
-from adjsim._typing import Array
+from adjsim.core.arguments import as_tensor, as_whole
+from adjsim.core.typing import Array
 from adjsim.observables.averages import lagged_products
 
 Frames = Float[Tensor, "time *batch atoms dim"]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim._box import nearest_image
-from adjsim._inputs import as_indices, as_tensor
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, Number, PositionsLike
+from adjsim.core.arguments import as_indices, as_tensor
+from adjsim.core.box import nearest_image
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, Number, PositionsLike
 from adjsim.observables.neighbours import values_unknown
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim._box import checked_box, differences, nearest_image
-from adjsim._inputs import as_number, as_tensor
-from adjsim._layout import is_tracing, outside_tracing
-from adjsim._state import in_transform
-from adjsim._tree import pairs_within
-from adjsim._typing import Array, PositionsLike
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.box import checked_box, differences, nearest_image
+from adjsim.core.layout import is_tracing, outside_tracing
+from adjsim.core.neighbour_search import pairs_within
+from adjsim.core.state import in_transform
+from adjsim.core.typing import Array, PositionsLike
 
 # Atoms from which the tree is used. In a liquid, value and gradient by the tree are faster than by
 # all pairs from 110 atoms (smooth radial distribution), 250 (bond order) and 500 (coordination
@@ -29,7 +29,7 @@ from adjsim._typing import Array, PositionsLike
 LARGE = 300
 
 
-class Pairs(NamedTuple):
+class PairVectors(NamedTuple):
     """Vectors q_i - q_j of pairs i<j to the nearest image, ``(*batch, dim, pairs)``.
 
     ``found`` holds i and j, ``(2, pairs)``; None: all pairs, row by row.
@@ -128,7 +128,7 @@ def sum_over_pairs(
     q: Tensor,
     cell: Tensor | None,
     radius: float,
-    function: Callable[[Pairs], Tensor],
+    function: Callable[[PairVectors], Tensor],
     large: int = LARGE,
 ) -> Tensor:
     """Evaluate a function of the pairs of each system: ``(*batch, ...)``.
@@ -149,20 +149,20 @@ def values_unknown() -> bool:
     return in_transform() or is_tracing() or torch.compiler.is_compiling()
 
 
-def _near_pairs(q: Tensor, cell: Tensor | None, radius: float) -> Pairs:
+def _near_pairs(q: Tensor, cell: Tensor | None, radius: float) -> PairVectors:
     # The nearest image is found in float64, the distance in the dtype of the position.
     i, j = _search(q.detach(), cell, radius * (1 + 1e-5))
     # index_select accumulates its gradient several times faster than indexing.
     d = q.index_select(0, i) - q.index_select(0, j) - _shifts(q.detach(), i, j, cell)
-    return Pairs(d.T, len(q), torch.stack([i, j]))
+    return PairVectors(d.T, len(q), torch.stack([i, j]))
 
 
-def all_pairs(q: Tensor, cell: Tensor | None) -> Pairs:
+def all_pairs(q: Tensor, cell: Tensor | None) -> PairVectors:
     """Compute the vectors of all pairs i<j of each system."""
     atoms = q.shape[-2]
     with outside_tracing():
         i, j = torch.triu_indices(atoms, atoms, offset=1, device=q.device)
-    return Pairs(pair_matrix(q, cell)[..., i, j], atoms)
+    return PairVectors(pair_matrix(q, cell)[..., i, j], atoms)
 
 
 def pair_matrix(q: Tensor, cell: Tensor | None) -> Tensor:

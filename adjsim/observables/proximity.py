@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._box import checked_box
-from adjsim._inputs import as_indices, as_number, as_tensor
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, Energies, Number, PositionsLike
+from adjsim.core.arguments import as_indices, as_number, as_tensor
+from adjsim.core.box import checked_box
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.members import (
     check_range,
     length,

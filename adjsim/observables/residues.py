@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from adjsim._inputs import as_indices
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, Number, PositionsLike
+from adjsim.core.arguments import as_indices
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, Number, PositionsLike
 from adjsim.observables.members import atom_weights, length, nearest, positions
 from adjsim.observables.neighbours import optional_box, pair_matrix, values_unknown
 from adjsim.observables.proximity import positive

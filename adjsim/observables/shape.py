@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from adjsim._inputs import as_flag
-from adjsim._typing import Array, Energies, Number, PositionsLike
+from adjsim.core.arguments import as_flag
+from adjsim.core.typing import Array, Energies, Number, PositionsLike
 from adjsim.observables.kinetics import as_frames
 from adjsim.observables.members import (
     atom_weights,

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_number, as_tensor, as_whole
-from adjsim._layout import outside_tracing
-from adjsim._typing import Array, Energies, PositionsLike
+from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.layout import outside_tracing
+from adjsim.core.typing import Array, Energies, PositionsLike
 from adjsim.observables.members import root
 from adjsim.observables.neighbours import (
-    Pairs,
+    PairVectors,
     all_pairs,
     optional_box,
     pair_matrix,
@@ -69,7 +69,7 @@ def coordination_number(
     q, limit, width = as_tensor("position", position), *_limit(distance, width)
     cell = optional_box(box, limit)
 
-    def neighbours(pairs: Pairs) -> Tensor:
+    def neighbours(pairs: PairVectors) -> Tensor:
         weight = torch.sigmoid((limit - pairs.distance) / width)
         return 2 / pairs.atoms * weight.sum(-1)
 
@@ -135,7 +135,7 @@ def bond_order(
         raise ValueError(f"bond_order is for three dimensions; position has {q.shape[-1]}.")
     cell = optional_box(box, limit)
 
-    def order(pairs: Pairs) -> Tensor:
+    def order(pairs: PairVectors) -> Tensor:
         r = pairs.distance
         weight = torch.sigmoid((limit - r) / width)
         refuse_no_neighbours(weight.sum(-1), "bond_order", limit)

@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import volume
-from adjsim._inputs import as_number, as_tensor
-from adjsim._params import check_count
-from adjsim._typing import Energies, Number, PositionsLike
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.box import volume
+from adjsim.core.parameters import check_count
+from adjsim.core.typing import Energies, Number, PositionsLike
 from adjsim.potentials.base import Potential, SumPotential
 
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from adjsim._inputs import as_number, as_tensor
-from adjsim._typing import Array, Energies, Number
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.typing import Array, Energies, Number
 from adjsim.observables.averages import lagged_products
 from adjsim.observables.fluctuations import checked_temperature
 from adjsim.observables.kinetics import as_frames, mean_squared_displacement

@@ -1,15 +1,7 @@
 """Potentials: energy functions and their forces."""
 
 from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
-from adjsim.potentials.base import (
-    ForceField,
-    Potential,
-    SeparablePotential,
-    SumForce,
-    SumPotential,
-    force,
-)
-from adjsim.potentials.bending import HingeBending
+from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
 from adjsim.potentials.bonded import (
     BondedPotential,
     CosineAngle,
@@ -25,7 +17,8 @@ from adjsim.potentials.bonded import (
     ScaledPairs,
     UreyBradley,
 )
-from adjsim.potentials.buckingham import Buckingham
+from adjsim.potentials.charges.coulomb import Coulomb, ReactionField, Wolf
+from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.contact import (
     Barrier,
     Box,
@@ -44,41 +37,42 @@ from adjsim.potentials.contact import (
     Surface,
     SurfaceContact,
 )
-from adjsim.potentials.controls import Controller, NeuralController, OpenLoop
-from adjsim.potentials.coulomb import Coulomb, ReactionField, Wolf
-from adjsim.potentials.driven import Actuated
-from adjsim.potentials.elastic import (
-    CorotatedLinear,
-    ElasticPotential,
-    NeoHookean,
-    StVenantKirchhoff,
-)
-from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.gaussian_core import GaussianCore
-from adjsim.potentials.graph import GraphForce, GraphPotential
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.learnt import (
+from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
+from adjsim.potentials.learnt.mace import MACEPotential
+from adjsim.potentials.learnt.networks import (
     ForceModel,
     InPrecision,
     MessagePassing,
     PairNetwork,
     RadialBasis,
 )
-from adjsim.potentials.lennard_jones import LennardJones
-from adjsim.potentials.mace import MACEPotential
-from adjsim.potentials.mie import Mie, SoftSphere
-from adjsim.potentials.mixing import kong, lorentz_berthelot
-from adjsim.potentials.morse import Morse
-from adjsim.potentials.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
-from adjsim.potentials.pair import PairPotential
-from adjsim.potentials.radial import RadialPotential
-from adjsim.potentials.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
+from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.buckingham import Buckingham
+from adjsim.potentials.pairs.gaussian_core import GaussianCore
+from adjsim.potentials.pairs.lennard_jones import LennardJones
+from adjsim.potentials.pairs.mie import Mie, SoftSphere
+from adjsim.potentials.pairs.mixing import kong, lorentz_berthelot
+from adjsim.potentials.pairs.morse import Morse
+from adjsim.potentials.pairs.noble import NOBLE_GASES, LennardJonesMixture, NobleGas
+from adjsim.potentials.pairs.radial import RadialPotential
+from adjsim.potentials.pairs.tail import tail_corrections
+from adjsim.potentials.pairs.truncation import ForceShifted, Shifted, Switched, Truncation
+from adjsim.potentials.pairs.wca import WCA
+from adjsim.potentials.pairs.yukawa import Yukawa
+from adjsim.potentials.separable import SeparablePotential
+from adjsim.potentials.signals.actuated import Actuated
+from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
+from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
+from adjsim.potentials.solids import (
+    CorotatedLinear,
+    ElasticPotential,
+    NeoHookean,
+    StVenantKirchhoff,
+)
+from adjsim.potentials.solids.bending import HingeBending
 from adjsim.potentials.solvent import GeneralizedBorn
-from adjsim.potentials.tail import tail_corrections
-from adjsim.potentials.truncation import ForceShifted, Shifted, Switched, Truncation
-from adjsim.potentials.wca import WCA
-from adjsim.potentials.yukawa import Yukawa
 
 __all__ = [
     "NOBLE_GASES",

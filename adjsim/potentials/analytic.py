@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._params import register
-from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.base import Potential, SeparablePotential
+from adjsim.core.parameters import register
+from adjsim.core.typing import Energies, Number, Positions
+from adjsim.potentials.base import Potential
+from adjsim.potentials.separable import SeparablePotential
 
 
 class Harmonic(SeparablePotential):

@@ -3,7 +3,7 @@
 A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
 ``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation. Two families have a force in
 closed form: :class:`SeparablePotential`, a sum over coordinates, and
-:class:`~adjsim.potentials.pair.PairPotential`, a sum over pairs. A module that derives from
+:class:`~adjsim.potentials.PairPotential`, a sum over pairs. A module that derives from
 :class:`ForceField` is a force that need not come from an energy, and may depend on time.
 
 The adjoint also needs the vector-Jacobian product of a force F(q; theta). :func:`force_vjp` returns
@@ -17,22 +17,19 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
-from adjsim._box import as_box, refuse_other_boxes, share_box
-from adjsim._grid import Grid
-from adjsim._layout import materialise
-from adjsim._module import refuse_written, version_of
-from adjsim._reading import read
-from adjsim._typing import Array, Energies, Positions
+from adjsim.core.box import as_box, refuse_other_boxes, share_box
+from adjsim.core.layout import materialise
+from adjsim.core.module_cache import refuse_written, version_of
+from adjsim.core.reading import read
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.products import (
-    DeferredVJP,
     ParameterVJP,
     Pullback,
     VJPSum,
     autograd_vjp,
-    derivative,
     derived_force,
     energy_vjp,
 )
@@ -337,40 +334,6 @@ class SumForce(ForceField):
         grid: Grid | None = None,
     ) -> tuple[Tensor, Pullback]:
         return _sum_vjp([force_vjp(part, position, parameters, t, grid) for part in self.parts])
-
-
-class SeparablePotential(Potential):
-    """A potential ``U = sum over atoms and dimensions of u(q)``.
-
-    ``element`` is u, ``slope`` is u' and ``curvature`` is u'', elementwise.
-    """
-
-    def element(self, x: Tensor) -> Tensor:
-        raise TypeError(f"{type(self).__name__} has no element(x).")
-
-    def slope(self, x: Tensor) -> Tensor:
-        return derivative(self.element, x)
-
-    def curvature(self, x: Tensor) -> Tensor:
-        return derivative(self.slope, x)
-
-    def forward(self, position: Positions) -> Energies:
-        return self.element(position).sum((-1, -2))
-
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        return -self.slope(position)
-
-    def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
-    ) -> tuple[Tensor, Pullback]:
-        with torch.no_grad():
-            value = -self.slope(position)
-
-        def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
-            with torch.no_grad():
-                return -self.curvature(position) * v, DeferredVJP(self, self.slope, -v, position)
-
-        return value, pullback
 
 
 def force(

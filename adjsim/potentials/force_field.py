@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import share_box
-from adjsim._derived import own_tensors
-from adjsim._tree import closest_atoms
+from adjsim.core.box import share_box
+from adjsim.core.derived import own_tensors
+from adjsim.core.neighbour_search import closest_atoms
 from adjsim.potentials.base import Potential, SumPotential, force
 
 LARGEST_ENERGY = 1e6

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjsim._grid import Grid
-from adjsim._params import register
-from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.base import DeferredVJP, Potential, Pullback
+from adjsim.core.parameters import register
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Energies, Number, Positions
+from adjsim.potentials.base import Potential
+from adjsim.potentials.products import DeferredVJP, Pullback
 
 
 class Gravity(Potential):

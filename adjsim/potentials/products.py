@@ -9,11 +9,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import Grid, straight_through
-from adjsim._inputs import outside_inference_mode
-from adjsim._params import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
-from adjsim._state import in_transform
-from adjsim._typing import Positions
+from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
+from adjsim.core.rounding import Grid, straight_through
+from adjsim.core.state import in_transform
+from adjsim.core.typing import Positions
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """Solvers: ways to integrate the dynamics."""
 
-from adjsim.solvers.coupled import Coupled
-from adjsim.solvers.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
-from adjsim.solvers.implicit import BackwardEuler, ImplicitMidpoint
-from adjsim.solvers.milstein import Milstein
-from adjsim.solvers.ode import ODESolver
-from adjsim.solvers.reversible_heun import ReversibleHeun
-from adjsim.solvers.runge_kutta import RungeKutta
-from adjsim.solvers.sde import InstabilityError, SDESolver
+from adjsim.solvers.continuous.ode import ODESolver
+from adjsim.solvers.continuous.sde import InstabilityError, SDESolver
+from adjsim.solvers.implicit.steps import BackwardEuler, ImplicitMidpoint
+from adjsim.solvers.reversible.coupled import Coupled
+from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
+from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
+from adjsim.solvers.runge_kutta.tableaus import Tableau
 from adjsim.solvers.splitting import BAOAB, Splitting, VelocityVerlet
-from adjsim.solvers.step_sizes import Adaptive, StepTimes
-from adjsim.solvers.stochastic_heun import StochasticHeun
-from adjsim.solvers.tableaus import Tableau
+from adjsim.solvers.stochastic.euler_maruyama import EulerMaruyama, LeimkuhlerMatthews
+from adjsim.solvers.stochastic.milstein import Milstein
+from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 
 __all__ = [
     "BAOAB",

@@ -11,19 +11,18 @@ from typing import Any, Generic, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from adjsim._grid import Grid
-from adjsim._inputs import as_number
-from adjsim._manifest import Saving
-from adjsim._noise import Noise
-from adjsim._reading import Reading
-from adjsim._state import AnyState, State, all_finite, in_transform
-from adjsim._trajectory import Record, RunEnd, TimeAverage, step_numbers
+from adjsim.core.durable.manifest import Saving
+from adjsim.core.noise import Noise
+from adjsim.core.reading import Reading
+from adjsim.core.rounding import Grid
+from adjsim.core.state import AnyState, State, all_finite, in_transform
+from adjsim.core.trajectory import Record, RunEnd, TimeAverage, step_numbers
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.couplings import Move
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.lattice import BufferGrowth, Lattice
+from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
 from adjsim.solvers.clock import Clock, VaryingClock
 
@@ -253,7 +252,7 @@ class Problem(Generic[State]):
         tensors: the values of the reading that the run uses: leaves, or tensors with a graph to
             those of the user.
         dynamics: the copy of the dynamics that holds them.
-        key: the key of what a compiled run reads (:mod:`adjsim._cache_key`), where it is known.
+        key: the key of what a compiled run reads (:mod:`adjsim.core.cache_key`), where it is known.
     """
 
     reading: Reading[Dynamics[State]]
@@ -392,10 +391,3 @@ class SteppingSolver(ABC):
     def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
         """Refuse, before any work, a step that is too long for the dynamics at a start."""
         return
-
-
-def check_dt(dt: Any) -> float:
-    step = as_number("dt", dt)
-    if not 0 < step < float("inf"):
-        raise ValueError(f"dt must be a positive time; got {dt}.")
-    return step

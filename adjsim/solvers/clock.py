@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from adjsim._trajectory import first_averaged_step
+from adjsim.core.arguments import as_number
+from adjsim.core.trajectory import first_averaged_step
 
 # What to use where steps of varying size are too long.
 SMALLER = "smaller steps (a smaller rtol)"
@@ -117,3 +119,10 @@ class VaryingClock:
         weights[:-1] += share**2 * h / 2
         weights[1:] += share * (2 - share) * h / 2
         return weights / total
+
+
+def check_dt(dt: Any) -> float:
+    step = as_number("dt", dt)
+    if not 0 < step < float("inf"):
+        raise ValueError(f"dt must be a positive time; got {dt}.")
+    return step

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from adjsim._inputs import as_flag, describe_type
-from adjsim._state import State
+from adjsim.core.arguments import as_flag, describe_type
+from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import Coefficients, reads_force
-from adjsim.solvers.base import Program, Stage, SteppingSolver, check_dt
+from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.clock import check_dt
 
 
 class Splitting(SteppingSolver):

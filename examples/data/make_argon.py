@@ -14,7 +14,7 @@ from ase.build import bulk
 from ase.io import write
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 from adjsim.potentials import NOBLE_GASES
 
 

@@ -29,7 +29,7 @@ from argon_liquid import (
 from studies import commit
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "argon_study.json"

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 import adjsim
-from adjsim._files import replacing
-from adjsim.dynamics.mechanics import Mechanics
-from adjsim.potentials.controls import NeuralController
+from adjsim.core.durable.files import replacing
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.gravity import Gravity
+from adjsim.potentials.signals.controls import NeuralController
 
 FILE = Path(__file__).with_name("cart_pole.json")
 SETTINGS = {

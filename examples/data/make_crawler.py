@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 
 FILE = Path(__file__).with_name("crawler.json")
 SETTINGS = {

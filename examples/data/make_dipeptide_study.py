@@ -19,7 +19,7 @@ from openmm import unit
 from studies import commit
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 from adjsim.io import from_openmm
 
 HERE = Path(__file__).resolve().parent

@@ -18,7 +18,7 @@ import torch
 from studies import commit, rounded
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 from adjsim.potentials import Switched
 
 FILE = Path(__file__).with_name("exploding_gradients.json")

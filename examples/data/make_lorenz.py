@@ -17,9 +17,9 @@ from studies import commit, rounded
 from torch import nn
 
 import adjsim
-from adjsim._files import replacing
-from adjsim.dynamics.ode import ODE
-from adjsim.solvers.runge_kutta import RungeKutta
+from adjsim.core.durable.files import replacing
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 
 FILE = Path(__file__).with_name("lorenz.json")
 SETTINGS = {

@@ -14,7 +14,7 @@ from studies import commit
 from torch import nn
 
 import adjsim
-from adjsim.dynamics.ode import ODE
+from adjsim.dynamics.fields.ode import ODE
 
 FILE = Path(__file__).with_name("lorenz_shadowing.json")
 SETTINGS = {

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import adjsim
 from adjsim import meshes
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 
 FILE = Path(__file__).with_name("modulus_field.json")
 SETTINGS = {

@@ -22,7 +22,7 @@ from openmm import unit
 from studies import commit
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 from adjsim.estimators.memory import PeakMemory
 from adjsim.io import from_openmm
 

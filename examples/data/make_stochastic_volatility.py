@@ -17,7 +17,7 @@ from studies import commit, rounded
 from torch import nn
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 
 FILE = Path(__file__).with_name("stochastic_volatility.json")
 SETTINGS = {

@@ -17,7 +17,7 @@ import torch
 from studies import commit
 
 import adjsim
-from adjsim._files import replacing
+from adjsim.core.durable.files import replacing
 from adjsim.potentials import ForceShifted, Switched
 from adjsim.potentials.learnt import PairNetwork
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._grid import Grid
-from adjsim.potentials.base import derivative, force_vjp
+from adjsim.core.rounding import Grid
+from adjsim.potentials.base import force_vjp
 from adjsim.potentials.bonded.selection import WIDTH, Selection
+from adjsim.potentials.products import derivative
 from tests.bonded import (
     ANGLES,
     BONDED,

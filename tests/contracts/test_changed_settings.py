@@ -28,10 +28,10 @@ from adjsim.potentials import (
     Wolf,
 )
 from adjsim.potentials.contact import Cylinder, ParticleContact, Plane
-from adjsim.potentials.dispersion import DispersionCorrection
-from adjsim.potentials.elastic import NeoHookean
 from adjsim.potentials.learnt import MessagePassing, PairNetwork
-from adjsim.potentials.noble import LennardJonesMixture
+from adjsim.potentials.pairs.dispersion import DispersionCorrection
+from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.solids import NeoHookean
 from tests.problems import parameter
 
 BOX = torch.full((3,), 6.0, dtype=torch.float64)

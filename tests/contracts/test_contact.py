@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import brentq
 
 import adjsim
-from adjsim.potentials.base import derivative, force, force_vjp
+from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.contact import (
     Barrier,
     Box,
@@ -26,6 +26,7 @@ from adjsim.potentials.contact import (
     Softplus,
     Sphere,
 )
+from adjsim.potentials.products import derivative
 from tests.bonded import close
 from tests.contact import CENTER, EVERY, PENALTIES, POINTS, SHORT, SURFACES, Swing, contact, moving
 from tests.problems import parameter, slow_but, vector

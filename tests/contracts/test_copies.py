@@ -11,7 +11,7 @@ from torch import nn
 
 import adjsim
 from adjsim import adjoints, dynamics, meshes, potentials, solvers
-from adjsim._reading import Reading
+from adjsim.core.reading import Reading
 from tests import bonded, contact, mechanics
 from tests.contracts.test_exclusions import KINDS
 from tests.contracts.test_readings import EVERY as READ

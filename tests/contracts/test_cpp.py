@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from adjsim._cpp import library
-from adjsim._cpp.mathematics import TANH
-from adjsim._cpp.once import transposed
-from adjsim._cpp.operations import FUNCTIONS
-from adjsim._cpp.program import Part, Parts, program
-from adjsim._cpp.rows import RowMemory
-from adjsim._cpp.values import UnprintableError
-from adjsim.adjoints import loops
-from adjsim.adjoints.loops import LoopSpec, compile_loop
+from adjsim.adjoints.loops import compilation as loops
+from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
+from adjsim.compiler import library
+from adjsim.compiler.invariants import transposed
+from adjsim.compiler.mathematics import TANH
+from adjsim.compiler.operations import FUNCTIONS
+from adjsim.compiler.program import Part, Parts, program
+from adjsim.compiler.rows import RowMemory
+from adjsim.compiler.values import UnprintableError
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
 
@@ -595,7 +595,7 @@ def test_values_that_one_loop_reads_are_not_stored(monkeypatch):
         sources.append(source)
         return library.compiled(source, threads)
 
-    monkeypatch.setattr("adjsim._cpp.program.compiled", compiled)
+    monkeypatch.setattr("adjsim.compiler.program.compiled", compiled)
     for function in (elementwise, several, lambda x: elementwise(x).sum() * x):
         printed(function, numbers(100))
     counts = [source.count("__restrict b") for source in sources]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import adjsim
-from adjsim.dynamics.mechanics import Mechanics
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.base import SumPotential, force, force_vjp
 from tests import bonded, contact, fields, mechanics
 from tests.problems import (

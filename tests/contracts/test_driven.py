@@ -19,21 +19,15 @@ from adjsim import (
     Splitting,
     meshes,
 )
-from adjsim._grid import Grid
-from adjsim.potentials.base import (
-    ForceField,
-    SumForce,
-    SumPotential,
-    VJPSum,
-    force,
-    force_vjp,
-)
-from adjsim.potentials.bending import HingeBending
-from adjsim.potentials.controls import Controller, NeuralController, OpenLoop
-from adjsim.potentials.driven import Actuated
-from adjsim.potentials.elastic import NeoHookean
+from adjsim.core.rounding import Grid
+from adjsim.potentials.base import ForceField, SumForce, SumPotential, force, force_vjp
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.signals import CubicSpline, Harmonics, PiecewiseLinear
+from adjsim.potentials.products import VJPSum
+from adjsim.potentials.signals.actuated import Actuated
+from adjsim.potentials.signals.controls import Controller, NeuralController, OpenLoop
+from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear
+from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials.solids.bending import HingeBending
 from tests.problems import parameter, slow_but, square, vector
 from tests.retracing import forth_and_back
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import meshes
-from adjsim._grid import Grid
+from adjsim.core.rounding import Grid
 from adjsim.meshes import Mesh
-from adjsim.potentials.base import derivative, force_vjp
-from adjsim.potentials.elastic import CorotatedLinear, NeoHookean, StVenantKirchhoff
-from adjsim.potentials.elastic.rotation import rotation
+from adjsim.potentials.base import force_vjp
+from adjsim.potentials.products import derivative
+from adjsim.potentials.solids import CorotatedLinear, NeoHookean, StVenantKirchhoff
+from adjsim.potentials.solids.rotation import rotation
 from tests.bonded import close
 from tests.problems import parameter, slow_but
 from tests.suites import PotentialContract

@@ -12,9 +12,10 @@ from torch import nn
 
 import adjsim
 from adjsim.io.ase import ASECalculator
-from adjsim.potentials.base import derivative, force, force_vjp
-from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.ewald.excluded import boys
+from adjsim.potentials.base import force, force_vjp
+from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald.excluded import boys
+from adjsim.potentials.products import derivative
 from tests.problems import parameter
 from tests.suites import PotentialContract
 

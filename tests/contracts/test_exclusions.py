@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import adjsim
-from adjsim import _box, _derived
-from adjsim._pairs import kernel as kernels
+from adjsim.core import box as _box
+from adjsim.core import derived as _derived
+from adjsim.core.refusal import Refusal
 from adjsim.potentials import (
     WCA,
     Buckingham,
@@ -28,11 +29,12 @@ from adjsim.potentials import (
     Switched,
     Wolf,
     Yukawa,
-    all_pairs,
-    listed_pairs,
-    pair_operator,
     tail_corrections,
 )
+from adjsim.potentials.pairs import dense
+from adjsim.potentials.pairs import listed as listed_pairs
+from adjsim.potentials.pairs import operator as pair_operator
+from adjsim.potentials.pairs.kernels import kernel as kernels
 from tests.contracts.test_pair_operator import DENSE, LISTED, cell, gas
 from tests.problems import parameter
 
@@ -61,7 +63,7 @@ def listed(monkeypatch):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: "as a test wants")
+    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: Refusal("a test"))
 
 
 def vector(low: float, high: float, size: int = ATOMS) -> nn.Parameter:
@@ -289,7 +291,7 @@ def test_potentials_share_kernels_and_not_lists(listed):
     assert len(made[0].exclusions) == len(made[1].exclusions)
     for limit in (DENSE, LISTED):
         listed(limit)
-        expected = [all_pairs.force(pair, q, None) for pair in made]
+        expected = [dense.force(pair, q, None) for pair in made]
         assert not torch.allclose(*expected)
         made[0].force(q)
         before = set(kernels.KERNELS)
@@ -434,7 +436,7 @@ def test_a_sum_of_potentials(listed):
     for limit in (DENSE, LISTED):
         listed(limit)
         torch.testing.assert_close(total(q), excluding(q) + plain(q), rtol=CLOSE, atol=0)
-        expected = all_pairs.force(excluding, q, None) + all_pairs.force(plain, q, None)
+        expected = dense.force(excluding, q, None) + dense.force(plain, q, None)
         atol = CLOSE * float(expected.detach().abs().max())
         torch.testing.assert_close(total.force(q), expected, rtol=0, atol=atol)
 
@@ -454,11 +456,11 @@ def test_transforms_take_torch():
     """Vectorised over systems, and differentiated in forward mode."""
     q, pairs = molecule("none", replicas=2)
     pair = KINDS["Lennard-Jones"](cutoff=2.4, exclusions=pairs)
-    expected = all_pairs.energy(pair, q)
+    expected = dense.energy(pair, q)
     torch.testing.assert_close(torch.func.vmap(pair)(q), expected, rtol=CLOSE, atol=0)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(2), dtype=q.dtype)
     along = torch.func.jvp(pair, (q,), (v,))[1]
-    power = -(all_pairs.force(pair, q, None) * v).sum((-1, -2))
+    power = -(dense.force(pair, q, None) * v).sum((-1, -2))
     torch.testing.assert_close(along, power, rtol=CLOSE, atol=0)
 
 
@@ -509,7 +511,7 @@ def test_atoms_that_position_does_not_have_are_named(listed, monkeypatch):
             for function in (pair, pair.force, pair.virial):
                 with pytest.raises(ValueError, match=says):
                     function(q)
-        monkeypatch.setattr(pair_operator, "unsupported", lambda pair, q, why=path: why)
+        monkeypatch.setattr(pair_operator, "unsupported", lambda pair, q, why=path: Refusal(why))
     monkeypatch.undo()
     dynamics = adjsim.Hamiltonian(pair)
     with pytest.raises(ValueError, match=says):

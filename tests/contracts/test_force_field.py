@@ -8,11 +8,11 @@ from torch import nn
 
 import adjsim
 from adjsim.potentials import tail_corrections
-from adjsim.potentials.controls import OpenLoop
-from adjsim.potentials.dispersion import DispersionCorrection
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.signals import Harmonics
-from adjsim.potentials.truncation import SwitchedDistance, Unshifted
+from adjsim.potentials.pairs.dispersion import DispersionCorrection
+from adjsim.potentials.pairs.truncation import SwitchedDistance, Unshifted
+from adjsim.potentials.signals.controls import OpenLoop
+from adjsim.potentials.signals.signals import Harmonics
 from tests.problems import parameter
 
 

@@ -7,20 +7,20 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._box import checked_box
-from adjsim.adjoints.loops import CompileError
-from adjsim.potentials import edges
+from adjsim.adjoints.loops.compilation import CompileError
+from adjsim.core.box import checked_box
 from adjsim.potentials.base import force, force_vjp
-from adjsim.potentials.edges import find_edges
-from adjsim.potentials.graph import GraphForce, GraphPotential
 from adjsim.potentials.learnt import (
     ForceModel,
     InPrecision,
     MessagePassing,
     PairNetwork,
     RadialBasis,
+    edges,
 )
-from adjsim.potentials.mace import MACEPotential
+from adjsim.potentials.learnt.edges import find_edges
+from adjsim.potentials.learnt.graph import GraphForce, GraphPotential
+from adjsim.potentials.learnt.mace import MACEPotential
 
 CUTOFF = 2.0
 BOXES = {

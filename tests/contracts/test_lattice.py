@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import adjsim
-from adjsim._grid import Grid, power_of_two
+from adjsim.core.rounding import Grid, power_of_two
 from adjsim.dynamics import Coefficient, Dynamics, Field, Function, Random, Scale, Shear, Term
 from adjsim.dynamics.buffer import FULL, buffer_name, fractions, refill, spill
 from adjsim.dynamics.lattice import DENOMINATOR

@@ -5,8 +5,13 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import _box, _derived
-from adjsim.potentials import PairPotential, all_pairs, listed_pairs, pair_operator
+from adjsim.core import box as _box
+from adjsim.core import derived as _derived
+from adjsim.core.refusal import Refusal
+from adjsim.potentials import PairPotential
+from adjsim.potentials.pairs import dense
+from adjsim.potentials.pairs import listed as listed_pairs
+from adjsim.potentials.pairs import operator as pair_operator
 from tests.contracts.test_pair_operator import KINDS, box_of, cell, gas
 from tests.problems import parameter
 
@@ -20,7 +25,7 @@ def without_operator(monkeypatch):
     monkeypatch.setattr(_box, "LISTED", 0.0)
     _derived._known.clear()
     monkeypatch.setattr(_box, "LISTED_WITHOUT_BOX", 0)
-    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: "as a test wants")
+    monkeypatch.setattr(pair_operator, "unsupported", lambda pair, position: Refusal("a test"))
     listed_pairs._lists.clear()
 
 
@@ -64,10 +69,10 @@ def assert_equal_to_all_pairs(pair, position):
 
     listed = results(pair, pair.force, pair.virial, lambda q: pair.force_vjp(q, parameters))
     every = results(
-        lambda q: all_pairs.energy(pair, q),
-        lambda q: all_pairs.force(pair, q, None),
-        lambda q: all_pairs.virial(pair, q),
-        lambda q: all_pairs.force_vjp(pair, q, None),
+        lambda q: dense.energy(pair, q),
+        lambda q: dense.force(pair, q, None),
+        lambda q: dense.virial(pair, q),
+        lambda q: dense.force_vjp(pair, q, None),
     )
     for x, y in zip(listed, every, strict=True):
         assert (x is None) == (y is None)
@@ -117,7 +122,7 @@ class Tabled(PairPotential):
 def test_formulas_that_cannot_take_a_list(kind):
     pair, q = kind(cutoff=2.4, box=box_of("cube")), gas(cell("cube"), 60, seed=2)
     assert pair.path(q).startswith("all pairs, by torch")
-    assert torch.equal(pair.force(q), all_pairs.force(pair, q, None))
+    assert torch.equal(pair.force(q), dense.force(pair, q, None))
 
 
 class Smallest(PairPotential):
@@ -153,7 +158,7 @@ class Masked(PairPotential):
 def test_formulas_that_need_all_pairs(kind):
     pair, q = kind(cutoff=2.4, box=box_of("cube")), gas(cell("cube"), 60, seed=2)
     assert pair.path(q).startswith("all pairs, by torch")
-    assert torch.equal(pair(q), all_pairs.energy(pair, q))
+    assert torch.equal(pair(q), dense.energy(pair, q))
 
 
 class Constant(PairPotential):
@@ -173,7 +178,7 @@ class Constant(PairPotential):
 def test_a_formula_that_is_one_number():
     pair, q = Constant(cutoff=2.4), gas(cell("cube"), 60, seed=2, spread=0.0)
     assert pair.path(q).startswith("neighbour list")
-    torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-13, atol=0)
+    torch.testing.assert_close(pair(q), dense.energy(pair, q), rtol=1e-13, atol=0)
 
 
 def test_a_list_of_inference_mode_serves_gradients():
@@ -191,9 +196,7 @@ def test_positions_at_the_faces_of_the_box():
     pair = adjsim.LennardJones(cutoff=2.4, box=[6.3] * 3)
     q = gas(torch.eye(3, dtype=torch.float64) * 6.3, 60, seed=2)
     q[5, 1] = 31.499999999999996
-    torch.testing.assert_close(
-        pair.force(q), all_pairs.force(pair, q, None), rtol=CLOSE, atol=CLOSE
-    )
+    torch.testing.assert_close(pair.force(q), dense.force(pair, q, None), rtol=CLOSE, atol=CLOSE)
 
 
 def test_lists_of_a_run_replace_each_other():
@@ -275,16 +278,14 @@ def test_virial_of_a_potential_with_an_operator(monkeypatch):
     pair = lennard_jones("tilted")
     q = gas(cell("tilted"), 60, seed=2)
     assert pair.path(q) == "neighbour list"
-    torch.testing.assert_close(
-        pair.virial(q), all_pairs.virial(pair, q), rtol=CLOSE, atol=CLOSE * 100
-    )
+    torch.testing.assert_close(pair.virial(q), dense.virial(pair, q), rtol=CLOSE, atol=CLOSE * 100)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_on_a_gpu(name):
     pair, q = KINDS[name](box_of("cube")), gas(cell("cube"), 60, seed=4, replicas=2)
-    expected = all_pairs.force(pair, q, None)
+    expected = dense.force(pair, q, None)
     found = pair.cuda().force(q.cuda())
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)

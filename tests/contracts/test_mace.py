@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim.potentials.mace import MACEPotential
+from adjsim.potentials.learnt.mace import MACEPotential
 
 pytest.importorskip("mace", reason="mace-torch is not installed")
 # e3nn reads a file of constants that holds slices, which torch.load refuses by default.

@@ -9,13 +9,13 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint, Splitting, simulate
-from adjsim._state import detached
-from adjsim.dynamics.damping import RayleighDamping
-from adjsim.dynamics.friction import decay_ratio
-from adjsim.dynamics.mechanics import Mechanics
+from adjsim.core.state import detached
+from adjsim.dynamics.mechanics.damping import RayleighDamping
+from adjsim.dynamics.mechanics.friction import decay_ratio
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.contact import Barrier, Contact, Plane, Quadratic
-from adjsim.potentials.controls import Controller
 from adjsim.potentials.gravity import Gravity
+from adjsim.potentials.signals.controls import Controller
 from tests.mechanics import BODIES, Path, body, floor, masses, sliding, start, start_of
 from tests.problems import parameter, slow_but
 from tests.suites import TermContract, disturbed, flow, unflow

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from adjsim import meshes
-from adjsim._constraints import Between, Positive
+from adjsim.core.bounds import Between, Positive
 from adjsim.meshes import Mesh
-from adjsim.potentials.elastic import NeoHookean
+from adjsim.potentials.solids import NeoHookean
 
 CORNERS = torch.tensor(
     [[0.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], dtype=torch.float64

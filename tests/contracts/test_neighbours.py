@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import adjsim
-from adjsim._box import checked_box, perpendicular_widths
+from adjsim.core.box import checked_box, perpendicular_widths
 from adjsim.observables import neighbour_pairs
 from adjsim.observables.neighbours import pair_matrix
 from tests.contracts.test_observables import FCC, SIDES, TILTED, crystal

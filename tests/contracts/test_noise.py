@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from scipy import stats
 
-from adjsim._noise import ELEMENTS, STEPS, Noise, seed_from
+from adjsim.core.noise import ELEMENTS, STEPS, Noise, seed_from
 
 LIKE = torch.zeros((), dtype=torch.float64)
 

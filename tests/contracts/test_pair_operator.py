@@ -15,19 +15,15 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import adjsim
-from adjsim import _box, _derived
-from adjsim._cpp.library import CompilerError
-from adjsim._pairs import kernel as kernels
-from adjsim._pairs.merging import merge_pairs
-from adjsim.adjoints import loops
-from adjsim.potentials import (
-    ForceShifted,
-    LennardJonesMixture,
-    PairPotential,
-    Switched,
-    all_pairs,
-    pair_form,
-)
+from adjsim.adjoints.loops import compilation as loops
+from adjsim.compiler.library import CompilerError
+from adjsim.core import box as _box
+from adjsim.core import derived as _derived
+from adjsim.potentials import ForceShifted, LennardJonesMixture, PairPotential, Switched
+from adjsim.potentials.pairs import dense
+from adjsim.potentials.pairs import form as pair_form
+from adjsim.potentials.pairs.kernels import kernel as kernels
+from adjsim.potentials.pairs.kernels.merging import merge_pairs
 from tests.problems import parameter
 
 LISTED, DENSE = 0.0, 1e9
@@ -85,7 +81,7 @@ def both(pair, position, function):
     """Evaluate with the operator, and with torch's operations."""
     assert "torch" not in pair.path(position)
     return function(pair, pair.force), function(
-        lambda q: all_pairs.energy(pair, q), lambda q: all_pairs.force(pair, q, None)
+        lambda q: dense.energy(pair, q), lambda q: dense.force(pair, q, None)
     )
 
 
@@ -272,7 +268,7 @@ def test_any_box_cutoff_and_skin(listed, seed, tilt, sides, share, skin, tilted)
             found = pair.force(position)
             listed(DENSE)
             assert torch.equal(found, pair.force(position))
-            exact = all_pairs.force(pair, position, None)
+            exact = dense.force(pair, position, None)
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
@@ -326,7 +322,7 @@ def test_two_systems_of_one_size_alternate(listed):
     for _ in range(5):
         for q in systems:
             torch.testing.assert_close(
-                pair.force(q), all_pairs.force(pair, q, None), rtol=1e-10, atol=1e-10
+                pair.force(q), dense.force(pair, q, None), rtol=1e-10, atol=1e-10
             )
     assert kernels.builds() == before
 
@@ -463,7 +459,7 @@ def test_positions_that_are_not_finite_are_not_hidden(listed, limit):
     assert not bool(torch.isfinite(force[7]).all())
     assert not bool(torch.isfinite(force[12]).all())
     # A list with a broken position is not kept for the next one.
-    torch.testing.assert_close(pair.force(q), all_pairs.force(pair, q, None))
+    torch.testing.assert_close(pair.force(q), dense.force(pair, q, None))
 
 
 class Summed(PairPotential):
@@ -498,7 +494,7 @@ def test_formulas_without_an_operator_take_torch(kind):
     q = gas(cell("cube"), 12, seed=11).requires_grad_()
     assert pair.path(q).startswith("all pairs, by torch: ")
     force = pair.force(q)
-    assert torch.equal(force, all_pairs.force(pair, q, None))
+    assert torch.equal(force, dense.force(pair, q, None))
     torch.autograd.grad(force.sum(), q)
 
 
@@ -559,9 +555,7 @@ def test_rules(name):
         return [value, f, *first, *torch.autograd.grad(f, inputs, v, allow_unused=True)]
 
     found = results(pair, pair.force)
-    expected = results(
-        lambda x: all_pairs.energy(pair, x), lambda x: all_pairs.force(pair, x, None)
-    )
+    expected = results(lambda x: dense.energy(pair, x), lambda x: dense.force(pair, x, None))
     for x, y in zip(found, expected, strict=True):
         if y is None:
             assert x is None or not bool(x.any())
@@ -664,7 +658,7 @@ class TwoTables(PairPotential):
 
 def test_tables_of_two_sizes():
     pair, q = TwoTables(), triple()
-    assert torch.equal(pair(q), all_pairs.energy(pair, q))
+    assert torch.equal(pair(q), dense.energy(pair, q))
 
 
 class Averaged(PairPotential):
@@ -707,14 +701,14 @@ def test_values_that_formulas_read_are_not_shared(what):
     q = triple()
     for value in (1, 2):
         pair = Reading(what, value)
-        torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-14, atol=0)
+        torch.testing.assert_close(pair(q), dense.energy(pair, q), rtol=1e-14, atol=0)
 
 
 def test_potentials_of_one_class_share_kernels_of_one_shape():
     q = triple()
     for atoms in (3, 2, 3):
         pair = Averaged(atoms)
-        expected = all_pairs.energy(pair, q[:atoms])
+        expected = dense.energy(pair, q[:atoms])
         torch.testing.assert_close(pair(q[:atoms]), expected, rtol=1e-14, atol=0)
 
 
@@ -770,7 +764,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)
-    assert torch.equal(pair.force(q), all_pairs.force(pair, q, None))
+    assert torch.equal(pair.force(q), dense.force(pair, q, None))
 
 
 def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):
@@ -786,4 +780,4 @@ def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):
     for value in (1.0, 3.0):
         inner.scale = value
         pair = Scaled()
-        torch.testing.assert_close(pair(q), all_pairs.energy(pair, q), rtol=1e-14, atol=0)
+        torch.testing.assert_close(pair(q), dense.energy(pair, q), rtol=1e-14, atol=0)

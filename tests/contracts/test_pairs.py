@@ -441,7 +441,7 @@ def test_a_matrix_that_an_optimiser_made_asymmetric_is_taken_as_its_symmetric_pa
     force = adjsim.force(potential, q).detach()
     torch.testing.assert_close(force.sum(0), torch.zeros(2), rtol=0, atol=1e-12)
     torch.testing.assert_close(
-        force, -adjsim.potentials.base.derivative(potential, q).detach(), rtol=1e-11, atol=1e-11
+        force, -adjsim.potentials.products.derivative(potential, q).detach(), rtol=1e-11, atol=1e-11
     )
 
 

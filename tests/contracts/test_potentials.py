@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import minimize
 
 import adjsim
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 from tests.problems import POTENTIALS, square
 from tests.suites import PotentialContract
 

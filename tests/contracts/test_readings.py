@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import adjsim
-from adjsim._derived import derived
-from adjsim._reading import Reading
 from adjsim.adjoints.checkpoint import CheckpointAdjoint
 from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.core.derived import derived
+from adjsim.core.reading import Reading
 from tests.copies import WAYS
 from tests.problems import DYNAMICS, POTENTIALS, STOCHASTIC, THERMOSTATS, parameter, square, start
 

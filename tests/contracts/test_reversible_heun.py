@@ -10,11 +10,11 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.sde import NOISES, SDE
-from adjsim.solvers.milstein import Milstein
-from adjsim.solvers.reversible_heun import ReversibleHeun
-from adjsim.solvers.stochastic_heun import StochasticHeun
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import NOISES, SDE
+from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
+from adjsim.solvers.stochastic.milstein import Milstein
+from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 from tests.fields import Diffusion, Net, equation, start
 from tests.flows import Linear
 from tests.problems import parameter
@@ -110,7 +110,7 @@ NODES = (
 )
 
 
-class ThreePoints(adjsim._noise.Noise):
+class ThreePoints(adjsim.core.noise.Noise):
     """Gauss-Hermite nodes in place of one step's normal numbers: exact up to the fifth moment."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_weak_order_one_and_the_right_calculus(make, ito):
     means = (a, 2 * a + s * s) if ito else (a + s * s / 2, 2 * a + 2 * s * s)
     errors = []
     for dt in (0.1, 0.05, 0.025):
-        found = adjsim.simulation.run(
+        found = adjsim.simulation.simulate.run(
             sde, one, [0.0, dt], make(dt), adjsim.DirectAdjoint(), None, ThreePoints()
         ).final.y[:, 0]
         # Steps multiply y by independent factors, so moments are powers of one step's.

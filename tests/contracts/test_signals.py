@@ -9,7 +9,7 @@ from scipy import interpolate
 from torch import nn
 from torch.func import functional_call
 
-from adjsim.potentials.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
+from adjsim.potentials.signals.signals import CubicSpline, Harmonics, PiecewiseLinear, Signal
 
 TIMES = torch.tensor([0.0, 0.3, 0.5, 1.1, 1.4, 2.0, 2.1], dtype=torch.float64)
 VALUES = torch.randn(7, 3, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting
-from adjsim._grid import Grid
+from adjsim.core.rounding import Grid
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.solvent import GeneralizedBorn
 from tests.retracing import forth_and_back

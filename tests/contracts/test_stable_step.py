@@ -10,10 +10,10 @@ import torch
 import adjsim
 from adjsim import meshes
 from adjsim.dynamics.stable_step import largest_stable_step
-from adjsim.potentials.base import derivative
 from adjsim.potentials.contact import Barrier, Contact, MovingContact, Plane, Quadratic
-from adjsim.potentials.elastic import NeoHookean
 from adjsim.potentials.gravity import Gravity
+from adjsim.potentials.products import derivative
+from adjsim.potentials.solids import NeoHookean
 from tests.bonded import CHAIN
 from tests.contact import Moving, Swing
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim._noise import ELEMENTS, STEPS, Noise, NoiseStream, as_generator, seed_from
+from adjsim.core.noise import ELEMENTS, STEPS, Noise, NoiseStream, as_generator, seed_from
 from tests.problems import DYNAMICS, STOCHASTIC, THERMOSTATS
 
 LIKE = torch.zeros((), dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_memory_is_independent_of_momenta_and_of_the_first_step():
     dynamics = DRAWN["generalised-2"](adjsim.Harmonic())
     start = dynamics.init(torch.zeros(REPLICAS, 4, 2), generator=0)
     steps = first_step(0, (REPLICAS, 3, 4, 2))
-    scale = dynamics.thermal_scale(start.momentum, dynamics.kT)
+    scale = dynamics.masses.thermal(start.momentum, dynamics.kT)
     for link in range(2):
         memory = start.memory[:, link] / scale
         assert correlation(memory, start.momentum / scale) < 5

@@ -9,10 +9,10 @@ import adjsim
 from adjsim import Mechanics, Splitting, meshes, minimize, simulate
 from adjsim.meshes import Mesh
 from adjsim.potentials.contact import Barrier, Contact, Plane, PlaneContact, Quadratic
-from adjsim.potentials.controls import OpenLoop
-from adjsim.potentials.elastic import NeoHookean
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.signals import CubicSpline, PiecewiseLinear
+from adjsim.potentials.signals.controls import OpenLoop
+from adjsim.potentials.signals.signals import CubicSpline, PiecewiseLinear
+from adjsim.potentials.solids import NeoHookean
 
 CUBE = meshes.box([1.0, 1.0, 1.0], [1, 1, 1])
 NAN, INF = float("nan"), float("inf")

@@ -7,10 +7,10 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, TimeAverage
-from adjsim.dynamics.ode import ODE
-from adjsim.solvers.adaptive_steps import look_ahead
-from adjsim.solvers.coupled import Coupled
-from adjsim.solvers.step_sizes import Adaptive, StepTimes
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.solvers.reversible.coupled import Coupled
+from adjsim.solvers.runge_kutta.adaptive_steps import look_ahead
+from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.gradients.test_table import agree
 from tests.order.test_adaptive import VanDerPol
@@ -134,7 +134,7 @@ def test_steps_found_on_another_lattice_are_found_again(monkeypatch):
     def too_long(*args):
         return [10 * size for size in look_ahead(*args)]
 
-    monkeypatch.setattr("adjsim.solvers.coupled.look_ahead", too_long)
+    monkeypatch.setattr("adjsim.solvers.reversible.coupled.look_ahead", too_long)
     first, second = repeated([0.0, 2.0], True)
     assert torch.equal(first.y, second.y)
     assert first.stats["energy_evaluations"] > 1.4 * evaluations

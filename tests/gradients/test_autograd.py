@@ -231,7 +231,7 @@ def test_time_dependent_forces(adjoint):
 
 def test_reversal_beyond_its_tolerance_raises():
     """Thirteen atoms melted: after 4,000 steps floating-point reversal has lost the start."""
-    from adjsim.systems import cluster
+    from adjsim.io.systems import cluster
 
     system = cluster()
     dynamics = adjsim.Hamiltonian(system.potential)

@@ -19,9 +19,9 @@ from adjsim import (
     ReversibleAdjoint,
     TimeAverage,
 )
-from adjsim._systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
-from adjsim.adjoints.loops import LoopSpec, compile_loop
-from adjsim.dynamics.ode import ODE
+from adjsim.adjoints.loops.compilation import LoopSpec, compile_loop
+from adjsim.compiler.systems import has_negative_eigenvalue, has_negative_eigenvalue_if, solve
+from adjsim.dynamics.fields.ode import ODE
 from tests.fields import Net, equation, start
 from tests.gradients.test_implicit_fields import Mean, loss_of, robertson
 from tests.gradients.test_table import agree
@@ -66,7 +66,7 @@ def test_backward_euler_is_undone():
 @pytest.mark.parametrize("solver", SOLVERS, ids=repr)
 def test_gradients_by_inductor(solver, monkeypatch):
     expected, _ = gradients(solver, False, (4,), DirectAdjoint(), False)
-    monkeypatch.setattr("adjsim._systems.printing.LARGEST", 1)
+    monkeypatch.setattr("adjsim.compiler.systems.printing.LARGEST", 1)
     found, made = gradients(solver, False, (4,), CheckpointAdjoint(), True)
     agree(found, expected, 1e-12)
     assert "Inductor" in made.stats["compiled_forward"]
@@ -160,7 +160,7 @@ def test_a_step_that_is_not_compiled_goes_on(monkeypatch):
     """
     results, left = [], []
     for most in (60, 1):
-        monkeypatch.setattr("adjsim.solvers.newton_iteration.ITERATIONS", most)
+        monkeypatch.setattr("adjsim.solvers.implicit.newton_iteration.ITERATIONS", most)
         dynamics = ODE(Net())
         y = start((4,)).requires_grad_()
 

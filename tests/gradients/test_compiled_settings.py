@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensor
 
 import adjsim
 from adjsim import ReversibleAdjoint, TimeAverage
-from adjsim._cache_key import cache_key
 from adjsim.adjoints import CompileError
-from adjsim.adjoints.loop_runner import cache
+from adjsim.adjoints.loops.runner import cache
+from adjsim.core.cache_key import cache_key
 from tests.problems import parameter, slow_but, square
 
 FACTOR = 1.0

@@ -8,8 +8,8 @@ import torch
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, TimeAverage
-from adjsim.adjoints import loop_runner
-from adjsim.solvers.runge_kutta import RungeKutta
+from adjsim.adjoints.loops import runner as loop_runner
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 from tests.fields import equation, pair, start
 from tests.gradients.test_fields import moment
 from tests.gradients.test_table import agree

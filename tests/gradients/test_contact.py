@@ -7,7 +7,7 @@ import torch
 
 import adjsim
 from adjsim.potentials.contact import ParticleContact
-from adjsim.potentials.signals import CubicSpline
+from adjsim.potentials.signals.signals import CubicSpline
 from tests.bonded import close
 from tests.contact import EVERY, POINTS, SHORT, contact, moving
 from tests.problems import parameter, slow_but

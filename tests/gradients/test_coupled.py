@@ -19,8 +19,8 @@ from adjsim import (
     TimeAverage,
 )
 from adjsim.dynamics.buffer import Spill
-from adjsim.dynamics.ode import ODE
-from adjsim.solvers.coupled import Coupled
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.solvers.reversible.coupled import Coupled
 from tests.flows import DrivenPendulum, Linear, Lorenz
 from tests.gradients.test_table import agree
 from tests.problems import POTENTIALS, chaotic, slow_but, square

@@ -21,7 +21,7 @@ from adjsim import (
     Splitting,
     TimeAverage,
 )
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 from tests.gradients.test_table import LOSSES, agree, by_default, gradients, moment
 from tests.problems import Case, chaotic, parameter, potentials, schemes, slow_but, square, vector
 from tests.problems import start as start_of

@@ -20,18 +20,18 @@ from adjsim import (
     ReversibleAdjoint,
     TimeAverage,
 )
-from adjsim._noise import Noise
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.sde import NOISES, SDE
-from adjsim.simulation import run
+from adjsim.core.noise import Noise
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import NOISES, SDE
+from adjsim.simulation.simulate import run
 from adjsim.solvers.base import SteppingSolver
-from adjsim.solvers.milstein import Milstein
-from adjsim.solvers.ode import ONE_STEP, ODESolver
-from adjsim.solvers.reversible_heun import ReversibleHeun
-from adjsim.solvers.runge_kutta import RungeKutta
-from adjsim.solvers.sde import SDESolver
-from adjsim.solvers.stochastic_heun import StochasticHeun
-from adjsim.solvers.tableaus import TABLEAUS
+from adjsim.solvers.continuous.ode import ONE_STEP, ODESolver
+from adjsim.solvers.continuous.sde import SDESolver
+from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
+from adjsim.solvers.runge_kutta.tableaus import TABLEAUS
+from adjsim.solvers.stochastic.milstein import Milstein
+from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 from tests.fields import Diffusion, Net, equation, pair, start
 from tests.gradients.test_sde import Coarse
 from tests.gradients.test_table import agree, slope_along

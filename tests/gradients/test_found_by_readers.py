@@ -9,11 +9,11 @@ from torch import nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting, TimeAverage
-from adjsim._cache_key import cache_key
+from adjsim.core.cache_key import cache_key
 from adjsim.dynamics import MassiveDynamics, Term
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.terms import Stream
 from adjsim.potentials import PairPotential
-from adjsim.statics import minimize
+from adjsim.potentials.statics.minimum import minimize
 from tests.problems import parameter, square
 
 SWEPT = {
@@ -78,7 +78,7 @@ class Driven(MassiveDynamics):
 
     @property
     def terms(self):
-        return {"A": StillStream(self), "B": Kick(self), "T": Clock()}
+        return {**self.motion, "A": StillStream(self.masses), "T": Clock()}
 
     def init(self, position, momentum=None, generator=None):
         return adjsim.PhaseState(position, momentum)
@@ -336,7 +336,7 @@ def test_changes_that_the_key_has_to_see(change):
 
 @pytest.mark.parametrize("change", [swap, retie])
 def test_places_of_tensors_are_part_of_the_key(change):
-    from adjsim._reading import Reading
+    from adjsim.core.reading import Reading
 
     dynamics = adjsim.Hamiltonian(Reader())
     before = Reading(dynamics).slots

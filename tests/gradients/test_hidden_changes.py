@@ -18,11 +18,11 @@ from torch._subclasses import FakeTensor
 
 import adjsim
 from adjsim import CheckpointAdjoint, ReversibleAdjoint, StoreError
-from adjsim._cache_key import cache_key
-from adjsim._fingerprint import module_fingerprint
-from adjsim._libraries import is_library
-from adjsim.adjoints.compiled_loop import Loop
-from adjsim.adjoints.loop_check import LoopCheck
+from adjsim.adjoints.loops.check import LoopCheck
+from adjsim.adjoints.loops.loop import Loop
+from adjsim.core.cache_key import cache_key
+from adjsim.core.durable.identity import module_fingerprint
+from adjsim.core.libraries import is_library
 from tests.problems import parameter, square
 
 FACTOR = 1.0

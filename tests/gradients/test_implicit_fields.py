@@ -17,8 +17,8 @@ from adjsim import (
     ImplicitMidpoint,
     ReversibleAdjoint,
 )
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.sde import SDE
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import SDE
 from tests.fields import Diffusion, Net, equation, pair, start
 from tests.flows import Linear
 from tests.gradients.test_table import agree, slope_along

@@ -16,11 +16,11 @@ from adjsim import (
     TimeAverage,
     meshes,
 )
-from adjsim.dynamics.mechanics import Mechanics
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.contact import Contact, Plane, Softplus
-from adjsim.potentials.elastic import NeoHookean
 from adjsim.potentials.gravity import Gravity
-from adjsim.solvers import newton
+from adjsim.potentials.solids import NeoHookean
+from adjsim.solvers.implicit import newton
 from tests.problems import POTENTIALS, Cage, parameter, slow_but, square, vector
 
 SOLVERS = [BackwardEuler, ImplicitMidpoint]

@@ -16,11 +16,11 @@ from adjsim import (
     Splitting,
     simulate,
 )
-from adjsim.dynamics.mechanics import Mechanics
+from adjsim.dynamics.mechanics.mechanics import Mechanics
 from adjsim.potentials.contact import PlaneContact
-from adjsim.potentials.controls import OpenLoop
 from adjsim.potentials.gravity import Gravity
-from adjsim.potentials.signals import PiecewiseLinear
+from adjsim.potentials.signals.controls import OpenLoop
+from adjsim.potentials.signals.signals import PiecewiseLinear
 from tests.mechanics import BODIES, body, masses, start, start_of
 from tests.problems import parameter, slow_but
 

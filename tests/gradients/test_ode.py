@@ -13,7 +13,7 @@ from torchdiffeq._impl.odeint import SOLVERS
 
 import adjsim
 from adjsim import BacksolveAdjoint, DirectAdjoint, ODESolver, TimeAverage
-from adjsim.solvers.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
+from adjsim.solvers.continuous.ode import ADAPTIVE, MULTISTEP, ONE_STEP, SCIPY
 from tests.gradients.test_table import agree, moment
 from tests.problems import DYNAMICS, POTENTIALS, parameter, slow_but, square
 

@@ -16,7 +16,7 @@ import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint
 from adjsim.adjoints import ReconstructionError
 from adjsim.dynamics import Force, MassiveDynamics, Shear, Term
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.terms import Kick
 from tests.problems import parameter, square
 
 SWEPT = {"checkpoint": CheckpointAdjoint(), "reversible": ReversibleAdjoint()}
@@ -275,7 +275,7 @@ class OwnDynamics(MassiveDynamics):
 
     @property
     def terms(self):
-        return {"A": Stream(self), "B": OwnKick(self)}
+        return {**self.motion, "B": OwnKick(self.masses, self.potential)}
 
     def init(self, position, momentum=None, generator=None):
         return adjsim.PhaseState(position, momentum)

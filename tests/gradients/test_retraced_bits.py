@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim._grid import Grid
-from adjsim._reading import Reading
-from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint, loops
-from adjsim.adjoints.exact_inversion import Fingerprints
+from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
+from adjsim.adjoints.loops import compilation as loops
+from adjsim.adjoints.sweep.exact_inversion import Fingerprints
+from adjsim.core.reading import Reading
+from adjsim.core.rounding import Grid
 from adjsim.io import from_openmm
 from adjsim.potentials.base import force, force_vjp
 from tests.contracts.test_cpp import Constants, numbers

@@ -12,9 +12,9 @@ import torch
 
 import adjsim
 from adjsim import BacksolveAdjoint, DirectAdjoint, InstabilityError, SDESolver, TimeAverage
-from adjsim._noise import Noise
-from adjsim.simulation import run
-from adjsim.solvers.sde import ITO, STRATONOVICH
+from adjsim.core.noise import Noise
+from adjsim.simulation.simulate import run
+from adjsim.solvers.continuous.sde import ITO, STRATONOVICH
 from tests.gradients.test_table import agrees_with_differences
 from tests.problems import POTENTIALS, STOCHASTIC, parameter, slow_but, square
 from tests.problems import start as start_of

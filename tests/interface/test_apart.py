@@ -17,12 +17,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint, apart
-from adjsim.cli import app
-from adjsim.job import ADJOINTS, PLAIN, Job, estimators_of, question_of
-from adjsim.models import BathSettings, model_of, solver_of
-from adjsim.sweep import Method, Sweep, run_sweep
-from adjsim.systems import cluster
+from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint
+from adjsim.cli import process as apart
+from adjsim.cli.app import app
+from adjsim.cli.job import ADJOINTS, PLAIN, Job, estimators_of, question_of
+from adjsim.cli.models import BathSettings, model_of, solver_of
+from adjsim.cli.sweep import Method, Sweep, run_sweep
+from adjsim.io.systems import cluster
 
 
 def job(dynamics="hamiltonian", scheme="BAB"):

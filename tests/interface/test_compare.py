@@ -30,13 +30,13 @@ from adjsim import (
     TimeAverage,
     compare,
 )
-from adjsim.cli import app
+from adjsim.cli.app import app
+from adjsim.cli.presets import presets
 from adjsim.estimators import GradientEstimate
 from adjsim.estimators.base import chunk_slices, mean_and_stderr
+from adjsim.estimators.figures import plot_sweep
 from adjsim.estimators.memory import release
-from adjsim.figures import plot_sweep
-from adjsim.presets import presets
-from adjsim.systems import structure
+from adjsim.io.systems import structure
 from tests.problems import parameter, slow_but, square
 
 
@@ -405,7 +405,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(command, tmp_pa
     """
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
-    monkeypatch.setattr("adjsim.compare_command.run_sweep", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("adjsim.cli.compare_command.run_sweep", lambda *_: pytest.fail("it ran"))
 
     def refused(folder, why):
         done = command("--output", folder, "--horizon", "0.1")

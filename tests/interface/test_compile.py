@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adjsim._reading import read
+from adjsim.core.reading import read
 from tests.problems import Case, slow_but, square
 
 ROWS = [

@@ -24,8 +24,8 @@ from adjsim import (
     TimeAverage,
     compare,
 )
-from adjsim.adjoints.loop_runner import cache
-from adjsim.cli import app
+from adjsim.adjoints.loops.runner import cache
+from adjsim.cli.app import app
 from tests.problems import parameter
 
 

@@ -7,8 +7,8 @@ import torch
 
 import adjsim
 from adjsim.estimators import Estimator
-from adjsim.potentials import signals
-from adjsim.potentials.signals import Signal
+from adjsim.potentials.signals import signals
+from adjsim.potentials.signals.signals import Signal
 from tests.copies import WAYS
 from tests.problems import parameter
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import adjsim
-from adjsim import _animation
-from adjsim.figures import animate
+from adjsim.estimators.figures import animate
+from adjsim.io import animation as _animation
 
 TILTED = [[4.0, 0.0, 0.0], [1.0, 4.0, 0.0], [0.0, 0.5, 4.0]]
 

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 import adjsim
 from adjsim import Reweighting, Simulation, TimeAverage
-from adjsim.cli import app
-from adjsim.curve import read_curve
-from adjsim.figures import plot_fit
-from adjsim.fit import _drifting, fit
-from adjsim.gauss_newton import chance_of_drift
+from adjsim.cli.app import app
+from adjsim.cli.curve import read_curve
+from adjsim.estimators.figures import plot_fit
+from adjsim.estimators.fit.fit import _drifting, fit
+from adjsim.estimators.fit.gauss_newton import chance_of_drift
 from tests.problems import parameter
 
 WIDTH, R = 0.3, torch.linspace(-2.0, 3.0, 11)

@@ -29,7 +29,7 @@ from adjsim import (
     TimeAverage,
     VelocityVerlet,
 )
-from adjsim._box import checked_box, perpendicular_widths
+from adjsim.core.box import checked_box, perpendicular_widths
 from tests.problems import (
     DYNAMICS,
     POTENTIALS,

@@ -28,7 +28,7 @@ def argon(tilted=False):
 
 
 def potential_of(structure, **options):
-    half = float(adjsim._box.perpendicular_widths(structure.box).min()) / 2
+    half = float(adjsim.core.box.perpendicular_widths(structure.box).min()) / 2
     return adjsim.LennardJones(0.0103, 3.4, cutoff=0.99 * half, box=structure.box, **options)
 
 

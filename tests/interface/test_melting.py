@@ -10,12 +10,12 @@ import torch
 from ase import units
 from ase.build import bulk, make_supercell
 
-from adjsim._ranks import Ranks
-from adjsim.job import Job
-from adjsim.melting import Preparation, different_density, melted, melting_temperature, order_of
-from adjsim.models import BathSettings, model_of
+from adjsim.cli.job import Job
+from adjsim.cli.melting import Preparation, different_density, melted, melting_temperature, order_of
+from adjsim.cli.models import BathSettings, model_of
+from adjsim.core.durable.ranks import Ranks
+from adjsim.io.systems import structure
 from adjsim.solvers import Splitting
-from adjsim.systems import structure
 
 DENSITY = 0.02125
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -89,7 +89,7 @@ def test_a_crystal_is_melted(tmp_path, monkeypatch):
     """Every liquid is another one, and its density is that of the crystal."""
     path = tmp_path / "a.xyz"
     ase.io.write(path, crystal("fcc", 2), format="extxyz")
-    monkeypatch.setattr("adjsim.melting.COLD_STAGES", 1)
+    monkeypatch.setattr("adjsim.cli.melting.COLD_STAGES", 1)
     cold, hot = jobs(path, 150.0)
     box, start = cold.system.potential.box, cold.system.position
     assert order_of(start, box).found
@@ -110,7 +110,7 @@ def test_a_crystal_is_melted(tmp_path, monkeypatch):
 def test_what_does_not_melt_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "a.xyz"
     ase.io.write(path, crystal("fcc", 2), format="extxyz")
-    monkeypatch.setattr("adjsim.melting.HOT_STAGES", 1)
+    monkeypatch.setattr("adjsim.cli.melting.HOT_STAGES", 1)
     cold, hot = jobs(path, 0.1)
     with pytest.raises(ValueError, match=r"did not melt in 250 steps at 0.3 K: its atoms moved by"):
         melted(hot, cold, 2, compile=False, ranks=Ranks(None))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from openmm import app, unit
 
 import adjsim
-from adjsim._inputs import as_number
+from adjsim.core.arguments import as_number
 from adjsim.io import from_openmm, to_openmm
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
 from adjsim.potentials.force_field import ForceFieldPotential
-from adjsim.potentials.pair_operator import PairOperator
+from adjsim.potentials.pairs.operator import PairOperator
 from tests.openmm_systems import (
     AMBER14,
     DATA,

@@ -13,10 +13,10 @@ from ase import units
 from typer.testing import CliRunner
 
 import adjsim
-from adjsim.cli import app
-from adjsim.models import BathSettings, model_of
-from adjsim.quantities import quantity_of
-from adjsim.systems import Cutoff, cluster, structure
+from adjsim.cli.app import app
+from adjsim.cli.models import BathSettings, model_of
+from adjsim.cli.quantities import quantity_of
+from adjsim.io.systems import Cutoff, cluster, structure
 from tests.problems import slow_but
 
 ARGON = Path(__file__).parents[2] / "examples" / "data" / "argon.xyz"

@@ -13,8 +13,8 @@ from packaging.version import Version
 from typer.testing import CliRunner
 
 import adjsim
-from adjsim.adjoints import versions
-from adjsim.cli import app
+from adjsim.cli.app import app
+from adjsim.compiler import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -148,7 +148,7 @@ def test_pinned_atoms_stay():
     """An infinite mass: no motion, no momentum, and a gradient for the others."""
     mass = nn.Parameter(torch.tensor([1.0, float("inf"), 2.0, 1.0]))
     dynamics = adjsim.NoseHooverChain(adjsim.LennardJones(parameter(1.0)), mass, parameter(0.5))
-    assert dynamics.mobile_dof(square()[0]) == 6
+    assert dynamics.masses.dof(square()[0]) == 6
     start = dynamics.init(square()[0], generator=torch.Generator().manual_seed(1))
     assert torch.equal(start.momentum[1], torch.zeros(2))
     for adjoint in (DirectAdjoint(), ReversibleAdjoint()):

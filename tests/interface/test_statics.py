@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim import _curvature as curvature
-from adjsim import meshes, minimize, statics
-from adjsim.potentials.elastic import NeoHookean
-from adjsim.systems import cluster
+from adjsim import meshes, minimize
+from adjsim.io.systems import cluster
+from adjsim.potentials.solids import NeoHookean
+from adjsim.potentials.statics import curvature
+from adjsim.potentials.statics import minimum as statics
 from tests.problems import parameter
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import adjsim
-from adjsim.potentials.graph import GraphPotential
+from adjsim.io.systems import cluster
 from adjsim.potentials.learnt import MessagePassing
-from adjsim.systems import cluster
+from adjsim.potentials.learnt.graph import GraphPotential
 
 
 def resident(which: str) -> int:

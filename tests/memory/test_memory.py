@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim.apart import apart
+from adjsim.cli.process import apart
 from tests.memory.measure import measured
 from tests.problems import parameter, square
 

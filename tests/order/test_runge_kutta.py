@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import adjsim
-from adjsim._noise import Noise
 from adjsim.adjoints.direct import DirectAdjoint
-from adjsim.dynamics.ode import ODE
-from adjsim.dynamics.sde import SDE
-from adjsim.simulation import run
-from adjsim.solvers.milstein import Milstein
-from adjsim.solvers.reversible_heun import ReversibleHeun
-from adjsim.solvers.runge_kutta import RungeKutta
-from adjsim.solvers.sde import SDESolver
-from adjsim.solvers.stochastic_heun import StochasticHeun
-from adjsim.solvers.tableaus import Tableau
+from adjsim.core.noise import Noise
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.dynamics.fields.sde import SDE
+from adjsim.simulation.simulate import run
+from adjsim.solvers.continuous.sde import SDESolver
+from adjsim.solvers.reversible.reversible_heun import ReversibleHeun
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
+from adjsim.solvers.runge_kutta.tableaus import Tableau
+from adjsim.solvers.stochastic.milstein import Milstein
+from adjsim.solvers.stochastic.stochastic_heun import StochasticHeun
 from tests.gradients.test_sde import Coarse
 
 ORDERS = {

@@ -8,9 +8,9 @@ import torch
 import adjsim
 from adjsim import meshes
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.potentials.elastic import NeoHookean
-from adjsim.solvers import newton
-from adjsim.solvers.step_factors import step_factors
+from adjsim.potentials.solids import NeoHookean
+from adjsim.solvers.implicit import newton
+from adjsim.solvers.implicit.step_factors import step_factors
 
 # 540 coordinates, above the size for which the matrix is made; moduli over two decades.
 MESH = meshes.box([2.0, 0.5, 0.5], [14, 2, 3])

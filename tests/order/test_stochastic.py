@@ -12,8 +12,8 @@ from scipy.linalg import expm, solve_continuous_lyapunov
 
 import adjsim
 from adjsim import DirectAdjoint, SDESolver, Splitting
-from adjsim._noise import Noise
-from adjsim.simulation import run
+from adjsim.core.noise import Noise
+from adjsim.simulation.simulate import run
 from tests.gradients.test_sde import Coarse
 from tests.problems import STOCHASTIC, Cage, slow_but, square
 from tests.problems import start as start_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import adjsim
-from adjsim._store import StoreError
-from adjsim.adjoints import saves
+from adjsim.adjoints.durable import saves
+from adjsim.core.durable.store import StoreError
 from tests.problems import slow_but
 from tests.reach.long_run import numbers, problem, started
 
@@ -190,7 +190,7 @@ def test_a_damaged_save_is_named(tmp_path):
 def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
     """The sweep is saved where no product of a force is outstanding, and goes on from there."""
     expected = numbers(*run_of(500, "exact"))
-    accumulate = adjsim.adjoints.recorder.RecordSweep.accumulate
+    accumulate = adjsim.adjoints.sweep.recorder.RecordSweep.accumulate
 
     def interrupted(self, step, *rest):
         if step == 400:
@@ -198,7 +198,7 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
         return accumulate(self, step, *rest)
 
     run, dynamics = run_of(500, "exact", tmp_path)
-    monkeypatch.setattr(adjsim.adjoints.recorder.RecordSweep, "accumulate", interrupted)
+    monkeypatch.setattr(adjsim.adjoints.sweep.recorder.RecordSweep, "accumulate", interrupted)
     with pytest.raises(SystemExit):
         numbers(run, dynamics)
     assert "interrupted on the way back, before step 256." in capfd.readouterr().err
@@ -211,14 +211,14 @@ def test_a_signal_ends_a_sweep_with_one_line(tmp_path, capfd, monkeypatch):
 def test_signals_end_a_run_with_one_line(number, tmp_path, capfd, monkeypatch):
     """The signal comes in the middle of a step, and the process would end after it."""
     expected = numbers(*run_of(500, "exact"))
-    advance = adjsim.adjoints.eager.EagerDriver.advance
+    advance = adjsim.adjoints.sweep.eager.EagerDriver.advance
 
     def interrupted(self, state, start, stop):
         if start == 123:
             os.kill(os.getpid(), number)
         return advance(self, state, start, stop)
 
-    monkeypatch.setattr(adjsim.adjoints.eager.EagerDriver, "advance", interrupted)
+    monkeypatch.setattr(adjsim.adjoints.sweep.eager.EagerDriver, "advance", interrupted)
     # A process that was started in the background may ignore the signal, and then goes on doing so.
     before = signal.signal(number, signal.SIG_DFL)
     try:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import adjsim
-from adjsim._ranks import RankError, Ranks
-from adjsim._store import StoreError
-from adjsim.fit import fit
+from adjsim.core.durable.ranks import RankError, Ranks
+from adjsim.core.durable.store import StoreError
+from adjsim.estimators.fit.fit import fit
 from tests.flows import Lorenz
 from tests.problems import slow_but
 from tests.reach.ranks import AVERAGE, ESTIMATORS, bits, estimate, on_ranks, simulation, square

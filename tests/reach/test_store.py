@@ -11,7 +11,7 @@ import stat
 import pytest
 import torch
 
-from adjsim._store import LOCK, MANIFEST, Store, StoreError, from_bytes, to_bytes
+from adjsim.core.durable.store import LOCK, MANIFEST, Store, StoreError, from_bytes, to_bytes
 
 TREE = {
     "plain": [None, True, -3, 0.1, float("inf"), "text", b"bytes", b""],
@@ -142,7 +142,7 @@ def test_a_claim_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert store.claim("part")
     assert not store.claim("part")
     store.release()
-    monkeypatch.setattr("adjsim._store._private", full)
+    monkeypatch.setattr("adjsim.core.durable.store._private", full)
     with pytest.raises(StoreError, match=r"part.*cannot be written \(No space left on device\)"):
         store.claim("part")
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ SCRIPT = """
 import os, signal, sys
 import torch
 import adjsim
-from adjsim._store import Store
+from adjsim.core.durable.store import Store
 
 torch.set_default_dtype(torch.float64)
 well = adjsim.DoubleWell(torch.nn.Parameter(torch.tensor(1.0)))

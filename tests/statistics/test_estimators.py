@@ -24,7 +24,7 @@ from adjsim import (
     TimeAverage,
     minimize,
 )
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 from tests.problems import Cage, parameter, slow_but, square
 
 

@@ -11,7 +11,7 @@ import torch
 
 import adjsim
 from adjsim import ReversibleAdjoint, Splitting
-from adjsim.systems import cluster
+from adjsim.io.systems import cluster
 from tests.statistics.test_moments import covariance, generalised, langevin
 from tests.statistics.test_sampling import chain_average
 from tests.statistics.test_sampling import within as replicas_within

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import adjsim
-from adjsim._noise import Noise, as_generator, seed_from
-from adjsim._state import as_state, detached
-from adjsim._trajectory import check_times
-from adjsim.adjoints.stepper import prepare
-from adjsim.dynamics.ode import ODE
-from adjsim.estimators.lyapunov import LyapunovSpectrum, lyapunov_spectrum
-from adjsim.estimators.tangents import TangentDriver, flatten
-from adjsim.simulation import assemble
-from adjsim.solvers.coupled import Coupled
-from adjsim.solvers.runge_kutta import RungeKutta
+from adjsim.adjoints.sweep.stepper import prepare
+from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.state import as_state, detached
+from adjsim.core.trajectory import check_times
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.estimators.chaos.lyapunov import LyapunovSpectrum, lyapunov_spectrum
+from adjsim.estimators.chaos.tangents import TangentDriver, flatten
+from adjsim.simulation.simulate import assemble
+from adjsim.solvers.reversible.coupled import Coupled
+from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 from tests import fields, mechanics
 from tests.flows import Lorenz
 from tests.problems import Case, square

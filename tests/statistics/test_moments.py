@@ -127,8 +127,8 @@ def test_generalised_splittings(mass, kT, k, rates, strengths, h):
 def test_the_bath_is_the_exact_exponential():
     """Against scipy's matrix exponential, and the covariance by Lyapunov's equation."""
     dynamics = generalised(2.5, 0.6, 1.7)
-    M, h = dynamics.bath_matrix().numpy(), 0.3
-    E, C = (x.numpy() for x in dynamics.bath_flow(h))
+    M, h = dynamics.bath.matrix().numpy(), 0.3
+    E, C = (x.numpy() for x in dynamics.bath.flow(h))
     np.testing.assert_allclose(E, expm(-M * h), rtol=0, atol=1e-14)
     np.testing.assert_allclose(C, np.eye(3) - E @ E.T, rtol=0, atol=1e-14)
     # dC/dt = -M C - C M^T + Q vanishes at the stationary covariance, the unit matrix.
@@ -142,7 +142,7 @@ def test_the_covariance_keeps_its_digits_at_small_steps():
     """
     dynamics = generalised(rates=(2.0,), strengths=(3.0,))
     for h in (1e-3, 1e-5):
-        _, C = dynamics.bath_flow(h)
+        _, C = dynamics.bath.flow(h)
         assert float(C[0, 0]) == pytest.approx(2 / 3 * 2.0 * 3.0 * h**3, rel=5 * h)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import adjsim
 from adjsim import TimeAverage
-from adjsim.dynamics.ode import ODE
-from adjsim.estimators.shadowing import Shadowing
-from adjsim.estimators.shadowing_sweep import StepMap, averages, derivative, sweep, trajectory
-from adjsim.estimators.shadowing_system import Segments, solve_segments
+from adjsim.dynamics.fields.ode import ODE
+from adjsim.estimators.chaos.shadowing import Shadowing
+from adjsim.estimators.chaos.shadowing_sweep import StepMap, averages, derivative, sweep, trajectory
+from adjsim.estimators.chaos.shadowing_system import Segments, solve_segments
 from tests.problems import parameter
 
 

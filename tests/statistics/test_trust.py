@@ -14,8 +14,7 @@ from torch import nn
 import adjsim
 from adjsim import Final, Girsanov, Reweighting, ScoreFunction, Simulation, TimeAverage
 from adjsim.dynamics import Canonical, MassiveDynamics
-from adjsim.dynamics.langevin import OrnsteinUhlenbeck
-from adjsim.dynamics.terms import Kick, Stream
+from adjsim.dynamics.thermostats.langevin import OrnsteinUhlenbeck
 from tests.problems import parameter
 
 
@@ -80,10 +79,7 @@ class Own(MassiveDynamics):
 
     @property
     def terms(self):
-        return {"A": Stream(self), "B": Kick(self), "O": OrnsteinUhlenbeck(self)}
-
-    def frictions(self, like):
-        return self.friction.to(like)
+        return {**self.motion, "O": OrnsteinUhlenbeck(self.masses, self.kT, self.friction)}
 
     def init(self, position, momentum=None, generator=None):
         return adjsim.PhaseState(position, momentum)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from ase import units
 
-from adjsim._openmm_units import LENGTH
+from adjsim.core.openmm_units import LENGTH
 
 ENERGY = units.kJ / units.mol
 """kJ/mol, OpenMM's unit of energy, in eV."""

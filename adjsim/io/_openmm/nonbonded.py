@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adjsim._typing import Energies, Positions
+from adjsim.core.typing import Energies, Positions
 from adjsim.io._openmm.library import COULOMB, LENGTH, box_of_system, forces, plain
 from adjsim.io._openmm.particles import UNITS, Particles
 from adjsim.io._openmm.types import Names, Types, grouped
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.pairs import ExplicitPairs, ScaledPairs
-from adjsim.potentials.coulomb import Coulomb, ReactionField
-from adjsim.potentials.dispersion import DispersionCorrection
-from adjsim.potentials.ewald import Ewald, ParticleMeshEwald
-from adjsim.potentials.ewald.splitting import mesh_size, splitting
-from adjsim.potentials.noble import LennardJonesMixture
-from adjsim.potentials.pair import PairPotential
-from adjsim.potentials.truncation import SwitchedDistance, Truncation, Unshifted
+from adjsim.potentials.charges.coulomb import Coulomb, ReactionField
+from adjsim.potentials.charges.ewald import Ewald, ParticleMeshEwald
+from adjsim.potentials.charges.ewald.splitting import mesh_size, splitting
+from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.pairs.dispersion import DispersionCorrection
+from adjsim.potentials.pairs.noble import LennardJonesMixture
+from adjsim.potentials.pairs.truncation import SwitchedDistance, Truncation, Unshifted
 
 METHODS = ("NoCutoff", "CutoffNonPeriodic", "CutoffPeriodic", "Ewald", "PME", "LJPME")
 ORDER = 5

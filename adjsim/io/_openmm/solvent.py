@@ -37,7 +37,7 @@ class Solvent:
 
     Args:
         charge, radius, scale: ``(atoms,)``.
-        settings: of :class:`~adjsim.potentials.solvent.GeneralizedBorn`.
+        settings: of :class:`~adjsim.GeneralizedBorn`.
     """
 
     charge: np.ndarray

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Angle, Cosine
-from adjsim._typing import Array, Number
+from adjsim.core.coordinates import Angle, Cosine
+from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds import HarmonicBond
 

@@ -8,15 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import Periodic, nearest_image
-from adjsim._geometry import Coordinate, Vector, combined, scaled, subtracted
-from adjsim._grid import Grid
-from adjsim._inputs import as_indices, outside_inference_mode
-from adjsim._layout import is_tracing
-from adjsim._params import register
-from adjsim._typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import DeferredVJP, Potential, Pullback, derivative
+from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.box import Periodic, nearest_image
+from adjsim.core.coordinates import Coordinate, Vector, combined, scaled, subtracted
+from adjsim.core.layout import is_tracing
+from adjsim.core.parameters import register
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Energies, Number, Positions
+from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.products import DeferredVJP, Pullback, derivative
 
 # Atoms of the largest system, which bounds the tables of atoms.
 MOST_ATOMS = 2**26
@@ -44,7 +45,8 @@ class BondedPotential(Periodic, Potential):
     Attributes:
         members: the number of atoms of a term.
         steps: the places in a term, first and last, of each displacement; -1 is a fixed point.
-        coordinate: the internal coordinate of these displacements, see :mod:`adjsim._geometry`.
+        coordinate: the internal coordinate of these displacements, see
+        :mod:`adjsim.core.coordinates`.
 
     Raises:
         ValueError: an index of another shape, negative or too large, a term that names an atom

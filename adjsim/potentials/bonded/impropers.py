@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Dihedral
-from adjsim._typing import Array, Number
+from adjsim.core.coordinates import Dihedral
+from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
 

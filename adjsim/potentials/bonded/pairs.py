@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._box import refuse_other_boxes
-from adjsim._derived import own_tensors
-from adjsim._geometry import Distance, SquaredDistance
-from adjsim._inputs import as_flag, as_number, describe_type, outside_inference_mode
-from adjsim._typing import Array, Number
+from adjsim.core.arguments import as_flag, as_number, describe_type, outside_inference_mode
+from adjsim.core.box import refuse_other_boxes
+from adjsim.core.coordinates import Distance, SquaredDistance
+from adjsim.core.derived import own_tensors
+from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.selection import Selection
-from adjsim.potentials.pair import PairPotential
+from adjsim.potentials.pairs.base import PairPotential
 
 
 class ScaledPairs(BondedPotential):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Coordinate, Distance, Vector, subtracted
-from adjsim._params import register
-from adjsim._typing import Array, Number, Positions
-from adjsim.potentials.base import DeferredVJP
+from adjsim.core.coordinates import Coordinate, Distance, Vector, subtracted
+from adjsim.core.parameters import register
+from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.bonded.base import BondedPotential, whole
+from adjsim.potentials.products import DeferredVJP
 
 
 class Restraint(BondedPotential):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._geometry import Dihedral
-from adjsim._inputs import as_indices, outside_inference_mode
-from adjsim._typing import Array, Number
+from adjsim.core.arguments import as_indices, outside_inference_mode
+from adjsim.core.coordinates import Dihedral
+from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
 

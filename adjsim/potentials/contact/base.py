@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._geometry import Coordinate, Vector, combined, scaled
-from adjsim._grid import Grid
-from adjsim._inputs import as_indices, describe_type, outside_inference_mode
-from adjsim._params import refuse_unknown
-from adjsim._typing import Array, Energies, Number, Positions
-from adjsim.potentials.base import DeferredVJP, ForceField, Potential, Pullback, VJPSum
+from adjsim.core.arguments import as_indices, describe_type, outside_inference_mode
+from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
+from adjsim.core.parameters import refuse_unknown
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Energies, Number, Positions
+from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.contact.penalties import Penalty, Softplus
 from adjsim.potentials.contact.surfaces import Moving, Plane, Surface
+from adjsim.potentials.products import DeferredVJP, Pullback, VJPSum
 
 
 class SurfaceContact(nn.Module, ABC):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim._inputs import as_number, as_tensor
-from adjsim._params import register
-from adjsim._typing import Array, Number
-from adjsim.potentials.pair import PairPotential
+from adjsim.core.arguments import as_number, as_tensor
+from adjsim.core.parameters import register
+from adjsim.core.typing import Array, Number
+from adjsim.potentials.pairs.base import PairPotential
 
 
 class ParticleContact(PairPotential):

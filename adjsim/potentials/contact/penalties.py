@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from adjsim._inputs import as_number
-from adjsim._params import register
-from adjsim._typing import Number
+from adjsim.core.arguments import as_number
+from adjsim.core.parameters import register
+from adjsim.core.typing import Number
 
 # Steps of the search for a gap: half of a digit in 53 remains.
 HALVINGS = 53

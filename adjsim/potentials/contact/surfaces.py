@@ -1,8 +1,8 @@
 """Surfaces, as the gap between a point and the surface.
 
 The gap g is the distance of a point from the surface, negative behind it. It is a
-:class:`~adjsim._geometry.Coordinate` with value g, gradient n, the unit normal, and the derivative
-of n along a displacement v, which is H v with the curvature H of the surface:
+:class:`~adjsim.core.coordinates.Coordinate` with value g, gradient n, the unit normal, and the
+derivative of n along a displacement v, which is H v with the curvature H of the surface:
 
 =====================  =====================  ==============================  =====================
 surface                g                      n                               H
@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adjsim._geometry import Coordinate, Distance, Vector, combined, dot, scaled, subtracted
-from adjsim._inputs import describe_type
-from adjsim._params import register
-from adjsim._typing import Number
+from adjsim.core.arguments import describe_type
+from adjsim.core.coordinates import Coordinate, Distance, Vector, combined, dot, scaled, subtracted
+from adjsim.core.parameters import register
+from adjsim.core.typing import Number
 
 
 class Surface(nn.Module):

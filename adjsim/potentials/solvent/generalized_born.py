@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjsim._grid import Grid
-from adjsim._inputs import as_flag, as_number
-from adjsim._params import describe, register
-from adjsim._typing import Energies, Number, Positions
-from adjsim.potentials.all_pairs import distinct
-from adjsim.potentials.base import DeferredVJP, ParameterVJP, Potential, Pullback
-from adjsim.potentials.solvent.pairs import Along, Pairs
+from adjsim.core.arguments import as_flag, as_number
+from adjsim.core.parameters import describe, register
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Energies, Number, Positions
+from adjsim.potentials.base import Potential
+from adjsim.potentials.pairs.dense import distinct
+from adjsim.potentials.products import DeferredVJP, ParameterVJP, Pullback
+from adjsim.potentials.solvent.pairs import BornPairs, BornTangent
 
 # What can be trained.
 NUMBERS = ("charge", "radius", "scale", "solute", "solvent", "surface")
@@ -169,7 +170,7 @@ class GeneralizedBorn(Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
-        pairs = Pairs(self, position, None)
+        pairs = BornPairs(self, position, None)
         energy = pairs.polarisation.energy()
         if self.cutoff is not None:
             # Pairs are shifted, and not an atom's own energy.
@@ -180,22 +181,22 @@ class GeneralizedBorn(Potential):
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
-        return Pairs(self, position, None).born.value
+        return BornPairs(self, position, None).born.value
 
     def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        return Pairs(self, position, grid).force()
+        return BornPairs(self, position, grid).force()
 
     def force_vjp(
         self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
-            pairs = Pairs(self, position, grid)
+            pairs = BornPairs(self, position, grid)
             value = pairs.force()
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
             names = self._trained()
             with torch.no_grad():
-                along = Along(pairs, v)
+                along = BornTangent(pairs, v)
                 product = along.force()
                 if not names:
                     return product, list[Tensor | None]([None] * len(parameters))

@@ -1,6 +1,6 @@
 """Sums over pairs of generalised Born: the force, and its derivative along a direction.
 
-With the notation of :class:`~adjsim.potentials.solvent.GeneralizedBorn`, G of the pair energy
+With the notation of :class:`~adjsim.GeneralizedBorn`, G of the pair energy
 (polarisation.py), H of the descreening (descreening.py), s_ij = r_ij^2 and d_ij = q_i - q_j::
 
     E_i  = dU/dB_i = q_i sum_j q_j (dG/dP)_ij B_j - 6 A_i / B_i        A_i: the area term of atom i
@@ -26,17 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from adjsim._box import differences
-from adjsim._grid import Grid
-from adjsim.potentials.all_pairs import (
+from adjsim.core.box import differences
+from adjsim.core.rounding import Grid
+from adjsim.potentials.pairs.dense import (
     _join_coordinates as join_coordinates,
 )
-from adjsim.potentials.all_pairs import (
+from adjsim.potentials.pairs.dense import (
     distinct,
     split_coordinates,
     sum_coordinates,
@@ -45,36 +45,50 @@ from adjsim.potentials.solvent.born import BornRadii
 from adjsim.potentials.solvent.descreening import Descreening
 from adjsim.potentials.solvent.polarisation import Polarisation
 
-if TYPE_CHECKING:
-    from adjsim.potentials.solvent.generalized_born import GeneralizedBorn
-
 # Descreening sums are dimensionless, and rarely above ten. On multiples of this spacing they are
 # exact up to 128, and each contribution is rounded by at most 1e-14.
 SPACING = 2.0**-46
 
 
-class Pairs:
+class Numbers(Protocol):
+    """The numbers of generalised Born; :class:`~adjsim.GeneralizedBorn` documents them."""
+
+    charge: Tensor
+    radius: Tensor
+    scale: Tensor
+    solute: Tensor
+    solvent: Tensor
+    surface: Tensor
+    constant: float
+    offset: float
+    probe: float
+    kappa: float
+    cutoff: float | None
+    contained: bool
+
+
+class BornPairs:
     """What energy and force of one position have in common.
 
     Args:
-        potential: the potential.
+        numbers: the numbers of the potential.
         position: ``(*batch, atoms, dim)``.
         grid: the grid to which contributions to the force are rounded before they are summed.
     """
 
-    def __init__(self, potential: GeneralizedBorn, position: Tensor, grid: Grid | None) -> None:
-        atoms = len(potential.charge)
+    def __init__(self, numbers: Numbers, position: Tensor, grid: Grid | None) -> None:
+        atoms = len(numbers.charge)
         if position.shape[-2] != atoms:
             raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
-        self.grid, self.cutoff = grid, potential.cutoff
+        self.grid, self.cutoff = grid, numbers.cutoff
         self.pure = None if grid is None else Grid(position.new_full((), SPACING))
-        self.charge, self.radius = potential.charge.to(position), potential.radius.to(position)
-        self.scale, self.rho = potential.scale.to(position), self.radius - potential.offset
-        self.probe, self.surface = potential.probe, potential.surface.to(position)
-        self.solute, self.solvent = potential.solute.to(position), potential.solvent.to(position)
+        self.charge, self.radius = numbers.charge.to(position), numbers.radius.to(position)
+        self.scale, self.rho = numbers.scale.to(position), self.radius - numbers.offset
+        self.probe, self.surface = numbers.probe, numbers.surface.to(position)
+        self.solute, self.solvent = numbers.solute.to(position), numbers.solvent.to(position)
         self.inside, self.outside = (
-            potential.constant / self.solute,
-            potential.constant / self.solvent,
+            numbers.constant / self.solute,
+            numbers.constant / self.solvent,
         )
         self.d = split_coordinates(differences(position))
         self.s = sum_coordinates([x * x for x in self.d])
@@ -86,7 +100,7 @@ class Pairs:
             self.rho.unsqueeze(-1),
             self.scale * self.rho,
             included,
-            contained=potential.contained,
+            contained=numbers.contained,
         )
         psi = self.summed(self.rho.unsqueeze(-1) * self.descreening.value(), self.pure)
         self.born = BornRadii(psi, self.radius, self.rho)
@@ -95,7 +109,7 @@ class Pairs:
             self.born.value.unsqueeze(-1) * self.born.value.unsqueeze(-2),
             self.inside,
             self.outside,
-            potential.kappa,
+            numbers.kappa,
         )
 
     def areas(self) -> Tensor:
@@ -145,7 +159,7 @@ class Pairs:
         return [(x if grid is None else grid.round(x)).sum(-2) for x in terms]
 
 
-class Along:
+class BornTangent:
     """The derivative of the force along a direction, and what the parameters' gradients need.
 
     Args:
@@ -153,7 +167,7 @@ class Along:
         v: the direction, ``(*batch, atoms, dim)``.
     """
 
-    def __init__(self, pairs: Pairs, v: Tensor) -> None:
+    def __init__(self, pairs: BornPairs, v: Tensor) -> None:
         self.pairs, self.w = pairs, split_coordinates(differences(v))
         born, polarisation = pairs.born, pairs.polarisation
         self.s = 2 * sum_coordinates([x * y for x, y in zip(pairs.d, self.w, strict=True)])

@@ -1,5 +1,0 @@
-"""The pair operator: forces and energies of pairs, evaluated on the CPU by generated C++."""
-
-from adjsim._pairs.printing import PairCall
-
-__all__ = ["PairCall"]

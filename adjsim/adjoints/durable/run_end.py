@@ -1,0 +1,83 @@
+"""The end of a run, from which another run goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from adjsim.adjoints.sweep.stepper import Stepper
+from adjsim.core.state import AnyState, State
+from adjsim.core.trajectory import RunEnd, check_times
+from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.clock import VaryingClock
+
+
+def run_end(
+    problem: Problem[State], stepper: Stepper, state: AnyState, force: Tensor | None
+) -> RunEnd | None:
+    """Describe the end of a run, from which another can go on; None for steps of varying size.
+
+    Args:
+        problem: the problem that was run.
+        stepper: its steps.
+        state: the last state of the steps.
+        force: the force with which the next step begins, if it is not evaluated again.
+    """
+    clock, noise, lattice, growth = (
+        stepper.clock,
+        problem.noise,
+        stepper.program.lattice,
+        stepper.growth,
+    )
+    if isinstance(clock, VaryingClock):
+        return None
+    known = problem.state._fields
+    return RunEnd(
+        clock.begin,
+        clock.before + clock.last,
+        None if noise is None else noise.seed,
+        0 if noise is None else noise.first,
+        describe_solver(problem.solver),
+        {} if lattice is None else lattice.spacings(),
+        None if growth is None else growth.check_every,
+        {name: x.detach() for name, x in state._asdict().items() if name not in known},
+        force,
+    )
+
+
+def describe_solver(solver: SteppingSolver) -> str:
+    """Describe a solver, for comparison with another."""
+    return f"{solver!r}, dt = {solver.dt!r}"
+
+
+def check_continues(end: RunEnd | None, state: Any, ts: Any, solver: Any, generator: Any) -> RunEnd:
+    """Check the arguments of a run that goes on from the end of another; return this end.
+
+    Raises:
+        TypeError: a run, or a solver, without steps of a fixed size.
+        ValueError: another start, time, solver or noise than those of the run.
+    """
+    if end is None or not isinstance(solver, SteppingSolver):
+        raise TypeError(
+            "continues= takes a trajectory of steps of a fixed size, such as those of Splitting."
+        )
+    if state is not None:
+        raise ValueError("continues= takes the start from the trajectory: give None as state.")
+    if generator is not None:
+        raise ValueError("continues= takes the noise from the trajectory: leave generator out.")
+    copies = [name for name in end.fields if not name.endswith("_buffer")]
+    if copies:
+        raise TypeError(
+            f"continues=: the steps of {solver!r} have a second copy of the state, which a "
+            "trajectory does not hand on. Run the whole time at once, with store= if it is long."
+        )
+    described = describe_solver(solver)
+    if described != end.solver:
+        raise ValueError(
+            f"continues= is a run of {end.solver}, and solver is {described}: give the same solver."
+        )
+    begin, now = float(check_times(ts)[0]), end.begin + end.step * solver.dt
+    if abs(begin - now) > 1e-3 * solver.dt:
+        raise ValueError(f"continues= ends at t = {now:.12g}, and ts begins at {begin:.12g}.")
+    return end

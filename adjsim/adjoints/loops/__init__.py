@@ -1,0 +1,1 @@
+"""Steps in compiled loops, forward and backward."""

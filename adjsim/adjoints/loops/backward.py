@@ -1,0 +1,278 @@
+"""The backward pass in compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints.durable.saves import BackwardSaves
+from adjsim.adjoints.loops.compilation import LoopSpec, clone
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.loops.saved_tensors import SavedTensors
+from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
+from adjsim.adjoints.sweep.eager import resumed
+from adjsim.adjoints.sweep.history import Rewind, StatesRewind
+from adjsim.adjoints.sweep.recorder import RecordSweep
+from adjsim.core.progress import with_progress
+from adjsim.core.state import AnyState, State
+from adjsim.dynamics.cotangents import Cotangents, CotangentsUnless
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.sources import reads_force
+from adjsim.solvers.base import TimeInStep
+
+
+class BackwardCarry(NamedTuple):
+    """The carry of the backward pass.
+
+    Attributes:
+        coefficients: the sums of the cotangents of coefficients.
+        parameters: the sums of the cotangents of parameters.
+        cotangents: the cotangents of the fields.
+        injected: the norms of the cotangents that outputs have given to the fields.
+        state: the fields of the state.
+    """
+
+    coefficients: dict[tuple[str, str], Tensor]
+    parameters: dict[str, Tensor]
+    cotangents: dict[str, Tensor]
+    injected: dict[str, Tensor]
+    state: tuple[Tensor, ...]
+
+
+class BackwardLoops:
+    """Run the backward pass in compiled loops."""
+
+    def __init__(self, driver: LoopRunner, forces: ForceEvaluator) -> None:
+        self.driver, self.forces = driver, forces
+
+    def sweep(
+        self,
+        state: AnyState,
+        cotangents: Cotangents,
+        saved: RecordSweep,
+        rewind: Rewind,
+        progress: bool,
+        saves: BackwardSaves | None = None,
+    ) -> AnyState:
+        """Propagate the cotangents from the last state to the start, and return the start."""
+        pairs = list(pairwise([0, *self.driver.stops]))[::-1]
+        if saves is not None:
+            stepper = self.driver.stepper
+            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+            pairs = [pair for pair in pairs if pair[1] <= last]
+        for start, stop in with_progress(pairs, "backward", len(pairs), progress):
+            if self.driver.recorder.average is None:
+                saved.accumulate(
+                    stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
+                )
+            state = self._traverse(state, stop, start, cotangents, saved, rewind)
+            saved.growth.observe(cotangents)
+            state = rewind.restore(start, state)
+            if saves is not None:
+                rest = [saved.total, rewind.error, saved.growth.rest()]
+                saves.after(start, state, cotangents, rest)
+        return state
+
+    def _traverse(
+        self,
+        state: State,
+        stop: int,
+        start: int,
+        cotangents: Cotangents,
+        saved: RecordSweep,
+        rewind: Rewind,
+    ) -> State:
+        """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
+        driver, fields, average = self.driver, cotangents.fields, saved.average_cotangent
+        coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
+        carry = BackwardCarry(
+            {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in driver.wanted},
+            {
+                name: _sum(cotangents.parameter_sums.get(name), p)
+                for name, p in cotangents.parameters.items()
+            },
+            {name: driver.pack(cotangents[name]) for name in fields},
+            {name: clone(x) for name, x in saved.growth.injected.items()},
+            tuple(map(driver.pack, state)),
+        )
+        while stop > start:
+            # The parts of the forward run, which begin at ``start``.
+            count = (stop - start - 1) % driver.length + 1
+            averaging = average is not None and driver.averages(stop)
+            average_cotangents = [average] if averaging and average is not None else []
+            first = stop - count
+            states: tuple[Tensor, ...] = ()
+            if driver.keeps_states:
+                assert isinstance(rewind, StatesRewind)
+                states = rewind.states_from(first, driver)
+            carry, _ = driver.run(
+                BACKWARD,
+                averaging,
+                type(state),
+                first,
+                count,
+                carry,
+                average_cotangents,
+                states,
+            )
+            stop = first
+        for name, cotangent in carry.cotangents.items():
+            cotangents[name] = driver.unpack(cotangent)
+        cotangents.coefficient_sums.update(carry.coefficients)
+        cotangents.parameter_sums.update(carry.parameters)
+        saved.growth.injected.update(carry.injected)
+        return type(state)._make(map(driver.unpack, carry.state))
+
+    @staticmethod
+    def spec(
+        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+    ) -> LoopSpec[LoopConstants, BackwardCarry]:
+        """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
+
+        Iteration ``steps`` has no step k, and iteration 0 no step before it. Such a part is
+        evaluated, and its state and its contributions are dropped. So a loop contains its force
+        once. Where no move after the last position move reads the force, and where states are
+        stored, an iteration is a whole step.
+        """
+        moves = driver.program.moves
+        late = range(driver.last_position_move + 1, len(moves))
+        shared = not driver.keeps_states and any(reads_force(moves[i][1]) for i in late)
+        early = range(driver.last_position_move + 1 if shared else len(moves))
+
+        class Sweep:
+            """The backward pass inside a trace, rebuilt from its carry."""
+
+            def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
+                self.constants, self.stats = constants, {"energy_evaluations": 0}
+                self.state = kind._make(map(driver.unpack, carry.state))
+                trainable = driver.reading.trainable(constants.parameters)
+                fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
+                self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
+                self.growth = CotangentGrowth(carry.injected)
+                self.program = driver.program.with_spacings(constants.spacings)
+                self.forces = self.program.forces(
+                    driver.dynamics.potential, parameters=trainable, stats=self.stats
+                )
+
+            def traverse(self, part: range, k: Tensor) -> None:
+                """Run the backward pass over the moves ``part`` of step number k."""
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                for i in reversed(part):
+                    self.state = self._before(i, t, noise, self.sums)
+
+            def traverse_stored(self, k: Tensor) -> None:
+                """Run the backward pass over step number k, from the stored state before it."""
+                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                coefficients = self.constants.coefficients
+                start = driver.state_before(self.constants, k, kind)
+                before = self.program.states_before(t, start, coefficients, noise, self.forces)
+                stored, counted = driver.saved_by(self.constants, k, kind), dict(self.stats)
+                saved = SavedTensors(stored)
+                with saved.hooks() if stored else nullcontext():
+                    self.state = self.program.backward(
+                        t, self.state, coefficients, noise, self.forces, self.sums, before
+                    )
+                if stored:
+                    saved.finish()
+                    # The step is not run again, and that half of its evaluations does not count.
+                    for name, count in counted.items():
+                        self.stats[name] -= (self.stats[name] - count) // 2
+
+            def traverse_unless(self, absent: Tensor, part: range, k: Tensor) -> None:
+                """Run the backward pass over the moves ``part`` of step number k, if there is one.
+
+                An absent step has the noise and the times of the nearest step of the loop.
+                """
+                steps, time = self.constants.steps, driver.time(self.constants, k)
+                first = driver.time(self.constants, torch.zeros_like(steps))(0.0)
+                last = driver.time(self.constants, steps)(0.0)
+                noise = driver.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
+                sums = CotangentsUnless(absent, self.sums)
+                for i in reversed(part):
+                    before = self._before(
+                        i, lambda share: time(share).maximum(first).minimum(last), noise, sums
+                    )
+                    self.state = kind._make(
+                        new if new is old else torch.where(absent, old, new)
+                        for old, new in zip(self.state, before, strict=True)
+                    )
+
+            def _before(
+                self,
+                i: int,
+                t: TimeInStep,
+                noise: Sequence[Tensor] | None,
+                sums: Cotangents,
+            ) -> AnyState:
+                """Run the backward pass over a move, and return the state before it."""
+                coefficients, part = self.constants.coefficients, slice(i, i + 1)
+                return self.program.backward(
+                    t, self.state, coefficients, noise, self.forces, sums, None, part
+                )
+
+            def add_average(self, absent: Tensor | None) -> None:
+                """Add the contribution of a time average to the cotangent of the state."""
+                if averaging:
+                    sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
+                    state = driver.stepper.from_lattice(self.state)
+                    before = dict(self.growth.injected)
+                    RecordSweep(driver.recorder, (), None, 0.0, self.growth).add_function(
+                        state, self.constants.average[0], sums, self.forces
+                    )
+                    if absent is not None:
+                        for name, x in before.items():
+                            after = self.growth.injected[name]
+                            self.growth.injected[name] = torch.where(absent, x, after)
+
+            def carry(self) -> BackwardCarry:
+                self.sums.complete()
+                return BackwardCarry(
+                    {key: clone(self.sums.coefficient_sums[key]) for key in driver.wanted},
+                    {name: clone(self.sums.parameter_sums[name]) for name in self.sums.parameters},
+                    {name: driver.pack(self.sums[name]) for name in self.sums.fields},
+                    {name: clone(x) for name, x in self.growth.injected.items()},
+                    tuple(map(driver.pack, self.state)),
+                )
+
+        def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
+            return (constants.steps.clone() if shared else constants.steps - 1), carry
+
+        def more(k: Tensor, count: Tensor) -> Tensor:
+            return k >= 0
+
+        def body(
+            constants: LoopConstants, k: Tensor, carry: BackwardCarry
+        ) -> tuple[Tensor, BackwardCarry, tuple[()]]:
+            sweep = Sweep(constants, carry)
+            if shared:
+                sweep.traverse_unless(k == constants.steps, early, k)
+                sweep.add_average(k == 0)
+                sweep.traverse_unless(k == 0, late, k - 1)
+            else:
+                sweep.add_average(None)
+                if driver.keeps_states:
+                    sweep.traverse_stored(k)
+                else:
+                    sweep.traverse(early, k)
+            found = sweep.carry()
+            loop.evaluations_per_step = sweep.stats["energy_evaluations"]
+            loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
+            return k - 1, found, ()
+
+        def finish(constants: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
+            return carry
+
+        return LoopSpec(start, more, body, finish)
+
+
+def _sum(known: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(clone(like)) if known is None else clone(known)
+
+
+BACKWARD = MakeSpec(BackwardLoops.spec, differentiates=True, backward=True)

@@ -1,0 +1,297 @@
+"""Compilation of a loop of steps to one function of tensors.
+
+A :class:`LoopSpec` defines the loop by its parts. Each part is traced by running it on tensors that
+record their operations. The graphs are printed as one C++ function (:mod:`adjsim.compiler`), which
+a compiler takes about a second to compile. On a GPU, without a C++ compiler, and for operations
+that are not supported in C++, torch's Inductor compiles them instead
+(:mod:`adjsim.compiler.inductor`). In either case no iteration returns to Python.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from adjsim.compiler.decompositions import decompositions
+from adjsim.compiler.inductor import compile_with_inductor
+from adjsim.compiler.invariants import take_once
+from adjsim.compiler.program import Part, Parts, program
+from adjsim.compiler.values import UnprintableError
+from adjsim.compiler.versions import untested_torch
+from adjsim.potentials.pairs.kernels.merging import merge_pairs
+
+# Operations of a step above which a warning precedes a compilation by Inductor.
+LARGE = 500
+# Tracing and Inductor's options are global to the process, so one thread compiles at a time.
+_compiling = RLock()
+
+Constants = TypeVar("Constants")
+Carry = TypeVar("Carry")
+
+
+class CompileError(RuntimeError):
+    """Raised if a step cannot be compiled."""
+
+
+@dataclass(frozen=True)
+class LoopSpec(Generic[Constants, Carry]):
+    """The functions that define a loop.
+
+    The constants do not change in the loop. The carry is passed from one iteration to the next.
+    Both are named tuples (of tuples and dictionaries) of tensors.
+
+    Attributes:
+        start: runs before the first iteration and returns its number ``k`` and the initial carry.
+        more: returns, for ``k`` and the number of steps, whether to run another iteration.
+        body: runs one iteration and returns the next ``k``, the carry and the tensors that the
+            iteration stores.
+        finish: runs after the last iteration and returns the final carry.
+    """
+
+    start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
+    more: Callable[[Tensor, Tensor], Tensor]
+    body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry, Sequence[Tensor]]]
+    finish: Callable[[Constants, Carry], Carry]
+
+
+def compile_loop(
+    spec: LoopSpec[Constants, Carry],
+    within: Callable[[Constants], AbstractContextManager[Constants]],
+    constants: Constants,
+    carry: Carry,
+    *,
+    exact: bool,
+    short: bool,
+    what: str,
+    capacity: int = 0,
+) -> tuple[Callable[[Constants, Carry], tuple[Carry, list[Tensor]]], str]:
+    """Compile a loop to a function of its constants and carry.
+
+    It returns the final carry and the stored rows.
+
+    Args:
+        spec: the definition of the loop.
+        within: makes the context in which the loop is traced, from traced constants; the context
+            returns the constants to use.
+        constants, carry: examples of the arguments; the first constant is the number of steps.
+        exact: whether results must have the same bits in every loop.
+        short: whether contiguous rows are shorter than a vector.
+        what: a description of the loop, for errors.
+        capacity: the largest number of steps of a loop that stores rows.
+
+    Returns:
+        the loop, and how it was compiled: "C++", or "Inductor" with the reason.
+
+    Raises:
+        CompileError: the loop cannot be compiled.
+    """
+    constants_list, constants_tree = tree_flatten(constants)
+    carry_list, carry_tree = tree_flatten(carry)
+    constants_size, carry_size = len(constants_list), len(carry_list)
+
+    def start(*values: Tensor) -> list[Tensor]:
+        with within(tree_unflatten(list(values[:constants_size]), constants_tree)) as traced:
+            k, first = spec.start(traced, tree_unflatten(list(values[constants_size:]), carry_tree))
+        return [k, *tree_leaves(first)]
+
+    def more(k: Tensor, count: Tensor) -> list[Tensor]:
+        return [spec.more(k, count)]
+
+    def body(k: Tensor, *values: Tensor) -> list[Tensor]:
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            k, next_carry, rows = spec.body(
+                traced, k, tree_unflatten(list(values[:carry_size]), carry_tree)
+            )
+        return [k, *tree_leaves(next_carry), *rows]
+
+    def finish(*values: Tensor) -> list[Tensor]:
+        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
+            return tree_leaves(
+                spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree))
+            )
+
+    untested = untested_torch()
+    try:
+        with _compiling:
+            number = constants_list[0].clone()
+            parts = Parts(
+                start=_trace(start, slice(constants_size), *constants_list, *carry_list),
+                more=_trace(more, slice(0), number, constants_list[0]),
+                body=_trace(
+                    body, slice(1 + carry_size, None), number, *carry_list, *constants_list
+                ),
+                finish=_trace(finish, slice(carry_size, None), *carry_list, *constants_list),
+            )
+            try:
+                compiled, path = (
+                    program(
+                        parts, constants_list, carry_list, exact, torch.get_num_threads(), capacity
+                    ),
+                    "C++",
+                )
+            except UnprintableError as reason:
+                operations = len(parts.body.graph.graph.nodes)
+                if operations > LARGE and constants_list[0].device.type == "cpu":
+                    warnings.warn(
+                        f"compile=True: {what} has an operation that is not printed as C++ "
+                        f"({reason}), so torch's Inductor compiles all {operations} of them, which "
+                        "can take minutes. Write it by other operations, or leave compile=True "
+                        "out.",
+                        stacklevel=2,
+                    )
+                compiled, path = (
+                    compile_with_inductor(
+                        parts, constants_list, carry_list, exact, short, capacity
+                    ),
+                    f"Inductor ({reason})",
+                )
+    except Exception as error:
+        advice = untested or (
+            "Potentials and records have to be torch operations whose control flow does not depend "
+            "on values (no float(x), x.item() or `if` on a tensor). Write them in this form, or "
+            "leave compile=True out."
+        )
+        raise CompileError(f"compile=True could not compile {what}: {error}\n{advice}") from error
+    if untested is not None:
+        warnings.warn(untested, stacklevel=2)
+
+    def loop(constants: Constants, carry: Carry) -> tuple[Carry, list[Tensor]]:
+        values, stored = compiled(leaves(constants), leaves(carry))
+        return filled(carry, iter(values)), stored
+
+    return loop, path
+
+
+class Constant:
+    """A captured tensor of a loop, neither an input nor registered on a module."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor, self.version = ref(x), _version(x)
+
+    def check(self) -> None:
+        """Refuse a tensor that requires grad, since its gradient would be lost."""
+        x = self.tensor()
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"a potential or a record reads a tensor of shape {tuple(x.shape)} that requires "
+                "grad and is not registered. Make it an nn.Parameter (or a buffer) of the "
+                "potential or the dynamics, or detach() it."
+            )
+
+    def changed(self) -> bool:
+        """Test whether the tensor has been modified in place since the trace."""
+        x = self.tensor()
+        return x is not None and _version(x) != self.version
+
+
+class NoCapture(TorchFunctionMode):
+    """A mode that refuses registered tensors that are not read from their module.
+
+    It is active while a loop is traced. Such a tensor would be baked in as a constant, without a
+    gradient.
+
+    Args:
+        registered: the registered tensors, for which the loop has inputs.
+        constants: receives the captured tensors.
+    """
+
+    def __init__(self, registered: Sequence[Tensor], constants: list[Constant]) -> None:
+        super().__init__()
+        self.registered, self.constants = {id(x) for x in registered}, constants
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(id(x) in self.registered for x in tensors):
+            raise ValueError(
+                "a potential or a record reads a parameter or buffer of the dynamics as a captured "
+                "variable instead of from its module. Read it as an attribute of the module, such "
+                "as dynamics.kT or self.k."
+            )
+        found = [Constant(x) for x in tensors if not isinstance(x, FakeTensor)]
+        for constant in found:
+            constant.check()
+        self.constants.extend(found)
+        return func(*args, **(kwargs or {}))
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples and dictionaries, in the order of ``tree_leaves``.
+
+    It is run for every loop. In a profile, torch's function for any tree took a tenth of a short
+    run.
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
+
+
+def filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return nested tuples and dictionaries with other tensors, in the order of :func:`leaves`."""
+    if isinstance(tree, Tensor):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {key: filled(part, tensors) for key, part in tree.items()}
+    parts = [filled(part, tensors) for part in tree]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
+def clone(x: Tensor) -> Tensor:
+    """Copy a tensor, since no inputs or outputs of a loop may share memory."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Tensor) -> Part:
+    """Trace one part of a loop separately, since autograd does not differentiate the loop.
+
+    Args:
+        function: the part.
+        constants: which of its inputs are the constants of the loop.
+        inputs: examples of its inputs.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    trace = make_fx(
+        function,
+        decomposition_table=decompositions(),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
+    graph = trace(*inputs)
+    merge_pairs(graph)
+    baked = _lift(graph)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return Part(graph, baked, take_once(graph, placeholders[: len(inputs)][constants]))
+
+
+def _lift(graph: Any) -> list[Tensor]:
+    """Turn the captured constants of a graph into inputs, and return them."""
+    constants, after = [], [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        constants.append(clone(getattr(graph, node.target)))
+        with graph.graph.inserting_after(after):
+            after = graph.graph.placeholder(f"constant_{len(constants)}")
+        node.replace_all_uses_with(after)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return constants

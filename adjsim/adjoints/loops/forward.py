@@ -1,0 +1,273 @@
+"""Forward steps in compiled loops."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints.durable.saves import Resumable
+from adjsim.adjoints.loops.compilation import LoopSpec, clone
+from adjsim.adjoints.loops.iterated import iterated_move, run_iterated
+from adjsim.adjoints.loops.loop import Loop, LoopConstants, MakeSpec
+from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.loops.saved_tensors import saving_step
+from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
+from adjsim.adjoints.sweep.history import StoredStates
+from adjsim.adjoints.sweep.recorder import Recording
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, State, position_of
+from adjsim.core.trajectory import sum_dtype
+from adjsim.dynamics.base import Dynamics
+from adjsim.solvers.base import Program
+
+# Runs a step, with the arguments of Program.step after the program. It returns the state after it,
+# and what it stores besides the state before it; None: it stores nothing.
+TakeStep = Callable[..., tuple[AnyState, Sequence[Tensor] | None]]
+
+
+class ForwardCarry(NamedTuple):
+    """The carry of forward steps.
+
+    Attributes:
+        total: the sum of a time average; empty without one.
+        force: the force that the next step begins with; empty if steps do not share forces.
+        growth: the growth of rounding errors; empty where it does not vary.
+        margin: the smallest distances to states that the dynamics refuses; empty without such.
+        state: the fields of the state.
+    """
+
+    total: tuple[Tensor, ...]
+    force: tuple[Tensor, ...]
+    growth: tuple[Tensor, ...]
+    margin: tuple[Tensor, ...]
+    state: tuple[Tensor, ...]
+
+
+class ForwardLoops(Resumable):
+    """Run forward steps in compiled loops.
+
+    A loop that shares forces between steps begins with a force that is given. An exact run
+    evaluates this force again in the loop: functions such as exp may have other last bits in torch
+    than in the loops that reverse the run.
+    """
+
+    def __init__(
+        self,
+        driver: LoopRunner,
+        recording: Recording | None,
+        growth: ErrorGrowth | None = None,
+        stored: StoredStates | None = None,
+    ) -> None:
+        self.driver, self.recording, self.growth, self.stored = driver, recording, growth, stored
+        # The growth in a step, as far as it is known.
+        self.pace = 0.0
+        self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
+        self.force = None
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        return self.driver.boundaries(wanted)
+
+    @property
+    def divisible(self) -> bool:
+        return self.growth is None and self.stored is None
+
+    def carried(self) -> Tree:
+        return {"force": self.force, "pace": self.pace, "stops": self.driver.stops}
+
+    def resume(self, carried: Tree, like: Tensor) -> None:
+        force = carried["force"]
+        self.force = None if force is None else force.to(like.device)
+        self.pace, self.driver.stops = carried["pace"], carried["stops"]
+
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        driver = self.driver
+        if start == 0 and self.force is None and driver.program.shares_force:
+            with torch.no_grad():
+                self.forces.force(position_of(state), driver.clock.time(0))
+            # None where the force depends on a time that passes while the position stays.
+            self.force = self.forces.cached(position_of(state))
+        while start < stop:
+            count = min(driver.length, stop - start)
+            if self.growth is not None:
+                return self._advance_within(self.growth, state, start, count)
+            carry, rows = self._run(state, start, count)
+            if _is_refused(carry) and count > 1:
+                # Half of the loop is run again, down to the step that ends in a refused state.
+                stop = start + count // 2
+                continue
+            if self.stored is not None:
+                self.stored[start] = rows
+            state, start = self._accept(carry, state, start, count)
+        return state, start
+
+    def _advance_within(
+        self, growth: ErrorGrowth, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Run as many steps, up to ``count``, as errors may grow in; one at least.
+
+        A loop in which they have grown by more is run again with fewer steps.
+        """
+        if self.pace > 0:
+            count = max(1, min(count, int(growth.left / self.pace)))
+        while True:
+            carry, _ = self._run(state, start, count)
+            found = growth.largest(carry.growth[0], count)
+            self.pace = found / count
+            if count == 1 or (found <= growth.left and not _is_refused(carry)):
+                break
+            shorter = count // 2
+            if found > growth.left:
+                shorter = min(shorter, int(growth.left / self.pace))
+            count = max(1, shorter)
+        # Half of the budget is left for the next loop.
+        growth.add(carry.growth[0], count, growth.budget / 2)
+        if start + count not in self.driver.stops:
+            insort(self.driver.stops, start + count)
+        return self._accept(carry, state, start, count)
+
+    def _run(
+        self, state: AnyState, start: int, count: int
+    ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
+        """Run a loop of ``count`` steps, and return the stored states too."""
+        driver = self.driver
+        averaged = self.recording if driver.averages(start + 1) else None
+        total = () if averaged is None else (clone(self._total(averaged, state)),)
+        if iterated_move(driver) is not None:
+            stores = self.stored is not None
+            total, state, rows = run_iterated(driver, total, state, start, count, stores)
+            return ForwardCarry(total, (), (), (), tuple(map(driver.pack, state))), rows
+        carry = ForwardCarry(
+            total,
+            () if self.force is None else (driver.pack(self.force),),
+            self._no_growth(state, start),
+            self._no_margin(state, start),
+            tuple(map(driver.pack, state)),
+        )
+        stores = SAVING if driver.saves_tensors else STORING
+        spec = FORWARD if self.stored is None else stores
+        return driver.run(spec, averaged is not None, type(state), start, count, carry)
+
+    def _accept(
+        self, carry: ForwardCarry, state: State, start: int, count: int
+    ) -> tuple[State, int]:
+        """Continue from the end of a loop."""
+        driver, recording = self.driver, self.recording
+        if carry.total:
+            assert recording is not None
+            recording.total, recording.last_step = carry.total[0], start + count
+        self.force = driver.unpack(carry.force[0]) if carry.force else None
+        return type(state)._make(map(driver.unpack, carry.state)), start + count
+
+    @torch.no_grad()
+    def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        if self.growth is None:
+            return ()
+        clock = self.driver.clock
+        like = growth_in_step(self.driver.dynamics, clock.dt, clock.time(start), state)
+        return (torch.zeros_like(clone(like)),)
+
+    @torch.no_grad()
+    def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
+        found = _margin(self.driver, self.driver.clock.time(start), state)
+        return () if found is None else (torch.full_like(clone(found), torch.inf),)
+
+    def _total(self, recording: Recording, state: AnyState) -> Tensor:
+        """Return the sum of the time average so far."""
+        if recording.total is None:
+            with torch.no_grad():
+                value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
+            recording.add(torch.zeros_like(value), recording.last_step)
+        assert recording.total is not None
+        return recording.total
+
+    @staticmethod
+    def spec(
+        take_step: TakeStep,
+        driver: LoopRunner,
+        averaging: bool,
+        kind: type[AnyState],
+        loop: Loop,
+    ) -> LoopSpec[LoopConstants, ForwardCarry]:
+        """Specify an iteration: one step.
+
+        ``take_step`` runs it and returns what it saves, besides the state before it; None: nothing
+        is stored, not even this state.
+        """
+
+        def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
+            k = torch.zeros_like(constants.steps)
+            if driver.exact and carry.force:
+                stats = {"energy_evaluations": 0}
+                position = position_of(kind._make(map(driver.unpack, carry.state)))
+                program = driver.program.with_spacings(constants.spacings)
+                forces = program.forces(driver.dynamics.potential, stats=stats)
+                force = forces.force(position, driver.time(constants, k)(0.0))
+                carry = carry._replace(force=(driver.pack(force),))
+                loop.fixed_evaluations += stats["energy_evaluations"]
+            return k, carry
+
+        def more(k: Tensor, count: Tensor) -> Tensor:
+            return k < count
+
+        def body(
+            constants: LoopConstants, k: Tensor, carry: ForwardCarry
+        ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
+            stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
+            state = kind._make(map(driver.unpack, carry.state))
+            known = (position_of(state), driver.unpack(carry.force[0])) if carry.force else None
+            program = driver.program.with_spacings(constants.spacings)
+            forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
+            noise = driver.noise_of(constants, k)
+            state, saved = take_step(program, t, state, constants.coefficients, noise, forces)
+            total = carry.total
+            if averaging:
+                value = driver.recorder.value(driver.stepper.from_lattice(state))
+                total = (clone(total[0] + value.to(sum_dtype(value))),)
+            force = (driver.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
+            loop.evaluations_per_step = stats["energy_evaluations"]
+            growth = tuple(
+                clone(x + growth_in_step(driver.dynamics, driver.clock.dt, t(1.0), state))
+                for x in carry.growth
+            )
+            margin = carry.margin
+            if margin and (found := _margin(driver, t(1.0), state)) is not None:
+                margin = (clone(torch.minimum(margin[0], found)),)
+            packed = tuple(map(driver.pack, state))
+            rows = () if saved is None else (*carry.state, *saved)
+            return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
+
+        def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
+            return carry
+
+        return LoopSpec(start, more, body, finish)
+
+
+def _is_refused(carry: ForwardCarry) -> bool:
+    return any(bool((x < 0).any()) for x in carry.margin)
+
+
+def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
+    dynamics: Dynamics[Any] = driver.dynamics
+    return dynamics.margin(t, driver.stepper.from_lattice(state))
+
+
+def _step(program: Program, *arguments: Any) -> tuple[AnyState, None]:
+    return program.step(*arguments), None
+
+
+def _storing_step(program: Program, *arguments: Any) -> tuple[AnyState, tuple[()]]:
+    return program.step(*arguments), ()
+
+
+FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))
+STORING = MakeSpec(partial(ForwardLoops.spec, _storing_step))
+SAVING = MakeSpec(
+    partial(ForwardLoops.spec, saving_step),
+    differentiates=True,
+    uncompiled=partial(ForwardLoops.spec, _step),
+)

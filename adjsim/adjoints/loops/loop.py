@@ -1,0 +1,109 @@
+"""A compiled loop, and its inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from adjsim.adjoints.loops.compilation import Constant, LoopSpec
+from adjsim.core.state import AnyState
+
+
+class LoopConstants(NamedTuple):
+    """The inputs that do not change in a loop.
+
+    Attributes:
+        steps: the number of steps of the loop.
+        first: the number of its first step.
+        begin: the time of step 0.
+        coefficients: the coefficients, by letter and name.
+        parameters: all tensors of the dynamics.
+        spacings: the spacings of a lattice.
+        noise: the noise of its steps; empty without noise.
+        average: in a backward loop, the cotangent of a time average at each step; else empty.
+        states: in a backward loop that reads stored states, the fields of the states before its
+            steps, and what these steps have saved; else empty.
+    """
+
+    steps: Tensor
+    first: Tensor
+    begin: Tensor
+    coefficients: dict[str, dict[str, Tensor]]
+    parameters: tuple[Tensor, ...]
+    spacings: dict[str, Tensor]
+    noise: tuple[Tensor, ...] = ()
+    average: tuple[Tensor, ...] = ()
+    states: tuple[Tensor, ...] = ()
+
+
+@dataclass(eq=False)
+class Loop:
+    """A compiled loop.
+
+    Attributes:
+        function: the compiled function of constants and carry.
+        path: how it was compiled, for the statistics of a run.
+        fixed_evaluations: energy evaluations outside of its iterations.
+        evaluations_per_step: energy evaluations in each iteration.
+        constants: the tensors that it has captured.
+        seconds: the time of its calls since the last check (:mod:`adjsim.adjoints.loops.check`);
+            infinite before the first.
+        check_seconds: the shortest time of a check; 0 before the first.
+        rounding: the largest difference that rounding is known to make in one step, for each tensor
+            of the carry; empty where none is known.
+        stale: whether a value that it does not read anew has been found to have changed.
+    """
+
+    function: Callable[[LoopConstants, Any], tuple[Any, list[Tensor]]] | None = None
+    path: str = ""
+    fixed_evaluations: int = 0
+    evaluations_per_step: int = 0
+    constants: list[Constant] = field(default_factory=list)
+    seconds: float = math.inf
+    check_seconds: float = 0.0
+    rounding: list[float] = field(default_factory=list)
+    stale: bool = False
+
+
+Make = Callable[[Any, bool, type[Any], Loop], LoopSpec[Any, Any]]
+
+
+@dataclass(frozen=True)
+class MakeSpec:
+    """A factory of loop specifications.
+
+    Attributes:
+        make: returns the :class:`~.compilation.LoopSpec`. Its arguments are the runner, whether
+            the loop averages, the class of the states, and the loop, which counts energy
+            evaluations.
+        differentiates: whether autograd runs in the loop, whose parameters and coefficients are
+            then leaves.
+        backward: whether it is a loop of the backward pass.
+        uncompiled: makes the specification of the same steps without compilation; None: ``make``.
+        iterations: returns the number of iterations that a run has taken, from its final carry;
+            None: as many as steps.
+    """
+
+    make: Make
+    differentiates: bool = False
+    backward: bool = False
+    uncompiled: Make | None = None
+    iterations: Callable[[Any], int] | None = None
+
+
+class LoopKind(NamedTuple):
+    """The kind of a loop.
+
+    Attributes:
+        spec: makes the specification of the loop.
+        averaging: whether its steps count for a time average.
+        states: the class of the states.
+    """
+
+    spec: MakeSpec
+    averaging: bool
+    states: type[AnyState]

@@ -1,0 +1,180 @@
+"""Tensors that a compiled step saves for its backward pass.
+
+The backward pass over a step needs the numbers that autograd saves when it runs the step, such as
+the activations of a network. A loop that stores only the state before each step computes them
+again, with a quarter of the matrix products of a network's gradient. Where few steps are stored at
+a time, the loop stores what autograd saves too, and the backward pass reads it.
+
+Forward and backward loops trace the same step, so autograd saves the same tensors in the same
+order. A tensor is worth its memory if a matrix product or a function such as tanh precedes it;
+others, such as products of saved tensors, are computed again from the saved ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
+
+from adjsim.compiler.operations import FUNCTIONS
+from adjsim.compiler.products import FEW
+from adjsim.core.state import State, detached
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.sources import Coefficients
+from adjsim.solvers.base import Program, TimeInStep
+
+# Largest number of steps that are stored at a time for the steps to save tensors.
+MOST_STEPS = 100
+# Largest number of entries that a step saves: a megabyte of float64.
+MOST_ENTRIES = 2**17
+# Multiplications for an entry from which on it is saved, and those that a function such as tanh
+# takes the time of.
+WORTH = 32
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd saves, the number of its changes in place, and that of its row."""
+
+    tensor: Tensor
+    version: int
+    number: int | None
+
+
+class SavedTensors:
+    """The saved tensors of one step, while it is traced.
+
+    Args:
+        stored: in a backward loop, what the forward loop has stored; None: a forward loop.
+
+    Attributes:
+        rows: in a forward loop, what it is to store.
+    """
+
+    def __init__(self, stored: Sequence[Tensor] | None = None) -> None:
+        self.stored, self.rows = stored, list[Tensor]()
+        self._numbers: dict[Node, int] = {}
+        # Of each row, the tensor that it holds, the number of its changes, and its order of axes.
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._orders: list[list[int]] = []
+        self._entries = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves tensors here."""
+        return saved_tensors_hooks(self._save, self._restore)
+
+    def finish(self) -> None:
+        """Let what is computed again in a backward step begin with the stored tensors.
+
+        Raises:
+            RuntimeError: the step has not read all that the forward step has stored.
+        """
+        stored = self.stored or ()
+        if len(self._orders) != len(stored):
+            raise RuntimeError("a step saves other tensors backward than forward.")
+        for node, number in self._numbers.items():
+            row, order = _node(stored[number]), self._orders[number]
+            # A tensor that was changed afterwards was stored as it was then.
+            if self._tensors[number]._version != self._versions[number]:
+                continue
+            with node.graph.inserting_after(row):
+                read = node.graph.call_function(
+                    torch.ops.aten.permute.default,
+                    (row, [order.index(axis) for axis in range(len(order))]),
+                )
+            read.meta = dict(node.meta)
+            node.replace_all_uses_with(read)
+
+    def _save(self, x: Tensor) -> _Saved:
+        return _Saved(x, x._version, self._number(x))
+
+    def _number(self, x: Tensor) -> int | None:
+        """Return the number of the row that holds a tensor; None if it is computed again."""
+        node = _node(x)
+        number = self._numbers.get(node)
+        if number is not None:
+            return number
+        size = self._entries + x.numel()
+        if (
+            not x.is_floating_point()
+            or size > MOST_ENTRIES
+            or self._multiplications(node) < WORTH * x.numel()
+        ):
+            return None
+        # Rows are stored in the order of the tensor's axes in memory.
+        order = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+        row = x.detach().permute(order)
+        number = len(self._orders)
+        if self.stored is None:
+            self.rows.append(row)
+        elif number >= len(self.stored) or self.stored[number].shape != row.shape:
+            raise RuntimeError("a step saves other tensors backward than forward.")
+        self._numbers[node], self._entries = number, size
+        self._tensors.append(x)
+        self._versions.append(x._version)
+        self._orders.append(order)
+        return number
+
+    def _restore(self, saved: _Saved) -> Tensor:
+        # Autograd leaves this check to the hooks.
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(saved.tensor.shape)}."
+            )
+        if saved.number is None:
+            return saved.tensor
+        rows, order = self.rows if self.stored is None else self.stored, self._orders[saved.number]
+        return rows[saved.number].permute([order.index(axis) for axis in range(len(order))])
+
+    def _multiplications(self, node: Node) -> int:
+        """Count those of the products and functions that give a tensor from saved ones."""
+        total, seen, todo = 0, {node}, [node]
+        while todo:
+            node = todo.pop()
+            if node.target in _PRODUCTS:
+                left: Any = node.args[-2]
+                inner = left.meta["val"].shape[-1]
+                total += inner * node.meta["val"].numel() if inner > FEW else 0
+            elif node.target in _COSTLY:
+                total += WORTH * node.meta["val"].numel()
+            found = {x for x in node.all_input_nodes if x not in self._numbers} - seen
+            seen |= found
+            todo += found
+        return total
+
+
+def saving_step(
+    program: Program,
+    time: TimeInStep,
+    state: State,
+    coefficients: Mapping[str, Coefficients],
+    noise: Sequence[Tensor] | None,
+    forces: ForceEvaluator,
+) -> tuple[State, list[Tensor]]:
+    """Run a step while it is traced, and return what autograd saves."""
+    saved = SavedTensors()
+    leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+    with torch.enable_grad(), saved.hooks():
+        after = program.step(time, leaves, coefficients, noise, forces)
+    return detached(after), saved.rows
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_COSTLY = {getattr(torch.ops.aten, name).default for name in (*FUNCTIONS, "sigmoid")}
+
+
+def _node(x: Tensor) -> Node:
+    """Return the operation of the current trace that has computed a tensor."""
+    # Importing the tracer takes a while, and most runs do not need it.
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode: Any = get_proxy_mode()
+    node: Any = get_proxy_slot(x, mode.tracer).proxy.node
+    while node.target is torch.ops.aten.detach.default:
+        node = node.args[0]
+    return node

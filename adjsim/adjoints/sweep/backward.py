@@ -1,0 +1,228 @@
+"""The backward sweep that the checkpoint and reversible adjoints share.
+
+Let z_k be the state after k steps, Phi the step map and lambda_k = dL/dz_k. From the last step to
+the first, the sweep computes::
+
+    lambda_k     = lambda_k + (cotangent of the saved data of z_k)
+    z_{k-1}      = Phi^{-1}(z_k)  or  computed again from a stored state
+    lambda_{k-1} = (dPhi/dz)^T lambda_k,     theta_bar += (dPhi/dtheta)^T lambda_k
+
+move by move, so that the inverse and the product share their work. The sweep sums the cotangents
+of the coefficients and returns them as cotangents of inputs; autograd propagates them to the
+parameters once, at the end. The sweep needs the memory of one step and of the
+:class:`~adjsim.adjoints.sweep.history.History`.
+
+The run uses a copy of the dynamics whose parameters are leaves, forward and backward. So autograd
+reaches the user's own tensors, with their hooks and graphs, once. A change of these tensors between
+forward and backward has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm as norm
+
+from adjsim.adjoints.base import Result, refuse_graph
+from adjsim.adjoints.durable.run_end import run_end
+from adjsim.adjoints.durable.saves import backward_saves, forward_saves
+from adjsim.adjoints.loops.driver import CompiledDriver
+from adjsim.adjoints.loops.forward import ForwardLoops
+from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
+from adjsim.adjoints.sweep.eager import EagerDriver
+from adjsim.adjoints.sweep.history import History
+from adjsim.adjoints.sweep.recorder import Recorder, Recording, RecordSweep
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
+from adjsim.core.autocast import autocast_state, restored_autocast
+from adjsim.core.box import refuse_trained_box
+from adjsim.core.state import State
+from adjsim.core.trajectory import RunEnd
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.solvers.base import Problem
+
+
+def run_swept(problem: Problem[State], make_history: Callable[[Stepper], History]) -> Result[State]:
+    """Run a problem with a constant-memory gradient.
+
+    Args:
+        problem: the problem to run.
+        make_history: makes the history of the run from its steps.
+    """
+    refuse_trained_box(problem.dynamics)
+    stepper, inputs = prepare(problem, problem.connected())
+    run = _SweptRun(problem, stepper, make_history(stepper), inputs)
+    problem.stats["cotangent_growth"] = None
+    outputs = _SweptFunction.apply(run, *run.flat(inputs))
+    width = len(problem.state)
+    final = type(problem.state)._make(outputs[-width:])
+    if problem.record is None:
+        return type(problem.state)._make(outputs[:width]), None, final, run.end
+    return None, outputs[0], final, run.end
+
+
+class _SweptRun:
+    """The shared data of a forward run and its backward sweeps.
+
+    It is written during the forward run only.
+
+    Attributes:
+        end: the end of the forward run.
+    """
+
+    end: RunEnd | None = None
+
+    def __init__(
+        self, problem: Problem[State], stepper: Stepper, history: History, inputs: Inputs
+    ) -> None:
+        self.problem, self.stepper, self.history = problem, stepper, history
+        self.recorder = Recorder(problem.bound_record, stepper.clock)
+        self.width, self.kind = len(problem.state), type(problem.state)
+        self.keys = [
+            (letter, name) for letter, group in inputs.coefficients.items() for name in group
+        ]
+        self.autocast = autocast_state()
+        self.compiled = (
+            CompiledDriver(stepper, inputs, problem, history.kept) if problem.compile else None
+        )
+
+    def flat(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """List the tensors that autograd sees.
+
+        These are the start, the coefficients and the trainable parameters.
+        """
+        coefficients = (inputs.coefficients[letter][name] for letter, name in self.keys)
+        return (
+            *inputs.state,
+            *coefficients,
+            *self.problem.reading.trainable(inputs.parameters).values(),
+        )
+
+    def inputs(self, flat: tuple[Tensor, ...]) -> Inputs:
+        """Rebuild the inputs from which :meth:`flat` was made, with the values of the run."""
+        coefficients: dict[str, dict[str, Tensor]] = {
+            stage.letter: {} for stage in self.stepper.program.stages
+        }
+        for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
+            coefficients[letter][name] = value
+        return Inputs(self.kind._make(flat[: self.width]), coefficients, self.problem.tensors)
+
+    def forward(self, flat: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        problem, stepper = self.problem, self.stepper
+        inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
+        if self.compiled is None:
+            forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
+            driver: EagerDriver | ForwardLoops = EagerDriver(
+                stepper, inputs, forces, self.history.growth
+            )
+        else:
+            driver = self.compiled.forward(recording, self.history.growth, self.history.states)
+        start = stepper.to_lattice(inputs.state)
+        saved = {"record": recording, "history": self.history}
+        with forward_saves(problem, stepper.clock.last, saved, driver) as saves:
+            last = stepper.run(start, inputs, driver, list(saved.values()), problem, saves)
+            states, record = recording.result()
+        problem.refuse_written()
+        self.end = run_end(problem, stepper, last, driver.force)
+        final = stepper.from_lattice(last)
+        first: tuple[Any, ...] = tuple(states) if states is not None else (record,)
+        return (*first, *(x.clone() if any(x is y for y in flat) else x for x in final))
+
+    def backward(
+        self,
+        flat: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        cotangents: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor | None, ...]:
+        problem, stepper = self.problem, self.stepper
+        trainable, inputs = problem.reading.trainable(problem.tensors), self.inputs(flat)
+        # Detached: an output with its graph and this run would keep each other alive.
+        outputs = tuple(x.detach() for x in outputs)
+        final, copies = self.kind._make(outputs[-self.width :]), stepper.program.copies
+        final_cotangents = cotangents[-self.width :]
+        received = {
+            n: torch.zeros_like(x) if c is None else c
+            for n, x, c in zip(final._fields, final, final_cotangents, strict=True)
+        }
+        if copies is not None:
+            received |= {
+                name: torch.zeros_like(x) for name, x in zip(copies.names, final, strict=True)
+            }
+        sums = Cotangents(received, trainable)
+        whole = problem.record is None
+        forces = stepper.program.forces(
+            problem.dynamics.potential, parameters=trainable, stats=problem.stats
+        )
+        rewind = self.history.rewind(
+            inputs, forces, self.kind._make(outputs[: self.width]) if whole else None, final
+        )
+        if rewind.error is not None:
+            problem.stats["reconstruction_error"] = rewind.error
+        growth = CotangentGrowth({name: norm(x) for name, x in received.items()})
+        saved = RecordSweep(
+            self.recorder,
+            cotangents[: -self.width],
+            None if whole else outputs[0],
+            rewind.tolerance,
+            growth,
+        )
+        driver = (
+            EagerDriver(stepper, inputs, forces)
+            if self.compiled is None
+            else self.compiled.backward(forces)
+        )
+        with (
+            restored_autocast(self.autocast),
+            backward_saves(problem, stepper.clock.last, cotangents) as saves,
+        ):
+            driver.sweep(rewind.final(), sums, saved, rewind, problem.progress, saves)
+            saved.accumulate(
+                0, stepper.from_lattice(stepper.to_lattice(inputs.state)), sums, forces
+            )
+            saved.finish()
+            sums.complete()
+        problem.refuse_written()
+        problem.stats["cotangent_growth"] = growth.factor()
+        if rewind.error is not None:
+            # After a resume, earlier processes have restored a part of the states.
+            problem.stats["reconstruction_error"] = rewind.error
+        start = [sums[name] for name in final._fields]
+        if copies is not None:
+            # A run starts with equal copies.
+            start = [x + sums[name] for x, name in zip(start, copies.names, strict=True)]
+        return (
+            *start,
+            *(sums.coefficient_sums.get(key) for key in self.keys),
+            *(sums.parameter_sums.get(name) for name in trainable),
+        )
+
+
+class _SweptFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(run: _SweptRun, *flat: Tensor) -> tuple[Tensor, ...]:
+        return run.forward(flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        run, *flat = inputs
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        # Whole frames are outputs anyway, so keeping them costs nothing more. Parameters are not
+        # saved: the run has copies, and may outlive the next optimiser step.
+        ctx.saved = len(run.keys) + run.width
+        ctx.save_for_backward(*flat[: ctx.saved], *output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_graph()
+        saved = ctx.saved_tensors
+        found = ctx.run.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
+        return (
+            None,
+            *(
+                g if wanted else None
+                for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True)
+            ),
+        )

@@ -1,0 +1,115 @@
+"""The eager driver, which runs steps one by one in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from adjsim.adjoints.durable.saves import BackwardSaves, Resumable
+from adjsim.adjoints.sweep.error_growth import ErrorGrowth
+from adjsim.adjoints.sweep.history import Rewind
+from adjsim.adjoints.sweep.recorder import RecordSweep
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
+from adjsim.core.durable.store import Tree
+from adjsim.core.progress import with_progress
+from adjsim.core.state import AnyState, State
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
+
+# Steps of a sweep after which no product is outstanding, so that the sweep can be saved there. With
+# and without a store, so that its sums are the same numbers.
+SETTLE_EVERY = 256
+
+
+class EagerDriver(Resumable):
+    """Runs steps one by one, in Python.
+
+    Args:
+        stepper: the steps.
+        inputs: the inputs of the run.
+        forces: evaluates the forces.
+        growth: receives the growth of errors in each step.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        inputs: Inputs,
+        forces: ForceEvaluator,
+        growth: ErrorGrowth | None = None,
+    ) -> None:
+        self.stepper, self.inputs, self.forces, self.growth = stepper, inputs, forces, growth
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        return range(1, self.stepper.clock.last + 1)
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def carried(self) -> Tree:
+        return None
+
+    def resume(self, carried: Tree, like: Tensor) -> None:
+        return
+
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        for step in range(start, stop):
+            state = self.stepper.step(step, state, self.inputs, self.forces)
+            if self.growth is not None:
+                self.growth.add_step(self.stepper.clock.time(step + 1), state)
+        return state, stop
+
+    def sweep(
+        self,
+        state: AnyState,
+        cotangents: Cotangents,
+        saved: RecordSweep,
+        rewind: Rewind,
+        progress: bool,
+        saves: BackwardSaves | None = None,
+    ) -> AnyState:
+        """Propagate the cotangents from the last state to the start, and return the start."""
+        stepper, inputs = self.stepper, self.inputs
+        last = stepper.clock.last
+        if saves is not None:
+            state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
+        for step in with_progress(range(last, 0, -1), "backward", last, progress):
+            saved.accumulate(step, stepper.from_lattice(state), cotangents, self.forces)
+            t, coefficients, noise, before = (
+                stepper.clock.time_in_step(step - 1),
+                stepper.coefficients_of(step - 1, inputs),
+                stepper.noise_of(step - 1),
+                rewind.before(step),
+            )
+            with naming(step):
+                state = stepper.program.backward(
+                    t, state, coefficients, noise, self.forces, cotangents, before
+                )
+            state = rewind.restore(step - 1, state)
+            if (step - 1) % SETTLE_EVERY == 0:
+                cotangents.complete()
+                saved.growth.observe(cotangents)
+                self.forces.forget()
+                if saves is not None:
+                    rest = [saved.total, rewind.error, saved.growth.rest()]
+                    saves.after(step - 1, state, cotangents, rest)
+        return state
+
+
+def resumed(
+    saves: BackwardSaves,
+    state: State,
+    cotangents: Cotangents,
+    saved: RecordSweep,
+    rewind: Rewind,
+    stepper: Stepper,
+) -> tuple[State, int]:
+    """Return the state and the step from which a sweep goes on, and take over its sums."""
+    state, step, rest = saves.begin(state, cotangents)
+    if rest is not None:
+        saved.resume(rest[0], stepper.from_lattice(state))
+        rewind.resume(rest[1])
+        saved.growth.resume(rest[2])
+    return state, step

@@ -1,0 +1,134 @@
+"""Bit-exact reversal of an exact run, verified by fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from adjsim.adjoints.base import ReconstructionError
+from adjsim.adjoints.sweep.history import History, Rewind, rounding_tolerance
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, State, detached
+from adjsim.dynamics.buffer import Spill, fingerprint
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.base import Problem
+
+
+class Fingerprints(History):
+    """The stored data of a run on a lattice, with fingerprints that verify its reversal.
+
+    It stores the final state with its information buffers, the spills of the buffers, and
+    fingerprints (128 bits) of state and buffers. There are fingerprints at the start, at every save
+    time, and optionally every ``every`` steps. The buffers are empty at the start, so the
+    fingerprint of the start also verifies that they are empty again.
+
+    Args:
+        stepper: the steps of the run.
+        every: the number of steps between additional fingerprints; None: no additional ones.
+        problem: the problem that is run.
+    """
+
+    def __init__(self, stepper: Stepper, every: int | None, problem: Problem[State]) -> None:
+        self.stepper, self.every, self.problem = stepper, every, problem
+        self.spills: dict[int, Sequence[Spill]] = {}
+        self.fingerprints: dict[int, bytes] = {}
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        regular = () if self.every is None else range(0, stepper.clock.last + 1, self.every)
+        return {*stepper.clock.saves, *regular}
+
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        if spills:
+            self.spills[step] = spills
+        if step in self.stepper.clock.saves or (self.every is not None and step % self.every == 0):
+            self.fingerprints[step] = fingerprint(state)
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    @property
+    def count(self) -> int:
+        return len({*self.spills, *self.fingerprints})
+
+    def entries(self, first: int) -> Tree:
+        return [
+            [
+                step,
+                [[s.field, s.systems, s.numbered, s.words] for s in self.spills.get(step, ())],
+                self.fingerprints.get(step),
+            ]
+            for step in sorted({*self.spills, *self.fingerprints})[first:]
+        ]
+
+    def rest(self) -> Tree:
+        return None
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        for number, spills, mark in (entry for part in parts for entry in part):
+            if spills:
+                self.spills[number] = [Spill(*found) for found in spills]
+            if mark is not None:
+                self.fingerprints[number] = mark
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
+    ) -> Rewind:
+        return ExactInversion(self)
+
+
+class ExactInversion(Rewind):
+    """Earlier states of a run on a lattice, recovered by inverting its moves exactly."""
+
+    error = 0.0
+
+    def __init__(self, history: Fingerprints) -> None:
+        self.history, self.lattice = history, history.stepper.program.lattice
+        self.tolerance = rounding_tolerance(history.last[0].dtype)
+
+    def final(self) -> AnyState:
+        return self._before_spill(self.history.stepper.clock.last, self.history.last)
+
+    def restore(self, step: int, state: AnyState) -> AnyState:
+        if (
+            step in self.history.fingerprints
+            and fingerprint(state) != self.history.fingerprints[step]
+        ):
+            raise ReconstructionError(
+                f"reversing an exact run did not recover the state of step {step}, so the gradient "
+                f"would be wrong. {self._cause(step, state)}"
+            )
+        return self._before_spill(step, state)
+
+    def _before_spill(self, step: int, state: AnyState) -> AnyState:
+        assert self.lattice is not None
+        return self.lattice.refill(state, self.history.spills.get(step, ()))
+
+    def _cause(self, step: int, state: AnyState) -> str:
+        """Say what had other bits in the backward pass, after computing the drift here twice."""
+        history = self.history
+        problem, t = history.problem, history.stepper.clock.time(step)
+        here: Any = history.stepper.from_lattice(state)
+        with torch.no_grad():
+            drifts = [fingerprint(problem.dynamics.drift(t, here)) for _ in range(2)]
+        if drifts[0] != drifts[1]:
+            return (
+                "The force is random or comes from nondeterministic kernels: computed twice at one "
+                "position it has different bits. Make it reproducible (see "
+                "torch.use_deterministic_algorithms), or use CheckpointAdjoint() with exact=False."
+            )
+        if "compiled_backward" in problem.stats:
+            return (
+                "The force is reproducible without compile=True. So the compiled loops of both "
+                "passes differ in the last bits of a result, or a value that the force reads has "
+                "changed since the run. Leave compile=True out, or use CheckpointAdjoint() with "
+                "exact=False."
+            )
+        return (
+            "The force is not random, so it depends on a value that has changed since the run (a "
+            "plain attribute, a mode, the number of threads). Keep the value until the backward "
+            "pass, or use CheckpointAdjoint() with exact=False."
+        )

@@ -1,0 +1,283 @@
+"""The saved frames or record of a run, and their cotangents in the backward sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints.base import ReconstructionError
+from adjsim.adjoints.durable.saves import Saved
+from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
+from adjsim.adjoints.sweep.stepper import Stepper
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, select, stack
+from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.solvers.clock import Clock, VaryingClock
+
+
+class Recorder:
+    """The definition of the data that a run saves. Immutable.
+
+    The data are the states, a function of the states, or its time average.
+
+    Args:
+        record: the argument ``record=`` of the run.
+        clock: the times of the run.
+
+    Attributes:
+        average: the time average, if the record is one; else None.
+        frames: from the number of a step to the number of the frame that is saved after it.
+        first: the first step whose end counts for the time average.
+        weight: the weight of one step in the time average, 1 for steps of varying size.
+        weights: of steps of varying size, the weights of the states after each number of steps.
+    """
+
+    def __init__(self, record: Record[Any], clock: Clock | VaryingClock) -> None:
+        self.record = record
+        self.average = record if isinstance(record, TimeAverage) else None
+        self.frames = {step: i for i, step in enumerate(clock.saves)}
+        self.first, self.weight, self.weights = 0, 1.0, None
+        if self.average is not None and isinstance(clock, VaryingClock):
+            self.weights = clock.average_weights(self.average.burn_in)
+            self.first = int(self.weights.nonzero()[0][0])
+        elif self.average is not None:
+            assert isinstance(clock, Clock)
+            self.first = clock.first_averaged(self.average.burn_in)
+            self.weight = 1.0 / (clock.last - self.first + 1)
+
+    def value(self, state: AnyState) -> Tensor:
+        """Evaluate the function that is saved or averaged, on a state of the dynamics."""
+        function = (
+            self.average.function
+            if isinstance(self.record, TimeAverage) and self.average
+            else self.record
+        )
+        assert callable(function)
+        versions = [None if x.is_inference() else x._version for x in state]
+        value = function(state)
+        if self.average is not None:
+            value = floating(value, state)
+        if any(v is not None and x._version != v for x, v in zip(state, versions, strict=True)):
+            raise ValueError(
+                "the record writes into the state that it is given, which would change the run. "
+                "Use clone() in the record."
+            )
+        return value
+
+    def summand(self, value: Tensor, step: int) -> Tensor:
+        """Return the term of the time average's sum from the value after a step."""
+        value = value.to(sum_dtype(value))
+        return value if self.weights is None else value * float(self.weights[step])
+
+
+class Recording(Saved):
+    """An observer of the states of one run, which saves frames or values."""
+
+    def __init__(self, recorder: Recorder, stepper: Stepper) -> None:
+        self.recorder, self.stepper = recorder, stepper
+        self.states: list[AnyState] = []
+        self.values: list[Tensor] = []
+        # For a time average: the sum so far in double precision, the dtype of its terms, and the
+        # last step in the sum.
+        self.total: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+        self.last_step = -1
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return () if self.recorder.average is not None else stepper.clock.saves
+
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        recorder = self.recorder
+        if recorder.average is not None:
+            if step >= recorder.first and step > self.last_step:
+                self.add(recorder.value(self.stepper.from_lattice(state)), step)
+        elif step in recorder.frames:
+            state = self.stepper.from_lattice(state)
+            if recorder.record is None:
+                self.states.append(state)
+            else:
+                value = recorder.value(state)
+                if self.values:
+                    check_shape(value, self.values[0].shape, f"after step {step}")
+                self.values.append(value)
+
+    def add(self, value: Tensor, step: int) -> None:
+        """Add the value after a step to the time average."""
+        if self.total is not None:
+            check_shape(value, self.total.shape, f"after step {step}")
+        self.dtype, value = value.dtype, self.recorder.summand(value, step)
+        self.total, self.last_step = value if self.total is None else self.total + value, step
+
+    @property
+    def count(self) -> int:
+        return len(self.states) + len(self.values)
+
+    def entries(self, first: int) -> Tree:
+        states, values = self.states[first:], self.values[first:]
+        return {
+            "states": list(stack(states)) if states else [],
+            "values": torch.stack(values) if values else None,
+        }
+
+    def rest(self) -> Tree:
+        return {
+            "total": self.total,
+            "dtype": self.dtype,
+            "last_step": self.last_step,
+        }
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        like, device = self.stepper.from_lattice(state), state[0].device
+        for part in parts:
+            if part["states"]:
+                frames = type(like)._make(x.to(device) for x in part["states"])
+                self.states += [select(frames, i) for i in range(len(frames[0]))]
+            if part["values"] is not None:
+                self.values += part["values"].to(device).unbind()
+        self.total = None if rest["total"] is None else rest["total"].to(device)
+        self.dtype, self.last_step = rest["dtype"], rest["last_step"]
+
+    def result(self) -> tuple[AnyState | None, Tensor | None]:
+        """Return the stacked states, or the record."""
+        if self.recorder.average is not None:
+            assert self.total is not None
+            return None, (self.total * self.recorder.weight).to(self.dtype)
+        if self.recorder.record is None:
+            return stack(self.states), None
+        return None, torch.stack(self.values)
+
+
+class RecordSweep:
+    """The contributions of the saved frames or record to one backward sweep.
+
+    The sweep evaluates a recorded function again and compares the values with the saved values,
+    since a function that is random, or that has changed since the run, has no gradient.
+
+    Args:
+        recorder: the recorder of the run.
+        cotangents: the cotangents of the saved fields, or of the record.
+        saved: the record, if the run saved one.
+        tolerance: allowed relative difference between the values and the saved values.
+        growth: receives the sizes of the contributions.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        cotangents: Sequence[Tensor | None],
+        saved: Tensor | None,
+        tolerance: float,
+        growth: CotangentGrowth,
+    ) -> None:
+        self.growth = growth
+        self.recorder, self.cotangents, self.saved, self.tolerance = (
+            recorder,
+            cotangents,
+            saved,
+            tolerance,
+        )
+        self.total: Tensor | None = None
+        self.state: AnyState | None = None
+
+    def resume(self, total: Tensor | None, state: AnyState) -> None:
+        """Go on from the sum of a sweep that was interrupted at a state."""
+        self.total, self.state = total, None if total is None else state
+
+    @property
+    def average_cotangent(self) -> Tensor | None:
+        """The cotangent of the averaged function's value at each step that counts.
+
+        For steps of varying size it is that of a weight of one.
+        """
+        cotangent = self.cotangents[0] if self.recorder.average is not None else None
+        return None if cotangent is None else cotangent * self.recorder.weight
+
+    def accumulate(
+        self, step: int, state: AnyState, cotangents: Cotangents, forces: ForceEvaluator
+    ) -> None:
+        """Add the cotangents of the data saved after ``step`` steps."""
+        recorder, frame = self.recorder, self.recorder.frames.get(step)
+        if recorder.average is not None:
+            cotangent = self.average_cotangent
+            if step >= recorder.first and cotangent is not None:
+                if recorder.weights is not None:
+                    cotangent = cotangent * float(recorder.weights[step])
+                value = self.add_function(state, cotangent, cotangents, forces)
+                value = recorder.summand(value, step)
+                self.total = value if self.total is None else self.total + value
+                self.state = state
+        elif frame is not None and recorder.record is None:
+            for name, cotangent in zip(state._fields, self.cotangents, strict=True):
+                if cotangent is not None:
+                    cotangents.add(name, cotangent[frame])
+                    self.growth.inject(name, cotangent[frame].norm())
+        elif frame is not None and self.cotangents[0] is not None:
+            value = self.add_function(state, self.cotangents[0][frame], cotangents, forces)
+            assert self.saved is not None
+            self._compare(value, self.saved[frame], f"the record after step {step}", state)
+
+    def add_function(
+        self, state: AnyState, cotangent: Tensor, cotangents: Cotangents, forces: ForceEvaluator
+    ) -> Tensor:
+        """Add a cotangent's product with the function's derivative; return the value."""
+        with torch.enable_grad():
+            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+            value = self.recorder.value(leaves)
+        if value.requires_grad:
+            forces.refuse_unknown(value, list(leaves), "the record")
+            added = cotangents.add_function(value, leaves, cotangent.to(value))
+            for name, product in added.items():
+                self.growth.inject(name, product.norm())
+        return value.detach()
+
+    def finish(self) -> None:
+        """Compare a time average with the saved one."""
+        if self.total is not None and self.saved is not None:
+            found = (self.total * self.recorder.weight).to(self.saved.dtype)
+            self._compare(found, self.saved, "the time average", self.state)
+
+    def _compare(self, found: Tensor, saved: Tensor, what: str, state: AnyState | None) -> None:
+        known = torch.isfinite(saved)
+        if bool((known != torch.isfinite(found)).any()):
+            raise _changed(f"{what} was finite in other entries")
+        error = torch.where(known, (found - saved).abs(), 0.0).amax() if saved.numel() else 0.0
+        size = torch.where(known, saved.abs(), 0.0).amax() if saved.numel() else 1.0
+        # The error of a value in which terms cancel, such as a conserved total momentum, is
+        # compared with the size of the terms.
+        if float(error) > self.tolerance * float(size) and float(
+            error
+        ) > self.tolerance * self._terms(state):
+            raise _changed(f"{what} was {float(error):.1e} off")
+
+    def _terms(self, state: AnyState | None) -> float:
+        """Estimate the size of the terms in the function's value.
+
+        The estimate is the sum of ``abs(derivative * entry)`` over the entries of the state.
+        """
+        if state is None:
+            return 0.0
+        with torch.enable_grad():
+            leaves = type(state)._make(x.detach().requires_grad_() for x in state)
+            value = self.recorder.value(leaves)
+            total = torch.view_as_real(value).sum() if value.is_complex() else value.sum()
+        if not value.requires_grad:
+            return 0.0
+        slopes = torch.autograd.grad(
+            total, tuple(leaves), allow_unused=True, materialize_grads=True
+        )
+        return sum(float((slope * x).abs().sum()) for slope, x in zip(slopes, leaves, strict=True))
+
+
+def _changed(difference: str) -> ReconstructionError:
+    """Make the error of a recorded value that differs from the saved one."""
+    return ReconstructionError(
+        f"{difference} when the backward sweep computed it again, so its gradient would be wrong. "
+        "The recorded function is random, or reads a value that has changed since the run (a plain "
+        "attribute, a mode). Make it reproducible, or use DirectAdjoint()."
+    )

@@ -1,0 +1,390 @@
+"""The steps of a run, and the loop over stops that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints.durable.saves import ForwardSaves
+from adjsim.core.noise import Noise
+from adjsim.core.progress import with_progress
+from adjsim.core.state import AnyState, State, detached, in_transform
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.dynamics.heat import HeatLimit
+from adjsim.dynamics.lattice import BufferGrowth
+from adjsim.dynamics.sources import Coefficients
+from adjsim.solvers.base import Problem, Program, SteppingSolver, VaryingSteps
+from adjsim.solvers.clock import Clock, VaryingClock
+from adjsim.solvers.implicit.newton import UnsolvedStepError
+
+# Steps between finiteness checks.
+FINITE_EVERY = 64
+
+
+class Inputs(NamedTuple):
+    """The inputs of a run, read once at its start.
+
+    Attributes:
+        state: the initial state.
+        coefficients: the coefficients of the terms, by letter and name.
+        parameters: the tensors of the dynamics, each once, in the order of
+            :class:`adjsim.core.reading.Reading`.
+    """
+
+    state: AnyState
+    coefficients: Mapping[str, Coefficients]
+    parameters: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise of a run's steps.
+
+    Attributes:
+        noise: the noise of the run.
+        draws: number of noise fields that a step draws.
+        noise_steps: number of steps whose draws one step uses, including its own.
+        batch: the shape of the batch.
+        shape: the shape of one draw for one system, such as ``(atoms, dim)``.
+        like: a field, for its dtype and device.
+        end: the number of steps whose draws the run uses.
+    """
+
+    noise: Noise
+    draws: int
+    noise_steps: int
+    batch: torch.Size
+    shape: torch.Size
+    like: Tensor
+    end: int
+
+    def of_step(self, step: int) -> tuple[Tensor, ...]:
+        """Return the noise that step number ``step`` uses, the same in every call."""
+        return tuple(draw for k in range(step, step + self.noise_steps) for draw in self._drawn(k))
+
+    def of_steps(self, step: int, count: int) -> list[Tensor]:
+        """Return the draws of ``count`` steps from number ``step``, in parts of several steps.
+
+        The shape of a part is ``(steps, draws, *batch, *shape)``.
+        """
+        axes = len(self.batch)
+        return [
+            rows.reshape(len(rows), *self.batch, self.draws, *self.shape).movedim(1 + axes, 1)
+            for rows in self.noise.span(step, count, self._rows, self.like, self.end)
+        ]
+
+    def _drawn(self, step: int) -> Sequence[Tensor]:
+        drawn = self.noise(step, self._rows, self.like)
+        if self.draws == 1:
+            return (drawn.reshape(*self.batch, *self.shape),)
+        return drawn.reshape(*self.batch, self.draws, *self.shape).unbind(len(self.batch))
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        return self.batch.numel(), self.draws * self.shape.numel()
+
+
+class Observer(Protocol):
+    """Observes the states of a run."""
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        """Return the numbers of steps after which it observes the state."""
+        ...
+
+    def visit(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        """Observe the state and the buffers' spills after ``step`` steps.
+
+        The state is on the lattice, if there is one.
+        """
+        ...
+
+
+class Driver(Protocol):
+    """Runs steps: one by one, or in compiled loops."""
+
+    def stops(self, wanted: set[int]) -> Sequence[int]:
+        """Return, in order, the steps after which it stops; they include the wanted steps."""
+        ...
+
+    def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
+        """Run from the state after ``start`` steps up to ``stop`` steps or fewer.
+
+        Returns the last state and its number of steps.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """The steps of one run: immutable, functions of a state and of the run's inputs.
+
+    Attributes:
+        program: the moves of a step.
+        clock: the times of steps and saves.
+        noise: the noise of the steps; None without noise.
+        growth: how the buffers of an exact run fill; None for any other run.
+        varying: what depends on the size of a step; None if all steps have one size.
+        buffers: the buffers at the start of a run that goes on from another.
+    """
+
+    program: Program
+    clock: Clock | VaryingClock
+    noise: StepNoise | None = None
+    growth: BufferGrowth | None = None
+    varying: VaryingSteps | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to_lattice(self, state: AnyState) -> AnyState:
+        """Convert the start to that of the steps: with its copy, and on the lattice with buffers.
+
+        Without copies and lattice, return it unchanged.
+        """
+        program = self.program
+        state = state if program.copies is None else program.copies.add(state)
+        state = state if program.lattice is None else program.lattice.to_lattice(state)
+        return state._replace(**self.buffers)
+
+    def from_lattice(self, state: AnyState) -> AnyState:
+        """Convert a state of the steps back to a state of the dynamics."""
+        program = self.program
+        state = state if program.lattice is None else program.lattice.from_lattice(state)
+        return state if program.copies is None else program.copies.remove(state)
+
+    def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
+        """Run step number ``number``.
+
+        Raises:
+            UnsolvedStepError: an implicit step has no solution; the message names the step.
+        """
+        coefficients, noise = self.coefficients_of(number, inputs), self.noise_of(number)
+        t = self.clock.time_in_step(number)
+        with naming(number + 1):
+            return self.program.step(t, state, coefficients, noise, forces)
+
+    def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
+        """Return the coefficients of step number ``number``."""
+        if self.varying is None:
+            return inputs.coefficients
+        assert isinstance(self.clock, VaryingClock)
+        return self.varying.coefficients(self.clock.size(number))
+
+    def noise_of(self, number: int) -> tuple[Tensor, ...] | None:
+        """Return the noise that step number ``number`` uses."""
+        return None if self.noise is None else self.noise.of_step(number)
+
+    def spill(self, step: int, state: State) -> tuple[State, list[Spill]]:
+        """Spill the buffers of an exact run that are full.
+
+        This is a function of the step and the state alone.
+        """
+        if self.program.lattice is None or self.growth is None:
+            return state, []
+        if (self.clock.before + step) % self.growth.check_every:
+            return state, []
+        return self.program.lattice.spill(state, self.growth.limit)
+
+    def run(
+        self,
+        start: AnyState,
+        inputs: Inputs,
+        driver: Driver,
+        observers: Sequence[Observer],
+        problem: Problem[State],
+        saves: ForwardSaves | None = None,
+    ) -> AnyState:
+        """Run all steps, call the observers, and return the final state.
+
+        The initial state is on the lattice, if there is one. With saves, the run goes on from the
+        last one.
+
+        Raises:
+            FloatingPointError: a number is not finite, the two copies of a state have moved apart,
+                or a run with a thermostat has blown up; the message names the step.
+            ValueError: a state that the dynamics excludes; the message names the step.
+            OverflowError: a number is outside of the lattice of an exact run; the message names the
+                step.
+        """
+        last, lattice = self.clock.last, self.program.lattice
+        observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
+        stops = driver.stops({last, *observed})
+        state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
+        good, good_step = detached(state), k
+        heat = problem.dynamics.heat_limit(self.from_lattice(start)) if not in_transform() else None
+        if k == 0:
+            for observer in observers:
+                observer.visit(0, start, ())
+        stops = [stop for stop in stops if stop > k]
+        for stop in with_progress(stops, "forward", len(stops), problem.progress):
+            while k < stop:
+                until = stop if saves is None else saves.next_stop(k, stop)
+                state, k = driver.advance(state, k, until)
+                state, entries = self.spill(k, state)
+                spilled += sum(entry.bits for entry in entries)
+                if problem.dynamics.checks_states and not in_transform():
+                    self._check_states(good, good_step, state, k, inputs, problem.dynamics)
+                if k - good_step >= FINITE_EVERY or k == last:
+                    if not self._is_sound(state, heat):
+                        self._raise_at_step(good, good_step, k, inputs, problem.dynamics, heat)
+                    good, good_step = detached(state), k
+                    self._check_noise(good, k, problem.dynamics)
+                for observer in observers:
+                    observer.visit(k, state, entries)
+                if saves is not None:
+                    saves.after(k, state, spilled)
+        if lattice is not None:
+            problem.stats["buffer_bits"] = (
+                (spilled + lattice.buffered_bits(state) - lattice.buffered_bits(start))
+                / (last * state[0].numel())
+                if last
+                else 0.0
+            )
+        return state
+
+    @torch.no_grad()
+    def _check_states(
+        self,
+        good: AnyState,
+        good_step: int,
+        state: AnyState,
+        step: int,
+        inputs: Inputs,
+        dynamics: Dynamics[Any],
+    ) -> None:
+        """Refuse a state that the dynamics excludes, and name the first step that reached one.
+
+        Raises:
+            ValueError: the reason of the dynamics, and the step.
+        """
+        reason = self._refusal(state, step, dynamics)
+        if reason is None:
+            return
+        first, forces = step, self.program.forces(dynamics.potential)
+        for k in range(good_step, step - 1):
+            good, _ = self.spill(k + 1, self.step(k, good, inputs, forces))
+            found = self._refusal(good, k + 1, dynamics)
+            if found is not None:
+                first, reason = k + 1, found
+                break
+        raise ValueError(
+            f"{reason} This happened in step {first} (t = {self.clock.time(first):g})."
+        ) from reason
+
+    def _check_noise(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> None:
+        t = self.clock.time(step)
+        try:
+            dynamics.check_noise(t, self.from_lattice(state))
+        except ValueError as reason:
+            raise ValueError(f"{reason} This was found after step {step} (t = {t:g}).") from reason
+
+    def _refusal(self, state: AnyState, step: int, dynamics: Dynamics[Any]) -> ValueError | None:
+        try:
+            dynamics.check_state(self.clock.time(step), detached(self.from_lattice(state)))
+        except ValueError as reason:
+            return reason
+        return None
+
+    def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
+        """Return whether a state is valid, and no hotter than bath and potential allow."""
+        valid = self.program.is_valid(state)
+        return valid and (heat is None or not heat.is_exceeded(self.from_lattice(detached(state))))
+
+    @torch.no_grad()
+    def _raise_at_step(
+        self,
+        state: AnyState,
+        start: int,
+        stop: int,
+        inputs: Inputs,
+        dynamics: Dynamics[Any],
+        heat: HeatLimit | None,
+    ) -> None:
+        first, k, forces = state, start, self.program.forces(dynamics.potential)
+        while self._is_sound(state, heat) and k < stop:
+            state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
+            k += 1
+        where = f"in step {k} (t = {self.clock.time(k):g})"
+        if heat is not None and self.program.is_valid(state):
+            text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
+            raise FloatingPointError(text)
+        reason = (
+            dynamics.describe_first_step(self.clock.time(0), detached(self.from_lattice(first)))
+            if k == 1
+            else None
+        )
+        raise self.program.failure(
+            state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
+        )
+
+
+@contextmanager
+def naming(step: int) -> Generator[None, None, None]:
+    """Add the number of a step to the message that it has no solution."""
+    try:
+        yield
+    except UnsolvedStepError as reason:
+        raise UnsolvedStepError(f"{reason} This happened in step {step}.") from reason
+
+
+def prepare(
+    problem: Problem[State], connected: Problem[State] | None = None
+) -> tuple[Stepper, Inputs]:
+    """Prepare the steps of a problem and its inputs, with their graph.
+
+    Args:
+        problem: the problem to run.
+        connected: the same problem on the values of which the inputs are made; None: the problem
+            itself.
+    """
+    connected = problem if connected is None else connected
+    solver, dynamics, state = problem.solver, problem.dynamics, problem.state
+    assert isinstance(solver, SteppingSolver)
+    end, varying = problem.continues, solver.varying(state)
+    clock = (
+        solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
+    )
+    program = problem.program
+    coefficients = solver.coefficients(connected.dynamics, state)
+    lattice, growth = program.lattice, None
+    stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}
+    if varying is not None:
+        assert isinstance(clock, VaryingClock)
+        growth = varying.growth(program, clock)
+        stats["step_times"] = clock.ends
+    elif lattice is not None:
+        coefficients = lattice.rationals(coefficients)
+        growth = lattice.growth(
+            coefficients, [(stage.letter, move) for stage, move in program.moves]
+        )
+    if growth is not None:
+        stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
+    if program.copies is not None:
+        stats.update(program.copies.stats)
+    problem.stats.update(stats)
+    problem.stats["energy_evaluations"] += solver.evaluations
+    noise = None
+    if program.draws:
+        assert problem.noise is not None
+        noise = StepNoise(
+            problem.noise,
+            program.draws,
+            program.noise_steps,
+            dynamics.batch_shape(state),
+            dynamics.draw_shape(float(problem.times[0]), state),
+            state[0].detach(),
+            clock.last + program.noise_steps - 1,
+        )
+    if end is not None and end.check_every != (None if growth is None else growth.check_every):
+        raise ValueError(
+            "continues=: the friction or the coefficients have changed since the run, and the "
+            "buffers of an exact run belong to those that it had. Start a new run at "
+            "trajectory.final."
+        )
+    stepper = Stepper(program, clock, noise, growth, varying, {} if end is None else end.fields)
+    return stepper, Inputs(state, coefficients, connected.tensors)

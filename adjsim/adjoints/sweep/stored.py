@@ -1,0 +1,87 @@
+"""The history of a compiled direct run, which stores the state before every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from adjsim.adjoints.loops.runner import LoopRunner
+from adjsim.adjoints.sweep.history import (
+    History,
+    Rewind,
+    StatesRewind,
+    StoredStates,
+    rounding_tolerance,
+)
+from adjsim.adjoints.sweep.stepper import Inputs, Stepper
+from adjsim.core.durable.store import Tree
+from adjsim.core.state import AnyState, detached
+from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.forces import ForceEvaluator
+
+
+class AllStates(History):
+    """The states before all steps, which the compiled loops of the run store.
+
+    Args:
+        stepper: the steps of the run.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper, self.kept = stepper, stepper.clock.last
+        self._rows: StoredStates = {}
+        self.states = self._rows
+        self.last: AnyState | None = None
+
+    def stops(self, stepper: Stepper) -> Iterable[int]:
+        return (stepper.clock.last,)
+
+    def save(self, step: int, state: AnyState, spills: Sequence[Spill]) -> None:
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def entries(self, first: int) -> Tree:
+        return [[step, list(rows)] for step, rows in list(self._rows.items())[first:]]
+
+    def rest(self) -> Tree:
+        return None
+
+    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+        device = state[0].device
+        for first, rows in (entry for part in parts for entry in part):
+            self._rows[first] = tuple(x.to(device) for x in rows)
+        if step == self.stepper.clock.last:
+            self.last = detached(state)
+
+    def rewind(
+        self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
+    ) -> Rewind:
+        assert self.last is not None
+        return StoredRewind(self._rows, self.last)
+
+
+class StoredRewind(StatesRewind):
+    """Earlier states, as they were stored.
+
+    Args:
+        states: the states before the steps of each loop.
+        last: the last state.
+    """
+
+    def __init__(self, states: StoredStates, last: AnyState) -> None:
+        self.states, self.last = states, last
+        self.tolerance = rounding_tolerance(last[0].dtype)
+
+    def final(self) -> AnyState:
+        return self.last
+
+    def restore(self, step: int, state: AnyState) -> AnyState:
+        return state
+
+    def states_from(self, first: int, runner: LoopRunner) -> tuple[Tensor, ...]:
+        return self.states[first]

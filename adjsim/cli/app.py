@@ -1,0 +1,41 @@
+"""The command line: ``adjsim compare`` and ``adjsim fit``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from adjsim import __version__
+from adjsim.cli.compare_command import compare_command
+from adjsim.cli.fit_command import fit_command
+from adjsim.core.durable.ranks import Ranks
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"adjsim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """adjsim: gradients through physical simulation."""
+    if not Ranks.of().first:
+        # Of several ranks, the first one alone shows tables, progress and errors.
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+app.command("compare")(compare_command)
+app.command("fit")(fit_command)

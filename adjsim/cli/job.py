@@ -1,0 +1,240 @@
+"""A comparison on a system of atoms: its runs, its questions and its methods."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.adjoints import (
+    Adjoint,
+    BacksolveAdjoint,
+    CheckpointAdjoint,
+    DirectAdjoint,
+    ReversibleAdjoint,
+)
+from adjsim.cli.models import NO_EQUATION, NO_INVERSE
+from adjsim.cli.presets import ESTIMATORS, Question, presets
+from adjsim.cli.quantities import Quantity, quantity_of
+from adjsim.cli.sweep import Method
+from adjsim.core.state import AnyState, position_of
+from adjsim.core.trajectory import Final, TimeAverage
+from adjsim.dynamics import Dynamics, MassiveDynamics, OverdampedLangevin
+from adjsim.dynamics.start_energy import check_potential
+from adjsim.estimators import Estimator, Pathwise, Simulation
+from adjsim.estimators.base import Initial
+from adjsim.io.systems import System
+from adjsim.solvers import ODESolver, SDESolver, Splitting
+from adjsim.solvers.base import SteppingSolver
+
+ADJOINTS: dict[str, Adjoint] = {
+    "direct": DirectAdjoint(),
+    "checkpoint": CheckpointAdjoint(),
+    "reversible": ReversibleAdjoint(),
+    "backsolve": BacksolveAdjoint(),
+}
+PLAIN = "reversible, plain"
+
+
+def estimators_of(
+    names: list[str], question: Callable[[], Question], step: float, seed: int, compile: bool
+) -> list[Method]:
+    """Make the methods that estimate the gradient of a question."""
+    _check_compile(compile, [ESTIMATORS[name]() for name in names], question().simulation(step))
+    return [
+        Method(name, ESTIMATORS[name], question, step, seed, compile)
+        for name in dict.fromkeys(names)
+    ]
+
+
+def _check_compile(
+    requested: bool, estimators: list[Estimator], simulation: Simulation[Any]
+) -> None:
+    if requested and not any(estimator.can_compile(simulation) for estimator in estimators):
+        raise ValueError(
+            "--compile: none of these methods can be compiled. The adjoints direct, checkpoint and "
+            "reversible can, and so can the estimators pathwise, finite-difference, score-function "
+            "and reweighting."
+        )
+
+
+@dataclass
+class Job:
+    """A system of atoms with the dynamics, solver and seed of its run.
+
+    ``distance`` is that of the radial distribution function, where this is observed.
+    """
+
+    system: System
+    model: Dynamics[Any]
+    scheme: str
+    solver: SteppingSolver
+    temperature: float
+    seed: int
+    distance: float | None = None
+
+    def initial(self, replicas: int, generator: torch.Generator | None) -> AnyState:
+        """Make starts at the system's positions, with thermal momenta of zero total."""
+        return self.start(self.system.position.expand(replicas, -1, -1), generator)
+
+    def among(self, positions: Tensor) -> Initial[Any]:
+        """Return a function of starts drawn from positions, ``(count, atoms, dim)``."""
+        return partial(self._drawn, positions)
+
+    def _drawn(
+        self, positions: Tensor, replicas: int, generator: torch.Generator | None
+    ) -> AnyState:
+        index = torch.randint(len(positions), (replicas,), generator=generator)
+        return self.start(positions[index], generator)
+
+    def start(self, position: Tensor, generator: torch.Generator | None) -> AnyState:
+        """Make a start at positions, ``(replicas, atoms, dim)``, as :meth:`initial` does."""
+        if isinstance(self.model, OverdampedLangevin):
+            return self.model.init(position)
+        assert isinstance(self.model, MassiveDynamics)
+        kT = torch.tensor(self.temperature * self.system.temperature, dtype=position.dtype)
+        momentum = self.model.thermal_momentum(position, kT, generator)
+        mass = self.model.masses(position).expand(position.shape[-2], 1)
+        drift = momentum.sum(-2, keepdim=True) / mass.sum()
+        return self.model.init(position, momentum - mass * drift, generator)
+
+    def quantity(self, name: str) -> Quantity:
+        return quantity_of(name, self.system, self.model, self.distance)
+
+    def check(self) -> None:
+        """Refuse, before any work, settings that the run would refuse."""
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must not be negative; got {self.temperature:g}.")
+        if self.temperature == float("inf"):
+            raise ValueError("temperature must be finite; got inf.")
+        state = self.initial(1, torch.Generator().manual_seed(self.seed))
+        self.model.check(state)
+        check_potential(self.model.potential, position_of(state))
+        self.solver.program(self.model, state, 0.0)
+
+    @property
+    def exact(self) -> bool:
+        return self.solver.exact
+
+    @property
+    def title(self) -> str:
+        scheme = f"{self.scheme} exact" if self.exact else self.scheme
+        return (
+            f"{self.system.name}, {type(self.model).__name__}, {scheme} at dt = "
+            f"{self.solver.dt / self.system.time:g}, "
+            f"{self.temperature:g} {self.system.temperature_name}, {self.pairs}"
+        )
+
+    @property
+    def pairs(self) -> str:
+        """How pairs are evaluated, and how they end at the cutoff."""
+        potential = self.system.potential
+        path = potential.path(self.system.position)
+        if potential.cutoff is None:
+            return path
+        return f"{path} within {potential.cutoff:g} ({potential.truncation!r})"
+
+    def steps(self, horizon: float) -> int:
+        return round(horizon * self.system.time / self.solver.dt)
+
+    @property
+    def continuous(self) -> ODESolver | SDESolver:
+        """The solver of the continuous adjoint."""
+        if self.model.stochastic:
+            return SDESolver("midpoint", dt=self.solver.dt)
+        # This takes two thirds of the time of the default tolerances, and its error is a hundredth
+        # of the error of velocity Verlet at this dt. A method of higher order is slower where a
+        # cutoff makes forces jump: dopri8 takes twenty times as many evaluations there.
+        return ODESolver("dopri5", rtol=1e-6, atol=1e-8)
+
+    def simulation(
+        self, horizon: float, solver: SteppingSolver | ODESolver | SDESolver
+    ) -> Simulation[Any]:
+        return Simulation(
+            self.model, self.initial, [0.0, horizon * self.system.time], solver=solver
+        )
+
+    def adjoints(self, adjoints: dict[str, Adjoint], quantity: str, compile: bool) -> list[Method]:
+        """Make the methods that compute adjoint gradients of the observable at the horizon."""
+        _check_compile(
+            compile,
+            [Pathwise(adjoint) for adjoint in adjoints.values()],
+            self.simulation(1.0, self.solver),
+        )
+        step = self.solver.dt / self.system.time
+        return [
+            Method(
+                name,
+                partial(Pathwise, adjoint),
+                partial(self.final, quantity, name),
+                step,
+                self.seed,
+                compile,
+            )
+            for name, adjoint in adjoints.items()
+        ]
+
+    def final(self, quantity: str, name: str) -> Question:
+        """Return the observable at the horizon as a question, with the adjoint's own solver."""
+        solver = self.continuous if name == "backsolve" else self.solver
+        if name == PLAIN:
+            solver = Splitting(self.scheme, self.solver.dt)
+        return self._at_horizon(self.quantity(quantity), solver)
+
+    def question(self, name: str) -> Question:
+        """Return an estimator's question: a mean over the second half of the run.
+
+        A quantity that is measured from the start is taken at the horizon.
+        """
+        quantity = self.quantity(name)
+        if quantity.from_start:
+            return self._at_horizon(quantity, self.solver)
+        return Question(
+            f"{quantity.title}, mean over the second half of the run",
+            lambda horizon: self.simulation(horizon, self.solver),
+            lambda horizon: TimeAverage(quantity.value, burn_in=horizon * self.system.time / 2),
+        )
+
+    def _at_horizon(
+        self, quantity: Quantity, solver: SteppingSolver | ODESolver | SDESolver
+    ) -> Question:
+        observable = Final(quantity.value)
+        return Question(
+            f"{quantity.title} at the horizon",
+            lambda horizon: self.simulation(horizon, solver),
+            lambda horizon: observable,
+        )
+
+
+def question_of(preset: str, quantity: str, job: Job | None) -> Question:
+    """Return an estimator's question by name, from the job or, without one, from the preset."""
+    return presets()[preset].questions[quantity] if job is None else job.question(quantity)
+
+
+def adjoints_of(requested: list[str] | None, dynamics: str, exact: bool) -> dict[str, Adjoint]:
+    unfit = {"reversible": NO_INVERSE, "backsolve": NO_EQUATION}
+    applicable = [name for name in ADJOINTS if dynamics not in unfit.get(name, ())]
+    if requested:
+        names = [name.strip() for entry in requested for name in entry.split(",")]
+    else:
+        names = [name for name in applicable if not exact or name != "backsolve"]
+    for name in names:
+        if name not in ADJOINTS:
+            raise ValueError(f"unknown adjoint '{name}'; choose from {', '.join(applicable)}.")
+        if name not in applicable:
+            why = (
+                f"needs invertible steps, and the steps of {dynamics} have no inverse"
+                if name == "reversible"
+                else f"needs a continuous solver, which {dynamics} does not have"
+            )
+            raise ValueError(f"adjoint '{name}' {why}; choose from {', '.join(applicable)}.")
+    chosen = {name: ADJOINTS[name] for name in names}
+    if exact and "reversible" in chosen:
+        # Without checkpoints and without a tolerance, so that the table shows the full error.
+        chosen[PLAIN] = ReversibleAdjoint(checkpoint_every=sys.maxsize, tol=float("inf"))
+    return chosen

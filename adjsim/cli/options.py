@@ -1,0 +1,183 @@
+"""The values of the command line's options, read from their text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from adjsim.cli.presets import ESTIMATORS, Preset, presets
+from adjsim.cli.quantities import QUANTITIES
+from adjsim.cli.sweep import Sweep
+from adjsim.core.trajectory import check_times, step_numbers
+
+# The dynamics that have the parameters of these options.
+THERMOSTAT = {
+    "tau": ["nose-hoover", "bussi", "berendsen"],
+    "friction": ["langevin", "generalised", "overdamped", "andersen"],
+    "rates": ["generalised"],
+    "strengths": ["generalised"],
+}
+
+# Options whose numbers are above zero, those that may be zero, and the counts.
+POSITIVE = (
+    "epsilon", "sigma", "cutoff", "distance", "width", "r_max", "target_density", "dt", "tau",
+    "friction",
+)  # fmt: skip
+NOT_NEGATIVE = ("skin", "switch_start", "r_min")
+COUNTS = ("steps", "burn_in", "replicas", "iterations")
+LARGEST_COUNT = 2**31 - 1
+SEEDS = (-(2**63), 2**64 - 1)
+
+
+def check_numbers(context: typer.Context) -> None:
+    """Refuse numbers outside the range of their option, in the units of the command line."""
+    for name, value in context.params.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, float):
+            if name in POSITIVE and not value > 0:
+                raise ValueError(f"{option} must be positive; got {value:g}.")
+            if name in NOT_NEGATIVE and not value >= 0:
+                raise ValueError(f"{option} must not be negative; got {value:g}.")
+            if name in (*POSITIVE, *NOT_NEGATIVE) and value == float("inf"):
+                raise ValueError(f"{option} must be finite; got inf.")
+        elif isinstance(value, int) and name in COUNTS and value > LARGEST_COUNT:
+            raise ValueError(f"{option} must be at most {LARGEST_COUNT}; got {value}.")
+    seed = context.params["seed"]
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise ValueError(
+            f"--seed must be an integer of at most 64 bits, from {SEEDS[0]} to {SEEDS[1]}; got "
+            f"{seed}."
+        )
+
+
+def observable_names() -> str:
+    known = {
+        "lj13": list(QUANTITIES),
+        **{name: list(preset.questions) for name, preset in presets().items()},
+    }
+    return "; ".join(f"{', '.join(quantities)} for {name}" for name, quantities in known.items())
+
+
+def preset_of(name: str) -> Preset:
+    known = presets()
+    if name not in known:
+        raise ValueError(f"unknown preset '{name}'; choose one of lj13, {', '.join(known)}.")
+    return known[name]
+
+
+def observable_named(known: Iterable[str], preset: str, observable: str | None) -> str:
+    """Return an observable of a preset by its name, or the first."""
+    names = list(known)
+    if observable is not None and observable not in names:
+        raise ValueError(
+            f"unknown observable '{observable}' of {preset}; choose from {', '.join(names)}."
+        )
+    return observable or names[0]
+
+
+def estimator_names(requested: list[str] | None) -> list[str]:
+    names = [name.strip() for entry in requested or [] for name in entry.split(",")]
+    if names == ["all"]:
+        return list(ESTIMATORS)
+    for name in names:
+        if name not in ESTIMATORS:
+            raise ValueError(
+                f"unknown estimator '{name}'; choose from {', '.join(ESTIMATORS)}, or all."
+            )
+    return names
+
+
+def sweep_of(horizons: list[str], dt: float, replicas: list[str], least: int) -> Sweep:
+    counts = set()
+    for text in (part.strip() for entry in replicas for part in entry.split(",")):
+        if not text.lstrip("-").isdigit():
+            raise ValueError(f"replicas '{text}' is not an integer.")
+        if int(text) > LARGEST_COUNT:
+            raise ValueError(f"replicas must be at most {LARGEST_COUNT}; got {text}.")
+        counts.add(int(text))
+    sweep = Sweep(_horizons(horizons, dt), sorted(counts))
+    sweep.check(least)
+    return sweep
+
+
+def memory_kernel(
+    friction: float, rates: str | None, strengths: str | None
+) -> tuple[list[float], list[float]]:
+    if strengths is not None and rates is None:
+        raise ValueError("--strengths was given without --rates; give both, equally many.")
+    decays = _numbers("rates", rates) if rates is not None else [5 * friction]
+    weights = (
+        _numbers("strengths", strengths)
+        if strengths is not None
+        else [friction * r / len(decays) for r in decays]
+    )
+    if len(decays) != len(weights):
+        raise ValueError(
+            f"--rates has {len(decays)} numbers and --strengths has {len(weights)}; give "
+            "equally many."
+        )
+    return decays, weights
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--{option} '{text}' is not a list of numbers; write, for example, 1,4."
+        ) from None
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ValueError(f"--{option} must be positive numbers; got {text}.")
+    return numbers
+
+
+def _horizons(requested: list[str], dt: float) -> list[float]:
+    horizons = set()
+    for text in (part.strip() for entry in requested for part in entry.split(",")):
+        try:
+            horizon = float(text)
+        except ValueError:
+            raise ValueError(
+                f"horizon '{text}' is not a number; write a time such as 2.5."
+            ) from None
+        if not 0 < horizon < float("inf"):
+            raise ValueError(f"horizon {text} is not a positive time.")
+        if dt > 0:
+            try:
+                step_numbers(check_times([0.0, horizon]), dt)
+            except ValueError:
+                below = max(1, int(horizon / dt)) * dt
+                raise ValueError(
+                    f"horizon {text} is not a multiple of dt = {dt:g}; the nearest are "
+                    f"{below:.10g} and {below + dt:.10g}."
+                ) from None
+        horizons.add(horizon)
+    return sorted(horizons)
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Return whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
+    """Refuse options of a thermostat that the dynamics does not have."""
+    for option, users in THERMOSTAT.items():
+        if dynamics not in users and option in context.params and given(context, option):
+            raise ValueError(f"--{option} is for {' and '.join(users)}, not for {dynamics}.")
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Print an error as one line, and end with status 2."""
+    print(f"adjsim: {' '.join(str(error).split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def line_of(store: Path) -> str:
+    """Say how a command that was interrupted goes on."""
+    return f"interrupted. Run the same command, with --store {store}, to go on."

@@ -1,0 +1,108 @@
+"""Runs of a liquid whose g(r) is fitted, and the estimators of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from adjsim.adjoints import ReversibleAdjoint
+from adjsim.cli.job import Job
+from adjsim.core.trajectory import TimeAverage, Trajectory
+from adjsim.estimators import Estimator, Pathwise, Reweighting, Simulation
+from adjsim.estimators.base import Initial, Observable
+from adjsim.observables import smooth_radial_distribution
+from adjsim.simulation.simulate import simulate
+
+ESTIMATORS = ("reweighting", "pathwise")
+# Steps between frames, of the burn-in, and of the run along which a pathwise gradient is taken,
+# which grows exponentially with its length.
+EVERY, BURN_IN, PATH = 50, 500, 250
+
+
+class _Radial:
+    """The radial distribution function of each replica of a state.
+
+    Reweighting evaluates its stored states again at other parameters, so values are kept as long as
+    their positions.
+    """
+
+    def __init__(self, r: Tensor, box: Tensor, width: float) -> None:
+        self.r, self.box, self.width = r, box, width
+        self.known = WeakTensorKeyDictionary()
+
+    def __call__(self, state: Any) -> Tensor:
+        q: Tensor = state.position
+        if q not in self.known:
+            # One system at a time, since the kernels of all pairs of one fill the cache.
+            rows = [smooth_radial_distribution(x, self.r, self.box, width=self.width) for x in q]
+            self.known[q] = torch.stack(rows)
+        return self.known[q]
+
+
+def radial_problem(
+    job: Job,
+    r: Tensor,
+    width: float,
+    estimator: str,
+    steps: int | None,
+    burn_in: int | None,
+    compile_runs: bool,
+    initial: Initial[Any],
+) -> tuple[Callable[[], Estimator], Observable[Any], Simulation[Any]]:
+    """Return a function that makes the estimator, the mean that it estimates, and its runs.
+
+    A pathwise gradient is that of the run after the burn-in, from starts that the burn-in has
+    brought to equilibrium at the present parameters. The parameters act during this run alone, so
+    the gradient is smaller than that at equilibrium. The mean is that at equilibrium.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown estimator '{estimator}'; choose one of {', '.join(ESTIMATORS)}.")
+    box, dt = job.system.potential.box, job.solver.dt
+    assert box is not None
+    skip = BURN_IN if burn_in is None else burn_in
+    if skip < 0:
+        raise ValueError(f"--burn-in must not be negative; got {skip}.")
+    default = 2500 if estimator == "reweighting" else skip + PATH
+    length = default if steps is None else steps
+    every = min(EVERY, (length - skip) // 2)
+    if every < 1:
+        raise ValueError(
+            f"--steps {length} leaves {length - skip} after the burn-in of {skip}, and two frames "
+            "are needed; give more steps, or a shorter --burn-in."
+        )
+    radial = _Radial(r, box, width)
+
+    def along(run: Trajectory[Any]) -> Tensor:
+        frames = [smooth_radial_distribution(q, r, box, width=width) for q in run.position[1:]]
+        return torch.stack(frames).mean(0)
+
+    def simulation(starts: Initial[Any], times: Iterable[int]) -> Simulation[Any]:
+        ts = torch.tensor([n * dt for n in times], dtype=torch.float64)
+        return Simulation(job.model, starts, ts, job.solver, compile=compile_runs)
+
+    if estimator == "reweighting":
+        average = TimeAverage(radial, burn_in=skip * dt)
+        make = partial(Reweighting, every=every * dt)
+        return make, average, simulation(initial, (0, length))
+
+    def equilibrated(replicas: int, generator: torch.Generator | None) -> Any:
+        start = initial(replicas, generator)
+        if skip == 0:
+            return start
+        run = simulate(
+            job.model,
+            start,
+            [0.0, skip * dt],
+            solver=job.solver,
+            generator=generator,
+            compile=compile_runs,
+        )
+        return run.final
+
+    make = partial(Pathwise, ReversibleAdjoint())
+    return make, along, simulation(equilibrated, range(0, length - skip + 1, every))

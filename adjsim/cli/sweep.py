@@ -1,0 +1,136 @@
+"""The methods of a comparison, run over several horizons or numbers of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adjsim.cli.presets import Question
+from adjsim.cli.process import ProcessDied, apart
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.progress import progress_bar
+from adjsim.estimators import Estimator
+from adjsim.estimators.compare import Comparison, compare
+
+
+@dataclass
+class Sweep:
+    """Horizons and numbers of replicas, of which one may have several values.
+
+    These values are the x-axis of the figure.
+    """
+
+    horizons: list[float]
+    replicas: list[int]
+
+    def check(self, least: int) -> None:
+        if min(self.replicas) < least:
+            why = " for an error bar" if least > 1 else ""
+            raise ValueError(f"replicas must be at least {least}{why}; got {min(self.replicas)}.")
+        if len(self.horizons) > 1 and len(self.replicas) > 1:
+            raise ValueError(
+                "give several horizons or several numbers of replicas, not both: the figure has "
+                "one axis."
+            )
+
+    @property
+    def axis(self) -> str:
+        return "replicas" if len(self.replicas) > 1 else "horizon"
+
+    def points(self) -> dict[float, tuple[float, int]]:
+        """Return horizon and number of replicas, by the value on the axis."""
+        pairs = [(horizon, count) for horizon in self.horizons for count in self.replicas]
+        return {
+            (count if self.axis == "replicas" else horizon): (horizon, count)
+            for horizon, count in pairs
+        }
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a comparison, which pickles so that it can run in another process.
+
+    ``make`` and ``question`` are called in that process, since a question holds functions that do
+    not pickle, and an estimator may store samples.
+    """
+
+    name: str
+    make: Callable[[], Estimator]
+    question: Callable[[], Question]
+    step: float
+    seed: int
+    compile: bool
+
+    def __call__(
+        self,
+        horizon: float,
+        replicas: int,
+        store: Path | None = None,
+        ranks: Ranks | None = None,
+    ) -> Comparison:
+        """Compute value, gradient and cost at a horizon, after a warm-up run.
+
+        Ranks share the chunks; None: the process is none of several ranks.
+
+        The warm-up keeps one-off work of the process out of the measured time and memory.
+        """
+        question = self.question()
+        # The warm-up is one step of two replicas. A compiled method warms up with the whole run, so
+        # the memory that its compiled loops keep does not count as growth.
+        compiled = self.compile and self.make().can_compile(question.simulation(horizon))
+        warm_up = (horizon, replicas) if compiled else (self.step, 2)
+        self._estimate(question, *warm_up, None, ranks)
+        return self._estimate(question, horizon, replicas, store, ranks)
+
+    def _estimate(
+        self,
+        question: Question,
+        horizon: float,
+        replicas: int,
+        store: Path | None,
+        ranks: Ranks | None,
+    ) -> Comparison:
+        generator = torch.Generator().manual_seed(self.seed)
+        return compare(
+            question.simulation(horizon),
+            question.observable(horizon),
+            {self.name: self.make()},
+            replicas=replicas,
+            generator=generator,
+            compile=self.compile,
+            store=store,
+            group=ranks,
+        )
+
+
+def run_sweep(
+    methods: list[Method], sweep: Sweep, reference: str | None, store: Path | None
+) -> dict[float, Comparison]:
+    """Compare the methods at each point of the sweep.
+
+    Each method runs in a process of its own. Of several ranks, each runs its share of the chunks of
+    all methods. A progress bar is shown on a terminal. A store has one folder for each point.
+    """
+    points, ranks, results = sweep.points(), Ranks.of(), {}
+    with progress_bar() as progress:
+        task = progress.add_task("comparing", total=len(points) * len(methods), doing="")
+        for x, (horizon, replicas) in points.items():
+            result = results[x] = Comparison({}, reference=reference)
+            for method in methods:
+                progress.update(task, doing=f"{method.name}, {sweep.axis} {x:g}")
+                folder = None if store is None else store / f"{sweep.axis}-{x:g}"
+                try:
+                    part = (
+                        apart(method, horizon, replicas, folder)
+                        if ranks.size == 1
+                        else method(horizon, replicas, folder, ranks)
+                    )
+                except ProcessDied as died:
+                    part = Comparison({}, {method.name: str(died)})
+                result.estimates |= part.estimates
+                result.failures |= part.failures
+                progress.advance(task)
+    return results

@@ -1,0 +1,176 @@
+"""Calls of compiled functions from a printed loop.
+
+An operator of torch that has a compiled function is printed as a call of it. Its package registers
+the operator in :data:`CALLS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adjsim.compiler.values import (
+    Buffer,
+    Gathered,
+    Index,
+    Indices,
+    Pointwise,
+    Reinterpreted,
+    Value,
+    View,
+    make_buffer,
+)
+
+
+@dataclass(eq=False)
+class Called(Value):
+    """An output of a call; always stored."""
+
+    call: Call | None = None
+
+
+class Call(ABC):
+    """A call of compiled functions.
+
+    Attributes:
+        inputs: the values that it reads.
+        outputs: the values that it writes, which have dense buffers.
+        addresses: the addresses of its functions.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Called, ...]
+    addresses: tuple[int, ...]
+
+    def output(self, example: torch.Tensor) -> Called:
+        """Make an output of the shape and memory order of an example."""
+        shape, strides = tuple(example.shape), tuple(example.stride())
+        buffer = make_buffer("", example.dtype, shape, strides, fill=False)
+        return Called(shape, example.dtype, self.inputs, buffer, strides, call=self)
+
+    @abstractmethod
+    def lines(self, functions: Sequence[str]) -> list[str]:
+        """Print the call; the functions are expressions of type ``void*``."""
+
+    @property
+    @abstractmethod
+    def declarations(self) -> str:
+        """C++ declarations that the call needs, the same for all calls of a loop."""
+
+
+# From an operator to a function that makes its call, from the operator's arguments as values, the
+# example tensors of its outputs, and a function that stores a value.
+CALLS: dict[Any, Callable[[Sequence[Any], Sequence[torch.Tensor], Callable[..., None]], Call]] = {}
+
+
+@dataclass(frozen=True)
+class Address:
+    """The memory of a stored value.
+
+    Attributes:
+        pointer: an expression of the address of its first element.
+        strides: for each axis.
+    """
+
+    pointer: str
+    strides: tuple[int, ...]
+
+    @property
+    def mT(self) -> Address:
+        """The transpose of a matrix."""
+        return Address(self.pointer, self.strides[::-1])
+
+
+def dense_copy(value: Value, strides: Sequence[int]) -> Value:
+    """Make a copy of a value that is to be stored without padding, in the order of strides."""
+    return Pointwise(
+        value.shape, value.dtype, (value,), strides=tuple(strides), expression=lambda x: x
+    )
+
+
+def in_order(value: Value, store: Callable[..., None]) -> Value:
+    """Store a value with its axes in order and without padding, unless it is in memory like that.
+
+    It returns the stored value.
+    """
+    rows = torch.empty(value.shape, device="meta").stride()
+    address = address_of(value)
+    if address is None or any(
+        n > 1 and a != b for n, a, b in zip(value.shape, address.strides, rows, strict=True)
+    ):
+        value = dense_copy(value, rows)
+        store(value, fill=False)
+    return value
+
+
+def pointer_to(value: Value) -> str:
+    """Return an expression of the address of the first element of a stored value."""
+    address = address_of(value)
+    assert address is not None
+    return address.pointer
+
+
+def address_of(value: Value) -> Address | None:
+    """Return where a value is in memory; None if it is not stored, or not with fixed strides."""
+    place = _place(value)
+    if place is None:
+        return None
+    buffer, begin, strides = place
+    if buffer.variable:
+        return Address(f"&{buffer.name}", (0,) * len(value.shape)) if value.numel == 1 else None
+    return Address(f"({buffer.name} + {begin})", strides)
+
+
+def in_place(value: Value) -> Value | None:
+    """Return a selected part of a constant as a value that is in memory.
+
+    The part is selected by one stored number, such as a row by the number of an iteration. Its
+    place stays the same if the given value is stored later. None is returned for other values.
+    """
+    place = _place(value, selected=True)
+    if place is None or place[0].variable or not place[0].constant:
+        return None
+    buffer, begin, strides = place
+    memory = Buffer(f"({buffer.name} + {begin})", value.dtype, value.shape, strides)
+    return Reinterpreted(value.shape, value.dtype, (value,), memory, strides)
+
+
+def _place(value: Value, selected: bool = False) -> tuple[Buffer, Index, tuple[int, ...]] | None:
+    """Return the buffer of a value, the offset of its first element in it, and its strides.
+
+    With ``selected``, the value may be a part that one stored number selects.
+    """
+    origin = _offset(value, tuple(Index() for _ in value.shape), selected)
+    if origin is None:
+        return None
+    buffer, begin = origin
+    strides: list[int] = []
+    for axis, length in enumerate(value.shape):
+        index = tuple(Index(int(a == axis)) for a in range(len(value.shape)))
+        found = _offset(value, index, selected) if length > 1 else origin
+        assert found is not None
+        strides.append(found[1].const - begin.const)
+    return buffer, begin, tuple(strides)
+
+
+def _offset(value: Value, index: Indices, selected: bool) -> tuple[Buffer, Index] | None:
+    while value.buffer is None:
+        if isinstance(value, View):
+            value, index = value.operands[0], value.map(index)
+        elif selected and isinstance(value, Gathered) and (place := _scalar(value.operands[1:])):
+            number, axis = value.operands[1], value.axis
+            value = value.operands[0]
+            index = (*index[:axis], place, *index[axis + len(number.shape) :])
+        else:
+            return None
+    return value.buffer, Index() if value.buffer.variable else value.buffer.at(index)
+
+
+def _scalar(numbers: Sequence[Value]) -> Index | None:
+    """Return the index that one stored number is; None for other index tensors."""
+    buffer = numbers[0].source.buffer if len(numbers) == 1 and numbers[0].numel == 1 else None
+    return Index(0, ((buffer.name, 1),)) if buffer is not None and buffer.variable else None

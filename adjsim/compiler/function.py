@@ -1,0 +1,228 @@
+"""The statements of a graph: the order of its stored values, and the loops that they share.
+
+A value is computed as soon as its stored operands are. Sums over matrices of pairs are postponed
+until nothing else is ready, so that as many as possible share one loop over pairs. A value that
+only one later loop reads, element by element, is then computed in that loop and not stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from adjsim.compiler.calls import Call, Called
+from adjsim.compiler.costs import work_size
+from adjsim.compiler.graph import Lowering
+from adjsim.compiler.nest_groups import Stage, fuse, join, nests
+from adjsim.compiler.nests import Task
+from adjsim.compiler.values import (
+    Buffer,
+    Index,
+    Joined,
+    Lazy,
+    Reduced,
+    Reinterpreted,
+    StoredExpression,
+    Value,
+)
+
+# The names of buffers in printed statements.
+_NAME = re.compile(r"\b[br]\d+\b")
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of a graph, and the buffer to which it is written."""
+
+    value: Value
+    buffer: Buffer
+
+
+class Function:
+    """The C++ statements of a graph.
+
+    Args:
+        lowering: the lowered graph.
+        outputs: its outputs with their buffers.
+        threads: the number of threads that share large loops.
+        result: a value that the function returns in addition.
+        first_function: the number of the first function that is called.
+        rows: the buffers of stored values that the caller reads.
+
+    Attributes:
+        lines: the statements.
+        scratch: the buffers that stored values share, which the caller allocates.
+    """
+
+    def __init__(
+        self,
+        lowering: Lowering,
+        outputs: Sequence[Output],
+        threads: int,
+        result: Value | None = None,
+        first_function: int = 0,
+        rows: Sequence[Buffer] = (),
+    ) -> None:
+        self.large, self.threads, self.rows = lowering.large, threads, rows
+        self.scratch: list[Buffer] = []
+        self.functions = {
+            call: [f"functions[{first_function + i}]" for i in range(at, at + len(call.addresses))]
+            for call, at in _numbered(lowering.calls)
+        }
+        tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
+        output_tasks = [Task(output.buffer, output.value) for output in outputs]
+        stages = self._order(tasks, output_tasks, [] if result is None else [result])
+        buffers = [
+            value.buffer
+            for value in tasks
+            if value.buffer and not value.buffer.variable and value.buffer not in rows
+        ]
+        self.scratch, self.lines = _share([list(stage.lines) for stage in stages], buffers)
+
+    def _order(
+        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
+    ) -> list[Stage]:
+        needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
+        wanted: set[Value] = set()
+        todo = [
+            value
+            for root in (*results, *(task.value for task in output_tasks))
+            for value in _stored_operands(root) & tasks.keys()
+        ]
+        todo += [value for value in tasks if value.buffer in self.rows]
+        while todo:
+            value = todo.pop()
+            if value not in wanted:
+                wanted.add(value)
+                todo.extend(needs[value])
+                # A call writes all of its outputs.
+                todo.extend(_written_with(value))
+        for value in tasks.keys() - wanted:
+            del tasks[value]
+        # The order of the graph makes the generated source reproducible.
+        remaining, done = list(tasks), set[Value]()
+        stages: list[Stage] = []
+        while remaining:
+            ready = [value for value in remaining if needs[value] & wanted <= done]
+            called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
+            if called is not None:
+                filled = [x.buffer for x in called.outputs if x.buffer]
+                stages.append(Stage(called.lines(self.functions[called]), filled))
+                done.update(called.outputs)
+                remaining = [value for value in remaining if value not in done]
+                continue
+            small = [
+                value for value in ready if all(task.work <= self.large for task in tasks[value])
+            ]
+            # Scalars first, so that a loop that needs one can join the loop before it.
+            scalars = [value for value in small if value.numel == work_size(value) == 1]
+            chosen = scalars or small or self._sharing_loop(ready, tasks)
+            stages.append(nests((task for value in chosen for task in tasks[value]), self.threads))
+            done.update(chosen)
+            remaining = [value for value in remaining if value not in done]
+        stages.append(nests(output_tasks, self.threads))
+        others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
+        others += [value for result in results for value in _stored_operands(result)]
+        join(stages, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
+        names = {value.buffer.name for value in others if value.buffer}
+        fuse(stages, names | {buffer.name for buffer in self.rows})
+        return stages
+
+    def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
+        """Select large sums that share one loop with the first."""
+        space = tasks[ready[0]][0].space
+        return [value for value in ready if tasks[value][0].space == space]
+
+
+def _numbered(calls: Iterable[Call]) -> Iterator[tuple[Call, int]]:
+    """Number the functions of calls."""
+    at = 0
+    for call in calls:
+        yield call, at
+        at += len(call.addresses)
+
+
+def _written_with(value: Value) -> Sequence[Value]:
+    """Return the outputs of the call that writes a value."""
+    return value.call.outputs if isinstance(value, Called) and value.call else ()
+
+
+def _tasks(value: Value) -> list[Task]:
+    assert value.buffer is not None
+    if isinstance(value, Called):
+        return []
+    if isinstance(value, Reduced):
+        return [Task(value.buffer, value.operands[0], value.axes, lanes=value.lanes)]
+    if isinstance(value, Joined):
+        tasks, at = [], 0
+        for part in value.operands:
+            begin = tuple(
+                Index(at) if axis == value.axis else Index() for axis in range(len(value.shape))
+            )
+            tasks.append(Task(value.buffer, part, begin=begin))
+            at += part.shape[value.axis]
+        return tasks
+    assert isinstance(value, Lazy)
+    return [Task(value.buffer, StoredExpression(value))]
+
+
+def _stored_operands(value: Value, below: bool = False) -> set[Value]:
+    """Collect the stored values from which an element is computed.
+
+    With ``below``, start from the operands of a stored value instead of the value itself.
+    """
+    found: set[Value] = set()
+    seen: set[Value] = set()
+    todo = list(value.operands) if below else [value]
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.buffer is not None:
+            found.add(value)
+        if value.buffer is None or isinstance(value, Reinterpreted):
+            todo.extend(value.operands)
+    return found
+
+
+def _share(
+    stages: Sequence[Sequence[str]], buffers: Sequence[Buffer]
+) -> tuple[list[Buffer], list[str]]:
+    """Let buffers that are not needed at the same time share memory, which then stays in caches.
+
+    Args:
+        stages: the statements of each stage.
+        buffers: the buffers that they use.
+
+    Returns:
+        the buffers that are left, and the statements with their names. One name for one memory
+        keeps its pointer the only one to it, as ``__restrict`` promises.
+    """
+    known = {buffer.name: buffer for buffer in buffers}
+    uses = [
+        [x for x in dict.fromkeys(_NAME.findall("\n".join(lines))) if x in known]
+        for lines in stages
+    ]
+    last = {name: at for at, names in enumerate(uses) for name in names}
+    left: list[Buffer] = []
+    free: list[Buffer] = []
+    shared: dict[str, Buffer] = {}
+    for at, names in enumerate(uses):
+        for name in names:
+            if name not in shared:
+                shared[name] = _smallest(free, known[name])
+                (free.remove if shared[name] in free else left.append)(shared[name])
+        free += [shared[name] for name in names if last[name] == at]
+    return left, [
+        _NAME.sub(lambda x: shared[x[0]].name if x[0] in shared else x[0], line)
+        for lines in stages
+        for line in lines
+    ]
+
+
+def _smallest(free: Sequence[Buffer], buffer: Buffer) -> Buffer:
+    """Return the smallest free buffer that is large enough, or the given one."""
+    fit = [x for x in free if x.dtype == buffer.dtype and x.size >= buffer.size]
+    return min(fit, key=lambda x: x.size, default=buffer)

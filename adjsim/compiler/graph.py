@@ -1,0 +1,373 @@
+"""Lowering of a traced graph to values, and the choice of stored values.
+
+The stored values are outputs, sums, concatenated tensors, tensors that the trace marks
+(:func:`adjsim.core.layout.materialise_contiguous`), and
+
+- scalars, as variables;
+- values that broadcast into a larger one, so that they are not computed again for each of its
+  elements;
+- values of about the size of a state that are read more than once, unless they are very cheap.
+
+All other values, such as matrices of pairs, are computed where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from adjsim.compiler.calls import CALLS, Call, Called
+from adjsim.compiler.costs import CHEAP, cost, work_size
+from adjsim.compiler.indexing import SPLITS, Checked, gathered, indexed, reshaped, scattered, split
+from adjsim.compiler.operations import LOGICAL, literal
+from adjsim.compiler.pointwise import pointwise
+from adjsim.compiler.products import FEW, MatrixProduct, sum_of_products
+from adjsim.compiler.values import (
+    LANES,
+    TYPES,
+    Arange,
+    Buffer,
+    Joined,
+    Literal,
+    Pointwise,
+    Reduced,
+    UnprintableError,
+    Value,
+    View,
+    make_buffer,
+)
+from adjsim.compiler.views import VIEWS, expanded, unsqueezed
+
+# Keyword arguments that are handled, or that do not affect values on the CPU.
+KNOWN = {
+    "alpha", "value", "rounding_mode", "min", "max", "dtype", "layout", "device", "pin_memory",
+    "memory_format", "non_blocking", "decimals", "implicit", "copy",
+}  # fmt: skip
+
+
+class Lowering:
+    """The values of one graph.
+
+    Args:
+        graph: a graph of tensors of known shapes on the CPU, without dead code.
+        inputs: the buffers of its placeholders.
+        large: values with more elements are not stored merely for being read more than once.
+        exact: whether sums must have the same bits in every program.
+
+    Attributes:
+        stored: the stored values, in the order of the graph.
+        calls: the calls of compiled functions.
+        checked: the constants that are indices.
+        outputs: the values of the graph's outputs.
+    """
+
+    def __init__(
+        self, graph: GraphModule, inputs: Sequence[Buffer], large: int, exact: bool
+    ) -> None:
+        self.large, self.exact = large, exact
+        self.stored: list[Value] = []
+        self.calls: list[Call] = []
+        self.checked: list[Checked] = []
+        self.values: dict[Node, Any] = {}
+        placeholders = iter(inputs)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                buffer = next(placeholders)
+                self.values[node] = Value(
+                    buffer.shape, buffer.dtype, buffer=buffer, strides=buffer.strides
+                )
+            elif node.op == "call_function":
+                self.values[node] = self._lower(node)
+            elif node.op == "output":
+                self.outputs: list[Value] = [self.values[x] for x in node.args[0]]
+                if not all(value.numel for value in self.outputs):
+                    raise UnprintableError("an output without elements")
+            else:
+                raise UnprintableError(node.op)
+
+    # Storing.
+
+    def store(self, value: Value, fill: bool = True) -> None:
+        """Store a value in a buffer, or in a variable if it is a scalar."""
+        value = value.source
+        if value.buffer is not None or isinstance(value, Literal):
+            return
+        name = f"b{len(self.stored)}"
+        if value.numel == 1:
+            value.buffer = Buffer(
+                name, value.dtype, value.shape, (0,) * len(value.shape), variable=True
+            )
+        else:
+            value.buffer = make_buffer(name, value.dtype, value.shape, value.strides, fill)
+        self.stored.append(value)
+
+    def _store_operand(self, operand: Value, numel: int) -> None:
+        source = operand.source
+        if source.computed and source.numel < numel and (source.numel == 1 or cost(source) > 1):
+            self.store(source)
+
+    # Lowering.
+
+    def _lower(self, node: Any) -> Any:
+        if node.target.__class__.__name__ == "builtin_function_or_method":
+            return self.values[node.args[0]][node.args[1]]
+        if node.target in CALLS:
+            return self._called(node)
+        name = str(node.target).removeprefix("aten.")
+        base = name.split(".")[0]
+        if _overwrites_its_own(node):
+            base = base.removesuffix("_")
+        meta = node.meta.get("val")
+        unknown = node.kwargs.keys() - KNOWN
+        if unknown:
+            raise UnprintableError(f"{name} with {', '.join(sorted(unknown))}")
+        args = [self.values[x] if isinstance(x, Node) else x for x in node.args]
+        if isinstance(meta, (list, tuple)):
+            if base not in SPLITS:
+                raise UnprintableError(name)
+            return split(base, meta, *args)
+        if not isinstance(meta, Tensor):
+            raise UnprintableError(name)
+        if meta.device.type != "cpu" or meta.dtype not in TYPES:
+            raise UnprintableError(f"{name} of {tuple(meta.shape)} {meta.dtype} on {meta.device}")
+        if meta.numel() == 0:
+            # No element is ever read, so the operation need not be known.
+            return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
+        value = self._value(base, name, node, meta, args)
+        value.strides = value.strides or tuple(meta.stride())
+        if isinstance(value, (Pointwise, Reduced)):
+            self._store_if_needed(value, node)
+        return value
+
+    def _called(self, node: Any) -> Called | tuple[Called, ...]:
+        def values(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [values(y) for y in x]
+            return self.values[x] if isinstance(x, Node) else x
+
+        example = node.meta["val"]
+        single = isinstance(example, Tensor)
+        examples = [example] if single else example
+        outputs = self._add_call(CALLS[node.target](values(node.args), examples, self.store))
+        return outputs[0] if single else outputs
+
+    def _add_call(self, call: Call) -> tuple[Called, ...]:
+        self.calls.append(call)
+        for output in call.outputs:
+            assert output.buffer is not None
+            # Names that do not differ between processes keep compiled libraries usable.
+            output.buffer.name = f"r{len(self.stored)}"
+            self.stored.append(output)
+        return call.outputs
+
+    def _product(self, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+        if node.kwargs:
+            raise UnprintableError(f"{name} with {', '.join(node.kwargs)}")
+        *bias, left, right = args
+        if left.shape[1] <= FEW and meta.dtype.is_floating_point:
+            product: Value = sum_of_products(left, right, meta, self.store)
+            for factor in product.operands:
+                self._store_operand(factor, product.numel)
+        else:
+            product = self._add_call(MatrixProduct(left, right, meta, self.store))[0]
+        if not bias:
+            return product
+        return self._pointwise("add", name, node, meta, [product, bias[0]])
+
+    def _store_if_needed(self, value: Value, node: Node) -> None:
+        for operand in value.operands:
+            self._store_operand(operand, work_size(value))
+        if (
+            value.numel == 1
+            or isinstance(value, Reduced)
+            or (value.numel <= self.large and len(node.users) > 1 and cost(value) >= CHEAP)
+        ):
+            self.store(value)
+
+    def _value(self, base: str, name: str, node: Any, meta: Tensor, args: list[Any]) -> Value:
+        shape, dtype = tuple(meta.shape), meta.dtype
+        view = VIEWS.get(base)
+        if view is not None:
+            return View(shape, dtype, (args[0],), map=view(args[0].shape, shape, *args[1:]))
+        if base in ("view", "_unsafe_view", "reshape") and dtype == args[0].dtype:
+            return reshaped(self.store, args[0], meta)
+        if base in (
+            "clone",
+            "_to_copy",
+            "alias",
+            "detach",
+            "contiguous",
+            "lift_fresh",
+            "lift_fresh_copy",
+            "to",
+        ):
+            return self._converted(args[0], meta)
+        if base == "as_strided":
+            source, rows = node.args[0].meta["val"], torch.empty(shape, device="meta").stride()
+            if (
+                shape != args[0].shape
+                or tuple(source.stride()) != rows
+                or tuple(args[2]) != rows
+                or args[3:]
+            ):
+                raise UnprintableError(name)
+            kept = Pointwise(
+                shape, dtype, (args[0],), strides=tuple(meta.stride()), expression=lambda x: x
+            )
+            self.store(kept)
+            return kept
+        if base in ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty"):
+            return Literal(shape, dtype, text=literal(0, dtype))
+        if base in ("ones_like", "ones", "new_ones"):
+            return Literal(shape, dtype, text=literal(1, dtype))
+        if base in ("full", "full_like", "new_full", "scalar_tensor", "fill"):
+            number = (
+                args[0] if base == "scalar_tensor" else args[1] if base != "new_full" else args[2]
+            )
+            if not isinstance(number, (int, float, bool)):
+                raise UnprintableError(name)
+            return Literal(shape, dtype, text=literal(number, dtype))
+        if base == "arange":
+            begin, step = (args[0] if len(args) > 1 else 0), (args[2] if len(args) > 2 else 1)
+            return Arange(shape, dtype, begin=begin, step=step)
+        if base == "index_select":
+            x, axis, number = args
+            axis %= len(x.shape)
+            return gathered(self.store, self.checked, meta, x, axis, [number], wraps=False)
+        if base == "index":
+            indices = [None if x is None else self.values[x] for x in args[1]]
+            return indexed(self.store, self.checked, meta, args[0], indices)
+        if base in ("cat", "stack"):
+            axis = args[1] % len(shape) if len(args) > 1 else 0
+            parts = [self.values[part] for part in args[0]]
+            sources = [x for x, part in zip(args[0], parts, strict=True) if part.numel]
+            parts = [part for part in parts if part.numel]
+            if base == "stack":
+                rows = (*shape[:axis], 1, *shape[axis + 1 :])
+                parts = [
+                    View(rows, dtype, (part,), map=unsqueezed((), rows, axis)) for part in parts
+                ]
+            # A concatenation that is read here alone needs no memory of its own.
+            parts = [
+                inner
+                for part, source in zip(parts, sources, strict=True)
+                for inner in (
+                    part.operands
+                    if isinstance(part, Joined) and part.axis == axis and len(source.users) == 1
+                    else (part,)
+                )
+            ]
+            joined = Joined(shape, dtype, tuple(parts), strides=tuple(meta.stride()), axis=axis)
+            self.store(joined)
+            return joined
+        if base in ("select_scatter", "slice_scatter"):
+            return scattered(self.store, base, meta, *args)
+        if base in ("select_backward", "slice_backward"):
+            zeros = Literal(shape, dtype, text=literal(0, dtype))
+            scatter = base.replace("backward", "scatter")
+            return scattered(self.store, scatter, meta, zeros, args[0], *args[2:])
+        if base in ("mm", "addmm"):
+            return self._product(name, node, meta, args)
+        if base == "sum":
+            return self._reduced(meta, args)
+        return self._pointwise(base, name, node, meta, args)
+
+    def _converted(self, x: Value, meta: Tensor) -> Value:
+        if x.dtype == meta.dtype:
+            return View(tuple(meta.shape), meta.dtype, (x,))
+        to_integer = meta.dtype == torch.int64 and x.dtype.is_floating_point
+        convert = "integer" if to_integer else f"({TYPES[meta.dtype]})"
+        return Pointwise(
+            tuple(meta.shape),
+            meta.dtype,
+            (x,),
+            strides=tuple(meta.stride()),
+            expression=lambda x: f"{convert}({x})",
+        )
+
+    def _reduced(self, meta: Tensor, args: list[Any]) -> Value:
+        x, axes = args[0], args[1] if len(args) > 1 and args[1] else range(len(args[0].shape))
+        axes = tuple(sorted({axis % len(x.shape) for axis in axes})) if x.shape else ()
+        if x.dtype != meta.dtype:
+            if x.dtype == torch.bool or meta.dtype in (torch.float64, torch.float32):
+                x = self._converted(x, torch.empty(x.shape, dtype=meta.dtype, device="meta"))
+            else:
+                raise UnprintableError(f"sum of {x.dtype} to {meta.dtype}")
+        if x.numel == 0:
+            return Literal(tuple(meta.shape), meta.dtype, text=literal(0, meta.dtype))
+        # The sums have the memory order of their operand.
+        strides = x.strides if len(meta.shape) == len(x.shape) else _without_axes(x.strides, axes)
+        lanes = self._lanes(x, axes) if self.exact else None
+        return Reduced(
+            tuple(meta.shape), meta.dtype, (x,), strides=tuple(strides), axes=axes, lanes=lanes
+        )
+
+    def _lanes(self, x: Value, axes: Sequence[int]) -> int:
+        """Choose the number of partial sums by what does not depend on other values."""
+        along = any(x.strides[axis] == 1 and x.shape[axis] > LANES for axis in axes)
+        return LANES if along else 1
+
+    def _pointwise(self, base: str, name: str, node: Node, meta: Tensor, args: list[Any]) -> Value:
+        dtype = meta.dtype
+        tensors = [x for x in args if isinstance(x, Value)]
+        common = dtype
+        if base in LOGICAL and tensors:
+            common = torch.result_type(*_examples(args)) if len(args) > 1 else tensors[0].dtype
+        operands, expression = pointwise(base, name, args, node.kwargs, common)
+        # The condition of `where` stays bool; all other operands are computed in the common type.
+        conditions = 1 if base == "where" else 0
+        cast = [
+            x
+            if i < conditions or x.dtype == common
+            else self._converted(x, torch.empty(x.shape, dtype=common, device="meta"))
+            for i, x in enumerate(operands)
+        ]
+        # Along an axis where no operand varies, the result is computed once and expanded.
+        shape, axes = tuple(meta.shape), len(meta.shape)
+        varies = [
+            any(x.varies[a - axes + len(x.shape)] for x in cast if a >= axes - len(x.shape))
+            for a in range(axes)
+        ]
+        short = tuple(n if v else 1 for n, v in zip(shape, varies, strict=True))
+        value = Pointwise(
+            short, dtype, tuple(cast), strides=tuple(meta.stride()), expression=expression
+        )
+        if short == shape:
+            return value
+        self._store_if_needed(value, node)
+        return View(shape, dtype, (value,), map=expanded(short, shape))
+
+
+def _overwrites_its_own(node: Node) -> bool:
+    """Whether an operation in place overwrites a new tensor that nothing else reads.
+
+    Formulas of autograd do, such as that of ``clamp``.
+    """
+    target: Any = node.target
+    if not target._schema.is_mutable or not isinstance(node.args[0], Node):
+        return False
+    made: Any = node.args[0]
+    return (
+        len(made.users) == 1
+        and made.op == "call_function"
+        and hasattr(made.target, "_schema")
+        and (
+            _overwrites_its_own(made)
+            or not any(result.alias_info for result in made.target._schema.returns)
+        )
+    )
+
+
+def _without_axes(strides: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stride for axis, stride in enumerate(strides) if axis not in axes)
+
+
+def _examples(args: Sequence[Any]) -> list[Any]:
+    """Make example operands of the same types, for torch's type promotion."""
+    return [
+        torch.empty((1,) * len(x.shape), dtype=x.dtype) if isinstance(x, Value) else x for x in args
+    ]

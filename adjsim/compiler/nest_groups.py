@@ -1,0 +1,150 @@
+"""The stages of a function, and values that need no memory because one loop alone reads them.
+
+A stage is a call, or loops that could run in any order. A value that reads what an earlier loop has
+just computed, element by element, is computed in that loop too, where these numbers are at hand.
+A stored value that is read by one loop, element by element, is computed in that loop alone, so that
+it is neither written nor read. Loops that sum read stored values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from adjsim.compiler.nests import Nest, Task
+from adjsim.compiler.values import Buffer, StoredExpression, Value
+
+# The lengths of the loops over kept axes and over summed axes.
+Space = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class Stage:
+    """A call, or loop nests.
+
+    Attributes:
+        call: the statements of the call.
+        called: the buffers that it fills.
+        nests: the nests by their spaces.
+    """
+
+    call: list[str] = field(default_factory=list)
+    called: list[Buffer] = field(default_factory=list)
+    nests: dict[Space, Nest] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The statements."""
+        yield from self.call
+        for nest in self.nests.values():
+            yield from nest.lines()
+
+
+def nests(tasks: Iterable[Task], threads: int) -> Stage:
+    """Make the stage of tasks that do not depend on each other."""
+    groups: dict[Space, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.space, []).append(task)
+    return Stage(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
+
+
+def join(stages: list[Stage], operands: Callable[[Value], Iterable[Buffer]], threads: int) -> None:
+    """Move each value into the earlier nest that computes the last of its operands.
+
+    Args:
+        stages: in the order in which they run; changed in place.
+        operands: the buffers from which a value is computed.
+        threads: the number of threads that share a large nest.
+    """
+    # The stage that fills each buffer, and the space of the nest there that fills it by itself.
+    made: dict[str, tuple[int, Space | None]] = {}
+    for at, stage in enumerate(stages):
+        made |= {buffer.name: (at, None) for buffer in stage.called}
+        groups: dict[tuple[int, Space], list[Task]] = {}
+        for space, nest in stage.nests.items():
+            for task in nest.tasks:
+                found = [made[x.name] for x in operands(task.value) if x.name in made]
+                last = max((i for i, _ in found), default=at)
+                alone = {where for i, where in found if i == last} == {space}
+                host = stages[last].nests.get(space) if alone else None
+                joins = host is not None and _computes_operands(host, task)
+                groups.setdefault((last if joins else at, space), []).append(task)
+        stage.nests.clear()
+        for (where, space), tasks in groups.items():
+            host = stages[where].nests.get(space)
+            joined = [*(host.tasks if host else ()), *tasks]
+            stages[where].nests[space] = Nest(*space, joined, threads)
+            for task in tasks:
+                last, _ = made.get(task.buffer.name, (where, space))
+                made[task.buffer.name] = max(last, where), None if task.begin else space
+
+
+def _computes_operands(nest: Nest, task: Task) -> bool:
+    """Whether a task can join a nest without sums that computes what the task reads.
+
+    The task must read these values element by element, and the innermost loop must stay the same.
+    """
+    if nest.inner or not nest.outer or task.buffer.variable:
+        return False
+    alone = Nest(*task.space, [task], nest.threads)
+    own = {x.buffer.name: x for x in nest.tasks}
+    reads = [(own[b.name], b, at) for b, at in alone.body.reads if b.name in own]
+    return alone.innermost == nest.innermost and all(
+        isinstance(x.value, StoredExpression)
+        and x.buffer is buffer
+        and buffer.dtype.is_floating_point
+        and at == x.target(x.index(nest.outer, nest.inner))
+        for x, buffer, at in reads
+    )
+
+
+def fuse(stages: list[Stage], needed: set[str]) -> None:
+    """Compute values in the one nest that reads them.
+
+    Args:
+        stages: in the order in which they run; changed in place.
+        needed: the names of buffers that are read by more than nests.
+    """
+    readers: dict[str, set[tuple[int, Space]]] = {}
+    for at in reversed(range(len(stages))):
+        changed: set[tuple[int, Space]] = set()
+        for space, nest in stages[at].nests.items():
+            own = {task.buffer.name for task in nest.tasks}
+            for name in {buffer.name for buffer, _ in nest.body.reads} & own:
+                readers.setdefault(name, set()).add((at, space))
+            for task in nest.tasks:
+                found = readers.get(task.buffer.name, set())
+                if len(found) != 1 or task.buffer.name in needed:
+                    continue
+                (reader,) = found
+                if reader[1] == space and _reads_once(stages[reader[0]].nests[space], task):
+                    assert isinstance(task.value, StoredExpression)
+                    task.value.value.buffer = None
+                    changed |= {reader, (at, space)}
+        for where, space in changed:
+            known = stages[where].nests
+            tasks = [task for task in known[space].tasks if not _fused(task)]
+            if tasks:
+                known[space] = Nest(*space, tasks, known[space].threads)
+            else:
+                del known[space]
+        for where, space in {*changed, *((at, space) for space in stages[at].nests)}:
+            if space in stages[where].nests:
+                for buffer, _ in stages[where].nests[space].body.reads:
+                    readers.setdefault(buffer.name, set()).add((where, space))
+
+
+def _fused(task: Task) -> bool:
+    return isinstance(task.value, StoredExpression) and task.value.value.buffer is None
+
+
+def _reads_once(nest: Nest, task: Task) -> bool:
+    """Whether a nest without sums reads each element of a value of floating point once."""
+    if not isinstance(task.value, StoredExpression) or task.buffer.variable or nest.inner:
+        return False
+    place = task.target(task.index(nest.outer, nest.inner))
+    return task.buffer.dtype.is_floating_point and all(
+        buffer is task.buffer and at == place
+        for buffer, at in nest.body.reads
+        if buffer.name == task.buffer.name
+    )

@@ -1,0 +1,336 @@
+"""Loop nests that fill buffers.
+
+The innermost loop runs along the axis with contiguous memory accesses, and is vectorised: over the
+lanes of a row sum, or over neighbouring elements.
+
+A sum along a row has LANES partial sums: number l adds the terms l, l + LANES, ... in order, and a
+binary tree adds the partial sums. A sum for neighbouring elements adds its terms in order. Which of
+them is faster depends on the other tensors of the loop. So the sums of an exact run have a number
+of partial sums of their own, by which they have the same bits in every program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from adjsim.compiler.values import (
+    LANES,
+    TYPES,
+    Body,
+    Buffer,
+    Index,
+    Indices,
+    StoredExpression,
+    Value,
+)
+
+# Smallest number of elements of a loop that is shared by threads.
+PARALLEL_WORK = 131_072
+# Number of neighbouring sums that are accumulated together.
+BLOCK = 16
+
+
+@dataclass(eq=False)
+class Task:
+    """The computation of a buffer, or of one part of a concatenated buffer.
+
+    Attributes:
+        buffer: the buffer.
+        value: the value whose elements are written to the buffer, or summed into it.
+        axes: the axes of the value that are summed.
+        begin: the index in the buffer at which a part of a concatenated buffer begins.
+        lanes: the number of partial sums, 1 or LANES; None: as the loop likes.
+    """
+
+    buffer: Buffer
+    value: Value
+    axes: tuple[int, ...] = ()
+    begin: Indices = ()
+    lanes: int | None = None
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """The axes of the value longer than one and not summed, outermost in memory first."""
+        strides = self._strides
+        return sorted((a for a in self._loop_axes if a not in self.axes), key=lambda a: -strides[a])
+
+    @cached_property
+    def summed(self) -> list[int]:
+        """The axes of the value longer than one and summed."""
+        return [a for a in self._loop_axes if a in self.axes]
+
+    @property
+    def space(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of the loops over kept axes and over summed axes."""
+        return tuple(self.value.shape[a] for a in self.kept), tuple(
+            self.value.shape[a] for a in self.summed
+        )
+
+    @property
+    def work(self) -> int:
+        """The number of elements to compute."""
+        return self.value.numel
+
+    @property
+    def _loop_axes(self) -> list[int]:
+        return [a for a, n in enumerate(self.value.shape) if n > 1]
+
+    @property
+    def _strides(self) -> list[int]:
+        """The strides of the buffer, in the order of the value's axes."""
+        if len(self.buffer.shape) == len(self.value.shape):
+            return list(self.buffer.strides)
+        rest = iter(self.buffer.strides)
+        return [0 if a in self.axes else next(rest) for a in range(len(self.value.shape))]
+
+    def index(self, kept: Sequence[str], summed: Sequence[str]) -> Indices:
+        """Build the index of the value from the names of the loop variables."""
+        names = dict(zip([*self.kept, *self.summed], [*kept, *summed], strict=True))
+        return tuple(
+            Index(0, ((names[a], 1),)) if a in names else Index()
+            for a in range(len(self.value.shape))
+        )
+
+    def target(self, index: Indices) -> Index:
+        """Return the offset in the buffer for an index of the value."""
+        if len(self.buffer.shape) != len(index):
+            index = tuple(i for a, i in enumerate(index) if a not in self.axes)
+        else:
+            index = tuple(Index() if a in self.axes else i for a, i in enumerate(index))
+        begin = self.begin or tuple(Index() for _ in index)
+        return self.buffer.at(tuple(i + b for i, b in zip(index, begin, strict=True)))
+
+
+class Nest:
+    """A loop nest over kept and summed axes that several tasks share.
+
+    Args:
+        kept, summed: the lengths of the axes.
+        tasks: the tasks.
+        threads: the number of threads that share a large nest.
+    """
+
+    def __init__(
+        self, kept: tuple[int, ...], summed: tuple[int, ...], tasks: list[Task], threads: int
+    ) -> None:
+        self.tasks, self.threads = tasks, threads
+        self.outer = [f"i{n}" for n in range(len(kept))]
+        self.inner = [f"j{n}" for n in range(len(summed))]
+        self.length = dict(zip([*self.outer, *self.inner], [*kept, *summed], strict=True))
+        own = {task.value.value for task in tasks if isinstance(task.value, StoredExpression)}
+        self.body = Body("v", own)
+        self.results = []
+        for task in tasks:
+            index = task.index(self.outer, self.inner)
+            self.results.append((task, task.value.load(self.body, index), task.target(index)))
+
+    def lines(self) -> list[str]:
+        """Print the nest."""
+        if not self.length:
+            return self._single()
+        name, limit = self.innermost
+        if name in self.inner:
+            lines = self._rows(name, limit)
+        elif self.inner:
+            lines = self._blocks(name, limit)
+        else:
+            lines = self._elements(name, limit)
+        return (
+            ["{", *lines, "}"] if not self._variables() else [*self._variables(), "{", *lines, "}"]
+        )
+
+    @cached_property
+    def innermost(self) -> tuple[str, int]:
+        """The variable of the innermost loop, and where that loop ends.
+
+        The variable is chosen by the number of contiguous accesses.
+        """
+        places = [at for _, at in self.body.reads] + [
+            at for task, _, at in self.results if not task.buffer.variable
+        ]
+
+        def score(name: str) -> tuple[int, int]:
+            factors = [abs(at.factor(name)) for at in places]
+            return sum(f == 1 for f in factors) - 2 * sum(f > 1 for f in factors), list(
+                self.length
+            ).index(name)
+
+        name = max((name for name in self.length if self.length[name] > 1), key=score)
+        return name, self._limit(name)
+
+    def _limit(self, name: str) -> int:
+        """Return the end of the innermost loop.
+
+        This is the padded length of the row if all accesses are to padded rows.
+        """
+        n = self.length[name]
+        row = -(-n // LANES) * LANES
+        places = [
+            *self.body.reads,
+            *((t.buffer, at) for t, _, at in self.results if not t.buffer.variable),
+        ]
+        touched = [(buffer, at) for buffer, at in places if at.factor(name)]
+        filled = all(
+            b.row == row and at.factor(name) == 1 and at.const % row == 0 for b, at in touched
+        )
+        # Padding of one part of a concatenated row would overwrite the next part.
+        filled &= all(
+            t.buffer.inner == self.length[name] for t, _, at in self.results if at.factor(name)
+        )
+        # The padding holds arbitrary numbers, which must not be reported as errors.
+        refuses = any("refused" in line for line in self.body.lines)
+        return row if filled and not refuses else n
+
+    def _variables(self) -> list[str]:
+        """Print the declarations of sums that are scalars."""
+        return [
+            f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in self.tasks if t.buffer.variable
+        ]
+
+    def _single(self) -> list[str]:
+        """Print scalars, without a loop."""
+        lines, declared = [], [t for t in self.tasks if t.buffer.variable]
+        lines += [f"{TYPES[t.buffer.dtype]} {t.buffer.name};" for t in declared]
+        # A block of its own, since variables of other bodies have the same names.
+        lines += ["{", *self.body.lines]
+        for task, text, at in self.results:
+            lines.append(
+                f"{task.buffer.name} = {text};"
+                if task.buffer.variable
+                else f"{task.buffer.name}[{at}] = {text};"
+            )
+        return [*lines, "}"]
+
+    def _head(self, name: str, limit: int | None = None) -> str:
+        return f"for (int64_t {name} = 0; {name} < {limit or self.length[name]}; ++{name}) {{"
+
+    def _parallel_pragma(self, names: list[str]) -> list[str]:
+        work = math.prod(self.length.values())
+        if self.threads > 1 and names and work >= PARALLEL_WORK:
+            return [f"#pragma omp parallel for schedule(static) num_threads({self.threads})"]
+        return []
+
+    def _elements(self, innermost: str, limit: int) -> list[str]:
+        others = [name for name in self.outer if name != innermost]
+        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
+        lines += [
+            "#pragma omp simd",
+            self._head(innermost, limit),
+            *self.body.lines,
+        ]
+        lines += [f"{task.buffer.name}[{at}] = {text};" for task, text, at in self.results]
+        return lines + ["}"] * (len(others) + 1)
+
+    def _rows(self, innermost: str, limit: int) -> list[str]:
+        """Print sums along rows, a vector of terms at a time."""
+        lines = self._parallel_pragma(self.outer) + [self._head(name) for name in self.outer]
+        length, whole = self.length[innermost], limit % LANES == 0
+        sums = self._sums(LANES if length > LANES else 1)
+        for total, kind, lanes in sums:
+            lines.append(f"{f'partial_sums<{kind}>' if lanes > 1 else kind} {total} = {{}};")
+        if length <= LANES:
+            lines += [self._head(innermost), *self.body.lines]
+            lines += [
+                f"{total} += {text};"
+                for (total, *_), (_, text, _) in zip(sums, self.results, strict=True)
+            ]
+            lines.append("}")
+        else:
+            stop = f"{LANES}" if whole else f"{limit} - b < {LANES} ? {limit} - b : {LANES}"
+            lines.append(f"for (int64_t b = 0; b < {limit}; b += {LANES}) {{")
+            lines.append(f"const int64_t end = {stop};")
+            lines += [f"alignas(64) {kind} {total}t[{LANES}] = {{}};" for total, kind, _ in sums]
+            lines += [
+                "#pragma omp simd",
+                f"for (int64_t l = 0; l < {LANES if whole else 'end'}; ++l) {{",
+                f"const int64_t {innermost} = b + l;",
+                *self.body.lines,
+            ]
+            for (total, kind, _), (_, text, _) in zip(sums, self.results, strict=True):
+                term = f"({innermost} < {length} ? {text} : ({kind})0)" if limit > length else text
+                lines.append(f"{total}t[l] = {term};")
+            lines.append("}")
+            # A sum that starts at zero is never -0, and adding zero does not change it.
+            for total, kind, lanes in sums:
+                lines.append(
+                    f"{total} += *(const partial_sums<{kind}>*){total}t;"
+                    if lanes > 1
+                    else f"for (int64_t l = 0; l < end; ++l) {total} += {total}t[l];"
+                )
+            lines.append("}")
+        for (total, _, lanes), (task, _, at) in zip(sums, self.results, strict=True):
+            name = task.buffer.name if task.buffer.variable else f"{task.buffer.name}[{at}]"
+            lines.append(f"{name} = {_total(total, lanes)};")
+        return lines + ["}"] * len(self.outer)
+
+    def _blocks(self, innermost: str, limit: int) -> list[str]:
+        """Print sums for neighbouring elements, a block of elements at a time."""
+        others = [name for name in self.outer if name != innermost]
+        (summed,) = self.inner
+        block = min(BLOCK, limit)
+        whole = limit % block == 0
+        end = str(block) if whole else f"{limit} - b < {block} ? {limit} - b : {block}"
+        lines = self._parallel_pragma(others) + [self._head(name) for name in others]
+        lines += [
+            f"for (int64_t b = 0; b < {limit}; b += {block}) {{",
+            f"const int64_t end = {end};",
+        ]
+        stop = str(block) if whole else "end"
+        head = f"for (int64_t l = 0; l < {stop}; ++l) {{ const int64_t {innermost} = b + l;"
+        sums = list(zip(self._sums(1), self.results, strict=True))
+        # One partial sum after the other, unless a sum has to take its terms in order.
+        apart = all(lanes > 1 for (_, _, lanes), _ in sums)
+        for (total, kind, lanes), _ in sums:
+            lines.append(f"alignas(64) {kind} {total}[{lanes * block}] = {{}};")
+        if apart:
+            lines.append(f"for (int64_t lane = 0; lane < {LANES}; ++lane) {{")
+            lines += [
+                f"alignas(64) {kind} {total}p[{block}] = {{}};" for (total, kind, _), _ in sums
+            ]
+            lines.append(
+                f"for (int64_t {summed} = lane; {summed} < {self.length[summed]}; "
+                f"{summed} += {LANES}) {{"
+            )
+        else:
+            lines.append(self._head(summed))
+        lines += ["#pragma omp simd", head, *self.body.lines]
+        for (total, _, lanes), (_, text, _) in sums:
+            lane = f"{summed} % {LANES} * {block} + l" if lanes > 1 else "l"
+            lines.append(f"{total}p[l] += {text};" if apart else f"{total}[{lane}] += {text};")
+        lines += ["}", "}"]
+        if apart:
+            lines.append(f"for (int64_t l = 0; l < {stop}; ++l) {{")
+            lines += [f"{total}[lane * {block} + l] = {total}p[l];" for (total, *_), _ in sums]
+            lines += ["}", "}"]
+        lines.append(head)
+        for (total, _, lanes), (task, _, at) in sums:
+            terms = [f"{total}[{n * block} + l]" for n in range(lanes)]
+            lines.append(f"{task.buffer.name}[{at}] = {_tree(terms)};")
+        return lines + ["}"] * (len(others) + 2)
+
+    def _sums(self, lanes: int) -> list[tuple[str, str, int]]:
+        """Return the names and types of the sums, and the numbers of their partial sums.
+
+        Args:
+            lanes: the number where a sum may have any.
+        """
+        return [
+            (f"s{n}", TYPES[task.buffer.dtype], task.lanes or lanes)
+            for n, task in enumerate(self.tasks)
+        ]
+
+
+def _total(name: str, lanes: int) -> str:
+    """Print the sum of partial sums in a vector, or a sum that has one part."""
+    return name if lanes == 1 else _tree([f"{name}[{lane}]" for lane in range(lanes)])
+
+
+def _tree(terms: list[str]) -> str:
+    """Print the sum of partial sums by a binary tree."""
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [f"({a} + {b})" for a, b in zip(terms[:half], terms[half:], strict=True)]
+    return terms[0]

@@ -1,0 +1,368 @@
+"""Compilation of a loop of steps to one C++ function.
+
+The parts of the loop are graphs: its start, its condition, its body and its end. The carry (the
+tensors that each iteration takes from the one before) is in two sets of buffers. An iteration reads
+one set and writes the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from adjsim.compiler.function import Function, Output
+from adjsim.compiler.graph import Lowering
+from adjsim.compiler.indexing import Checked
+from adjsim.compiler.invariants import Once
+from adjsim.compiler.library import compiled
+from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
+from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
+from adjsim.compiler.values import (
+    TYPES,
+    Body,
+    Buffer,
+    UnprintableError,
+    make_buffer,
+)
+
+# A compiled loop of constants and carry, which returns the final carry and the rows.
+Compiled = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+# Constants with more elements are read in place, without copying them to padded rows.
+COPY_LIMIT = 65_536
+# The last parameters of each function of a program.
+EXTRA = ("char* __restrict work", "int* refused", "void* const* functions")
+# Nonzero return values of a program, for errors that torch's own operations would raise.
+STATUS: dict[int, tuple[type[Exception], str]] = {
+    1: (MemoryError, "there is no memory for the buffers of a compiled loop."),
+    2: (ZeroDivisionError, "a compiled step divided an integer by zero."),
+    3: (IndexError, "a compiled step indexed a tensor out of range."),
+    4: (ValueError, "exclusions have an atom that position does not have."),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph, and its last inputs: captured tensors, and values of constants alone.
+
+    Attributes:
+        graph: the graph.
+        baked: the captured tensors.
+        once: the values of constants alone.
+    """
+
+    graph: GraphModule
+    baked: Sequence[Tensor] = ()
+    once: Sequence[Once] = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The graphs of a loop.
+
+    Attributes:
+        start: (constants, carry) to (number of the first iteration, carry).
+        more: (number of an iteration, number of steps) to whether the iteration is run.
+        body: (number, carry, constants) to (next number, carry, rows); rows are the tensors that
+            each iteration stores.
+        finish: (carry, constants) to the final carry.
+    """
+
+    start: Part
+    more: Part
+    body: Part
+    finish: Part
+
+
+def program(
+    parts: Parts,
+    constants: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    exact: bool,
+    threads: int,
+    capacity: int = 0,
+) -> Compiled:
+    """Compile a loop to a function of constants and carry.
+
+    It returns the final carry, and for each stored tensor a tensor ``(capacity, *shape)`` whose row
+    k was stored by the last iteration of number k.
+
+    Args:
+        parts: the graphs of the loop.
+        constants, carry: example tensors; the first constant is the number of steps.
+        exact: whether functions such as exp, and sums, must have the same bits in every program.
+        threads: the number of threads that share large loops.
+        capacity: the largest number of steps of a loop that stores rows.
+
+    Raises:
+        UnprintableError: the loop has unsupported operations, or there is no compiler.
+    """
+    rows = stored_examples(parts.body.graph, len(carry))
+    text = _Program(parts, constants, carry, exact, threads, rows)
+    library = compiled(text.source, text.parallel)
+    run = library.run
+    run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
+    InputPointers = ctypes.c_void_p * (len(constants) + text.fixed + len(carry))
+    OutputPointers = ctypes.c_void_p * (len(carry) + len(rows))
+    functions = (ctypes.c_void_p * max(1, len(text.addresses)))(*text.addresses)
+    memory = RowMemory(capacity, rows)
+
+    def loop(
+        constants: Sequence[Tensor], carry: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
+        stored = memory.take()
+        fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
+        inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
+        status = run(
+            InputPointers(*(x.data_ptr() for x in inputs)),
+            OutputPointers(*(x.data_ptr() for x in (*results, *stored))),
+            functions,
+        )
+        if status:
+            error, message = STATUS[status]
+            raise error(message)
+        return results, stored
+
+    return loop
+
+
+def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the last inputs of parts of a loop, for its constants."""
+    once = dict.fromkeys(x for part in parts for x in part.once)
+    values = {x: x.value(constants) for x in once}
+    return [[*part.baked, *(values[x] for x in part.once)] for part in parts]
+
+
+class _Program:
+    """The C++ source of a loop.
+
+    Attributes:
+        source: the source, with
+            ``int run(const void* const* inputs, void* const* outputs, void* const* functions)``.
+        parallel: whether it has a loop that threads share.
+        fixed: the number of inputs after the constants: captured tensors and values of constants.
+        addresses: the addresses of the functions that it calls.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        constants: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        exact: bool,
+        threads: int,
+        stored: Sequence[Tensor],
+    ) -> None:
+        if any(x.device.type != "cpu" or x.dtype not in TYPES for x in (*constants, *carry)):
+            raise UnprintableError("tensors of other types, or not on the CPU")
+        self.threads, self.exact = threads, exact
+        self.large = 2 * max(x.numel() for x in carry)
+        self.functions: list[str] = []
+        self.addresses: list[int] = []
+        self.declarations: set[str] = set()
+        # Of each function, by the names of their copies.
+        self.checked: dict[str, dict[str, Checked]] = {}
+        self.work = 0
+        consts = [_constant_buffer(f"c{i}", x) for i, x in enumerate(constants)]
+        carry_in = [_buffer(f"x{i}", x, fill=False) for i, x in enumerate(carry)]
+        current = [_buffer(f"a{i}", x, fill=True) for i, x in enumerate(carry)]
+        next_carry = [_buffer(f"n{i}", x, fill=True) for i, x in enumerate(carry)]
+        rows = [_buffer(f"row{i}", x, fill=False) for i, x in enumerate(stored)]
+        number = Buffer("k", torch.int64, (), (), variable=True)
+        count = Buffer("count", torch.int64, (), (), variable=True)
+        start_fixed = self._function("start", parts.start, [*consts, *carry_in], current, "int64_t")
+        self._function("more", parts.more, [number, count], [], "bool")
+        body_fixed = self._function(
+            "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
+        )
+        finish_fixed = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
+        all_constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
+        self.source = "\n".join(
+            [
+                HEADER,
+                REPRODUCIBLE if exact else VECTORISED,
+                *sorted(self.declarations),
+                *self.functions,
+                *self._run(
+                    consts,
+                    start_fixed,
+                    body_fixed,
+                    finish_fixed,
+                    carry_in,
+                    current,
+                    next_carry,
+                    rows,
+                ),
+            ]
+        )
+        self.parallel = "omp parallel" in self.source
+        self.fixed = len(all_constants) - len(constants)
+
+    def _function(
+        self,
+        name: str,
+        part: Part,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+        result: str | None,
+        rows: Sequence[Buffer] = (),
+    ) -> list[Buffer]:
+        """Print the function of one graph.
+
+        It writes the outputs and, after them, the rows. If ``result`` is a C++ type, it returns the
+        first output.
+
+        Returns:
+            the buffers of its last inputs: captured tensors, and values of constants alone.
+        """
+        examples = [*part.baked, *(x.example for x in part.once)]
+        fixed = [_constant_buffer(f"c_{name}{i}", x) for i, x in enumerate(examples)]
+        inputs = [*inputs, *fixed]
+        part.graph.graph.eliminate_dead_code()
+        lowering = Lowering(part.graph, inputs, self.large, self.exact)
+        kept = lowering.outputs[1:] if result else lowering.outputs
+        targets = [
+            Output(v, b)
+            for v, b in zip(kept, [*outputs, *rows], strict=True)
+            if b not in rows or not store_in(v, b, rows)
+        ]
+        self.checked[name] = {x.buffer.name: x for x in lowering.checked}
+        function = Function(
+            lowering,
+            targets,
+            self.threads,
+            lowering.outputs[0] if result else None,
+            len(self.addresses),
+            rows,
+        )
+        for call in lowering.calls:
+            self.addresses += call.addresses
+            self.declarations.add(call.declarations)
+        # Kernels of pairs declare the type of their numbers as a macro.
+        if len([text for text in self.declarations if text.startswith("#define")]) > 1:
+            raise UnprintableError("calls with different declarations")
+        at, lines = 0, []
+        for buffer in function.scratch:
+            kind = TYPES[buffer.dtype]
+            lines.append(f"{kind}* __restrict {buffer.name} = ({kind}*)(work + {at});")
+            at += _bytes(buffer)
+        lines += function.lines
+        if result:
+            body = Body("r")
+            text = lowering.outputs[0].load(body, ())
+            lines += [*body.lines, f"return {text};"]
+        self.work = max(self.work, at)
+        names = [_parameter(b, const=True) for b in inputs] + [
+            _parameter(b, const=False) for b in (*outputs, *rows)
+        ]
+        names += [_parameter(x.buffer, const=True) for x in self.checked[name].values()]
+        self.functions.append(
+            "\n".join(
+                [
+                    f"static {result or 'void'} {name}({', '.join([*names, *EXTRA])}) {{",
+                    *lines,
+                    "}",
+                ]
+            )
+        )
+        return fixed
+
+    def _run(
+        self,
+        consts: list[Buffer],
+        start_fixed: list[Buffer],
+        body_fixed: list[Buffer],
+        finish_fixed: list[Buffer],
+        carry_in: list[Buffer],
+        current: list[Buffer],
+        next_carry: list[Buffer],
+        rows: list[Buffer],
+    ) -> list[str]:
+        constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
+        lines, at = [], 0
+        for i, buffer in enumerate(constants):
+            kind, name = TYPES[buffer.dtype], buffer.name
+            if buffer.variable:
+                lines.append(f"const {kind} {name} = *(const {kind}*)in[{i}];")
+            elif buffer.row:
+                size, row = buffer.inner, buffer.row
+                count = torch.Size(buffer.shape).numel() // size
+                lines.append(f"{kind}* {name} = ({kind}*)(memory + {at});")
+                lines.append(
+                    f"for (int64_t r = 0; r < {count}; ++r) memcpy({name} + r * {row}, "
+                    f"(const {kind}*)in[{i}] + r * {size}, {size} * sizeof({kind}));"
+                )
+                at += _bytes(buffer)
+            else:
+                lines.append(f"const {kind}* {name} = (const {kind}*)in[{i}];")
+        checked = {name: x for found in self.checked.values() for name, x in found.items()}
+        for buffer in [*(x.buffer for x in checked.values()), *current, *next_carry]:
+            kind = TYPES[buffer.dtype]
+            lines.append(f"{kind}* {buffer.name} = ({kind}*)(memory + {at});")
+            at += _bytes(buffer)
+        for i, buffer in enumerate(carry_in):
+            kind = TYPES[buffer.dtype]
+            lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
+            lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
+
+        results = [f"y{i}" for i in range(len(carry_in))]
+
+        def call(function: str, *buffers: Buffer | str) -> str:
+            names = [b if isinstance(b, str) else b.name for b in buffers]
+            names += self.checked[function]
+            return f"{function}({', '.join([*names, 'work', '&refused', 'functions'])})"
+
+        lines += [
+            f"char* work = memory + {at};",
+            "int refused = 0;",
+            *(line for x in checked.values() for line in x.lines),
+            *(["if (refused) { free(block); return refused; }"] if checked else []),
+            f"int64_t k = {call('start', *consts, *carry_in, *start_fixed, *current)};",
+            f"while ({call('more', 'k', consts[0])}) {{",
+            *(declaration(buffer, f"out[{len(current) + i}]") for i, buffer in enumerate(rows)),
+            f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
+            *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
+            "}",
+            f"{call('finish', *current, *consts, *finish_fixed, *results)};",
+        ]
+        return [
+            'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
+            f"char* block = (char*)calloc({at + self.work + 64}, 1);",
+            "if (!block) return 1;",
+            "char* memory = block + (64 - (uintptr_t)block % 64);",
+            *lines,
+            "free(block);",
+            "return refused;",
+            "}",
+        ]
+
+
+def _buffer(name: str, x: Tensor, fill: bool) -> Buffer:
+    return make_buffer(name, x.dtype, x.shape, torch.empty(x.shape, device="meta").stride(), fill)
+
+
+def _constant_buffer(name: str, x: Tensor) -> Buffer:
+    """Make the buffer of a constant.
+
+    A scalar is a variable. Rows are padded unless the constant is large.
+    """
+    if x.numel() == 1:
+        return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
+    return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
+
+
+def _bytes(buffer: Buffer) -> int:
+    """Return the size of a buffer in bytes, rounded up to whole cache lines."""
+    return -(-buffer.size * buffer.dtype.itemsize // 64) * 64
+
+
+def _parameter(buffer: Buffer, const: bool) -> str:
+    kind = TYPES[buffer.dtype]
+    if buffer.variable:
+        return f"const {kind} {buffer.name}"
+    return f"{'const ' if const else ''}{kind}* __restrict {buffer.name}"

@@ -1,0 +1,106 @@
+"""Rows: the tensors that each iteration of a loop stores.
+
+A loop that stores a tensor fills a tensor ``(capacity, *shape)``, whose row k an iteration of
+number k writes. Where several iterations have one number, the last one's row is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from adjsim.compiler.calls import Address, Called, address_of
+from adjsim.compiler.values import TYPES, Buffer, Pointwise, Value
+
+# Bytes to whose multiples rows are aligned.
+ALIGNMENT = 64
+
+
+def stored_examples(body: GraphModule, carry_size: int) -> list[Tensor]:
+    """Return examples of the tensors that an iteration stores, the last outputs of its graph."""
+    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    return [node.meta["val"] for node in output.args[0][1 + carry_size :]]
+
+
+def declaration(buffer: Buffer, target: str) -> str:
+    """Print the declaration of the row of a target that an iteration fills."""
+    kind, count = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
+    return f"{kind}* {buffer.name} = ({kind}*){target} + k * {count};"
+
+
+def store_in(value: Value, row: Buffer, rows: Sequence[Buffer]) -> bool:
+    """Store a value in a row if it is stored in that layout anyway; return whether it is.
+
+    Args:
+        value: the value that the row is to hold.
+        row: the row.
+        rows: all rows. A value that one of them holds is not moved to another.
+    """
+    source, address = value.source, address_of(value)
+    if (
+        not isinstance(source, (Called, Pointwise))
+        or source.buffer is None
+        or source.buffer in rows
+        # Of views, those alone that are the whole value with its axes in place.
+        or (source.shape, source.buffer.strides) != (row.shape, row.strides)
+        or address != Address(f"({source.buffer.name} + 0)", row.strides)
+        or value.shape != row.shape
+    ):
+        return False
+    source.buffer = row
+    return True
+
+
+class RowMemory:
+    """The memory of the rows of one compiled loop.
+
+    The first access of memory that is new to the process takes longer than writing it. So when
+    rows are no longer in use, their memory is kept for the next run of the loop.
+
+    Args:
+        capacity: the number of rows.
+        examples: examples of the stored tensors.
+    """
+
+    def __init__(self, capacity: int, examples: Sequence[Tensor]) -> None:
+        self.shapes = [((capacity, *x.shape), x.dtype) for x in examples]
+        # At most one block.
+        self._spare: list[np.ndarray] = []
+
+    def take(self) -> list[Tensor]:
+        """Return new tensors of rows, in one block of memory."""
+        if not self.shapes:
+            return []
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.shapes]
+        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        try:
+            memory = self._spare.pop()
+        except IndexError:
+            memory = np.empty(sum(aligned) + ALIGNMENT, dtype=np.uint8)
+        first = -memory.ctypes.data % ALIGNMENT
+        # Each tensor has a part of its own, whose end is noticed. Tensors of one storage would be
+        # aliases, which torch's while_loop refuses.
+        ends = [first + end for end in itertools.accumulate(aligned)]
+        parts = [
+            memory[end - n : end][:size] for end, n, size in zip(ends, aligned, sizes, strict=True)
+        ]
+        in_use = list(range(len(parts)))
+        for part in parts:
+            weakref.finalize(part, _give_back, in_use, self._spare, memory).atexit = False
+        return [
+            torch.from_numpy(part).view(dtype).view(shape)
+            for part, (shape, dtype) in zip(parts, self.shapes, strict=True)
+        ]
+
+
+def _give_back(in_use: list[int], spare: list[np.ndarray], memory: np.ndarray) -> None:
+    """Note the end of a part, and after the last one keep the memory, unless another is kept."""
+    in_use.pop()
+    if not in_use and not spare:
+        spare.append(memory)

@@ -1,0 +1,1 @@
+"""What every other package stands on: arrays, states, parameters, readings, boxes, noise."""

@@ -1,0 +1,52 @@
+"""Whether two evaluations of one computation agree to rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim.core.autocast import autocast_state
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference of two tensors; zero for integers."""
+    if not _is_rounded(x) or torch.equal(x, y):
+        return 0.0
+    found = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
+    return float(found.nan_to_num(nan=torch.inf).max())
+
+
+def rounding(*tensors: Tensor) -> float:
+    """Return the difference that rounding may make in a sum of these; zero for integers."""
+    return epsilon(tensors[0]) ** 0.75 * sum(map(size, tensors))
+
+
+def perturbed(x: Tensor, part: float) -> Tensor:
+    """Change each number by this part of itself, or by some rounding errors where these are more.
+
+    Integers stay.
+    """
+    if not _is_rounded(x):
+        return x.detach().clone()
+    signs = 1 - 2 * (torch.arange(x.numel(), device=x.device) % 2)
+    factor = 1 + max(part, 4 * epsilon(x)) * signs.reshape(x.shape)
+    return x.detach() * factor.to(x.dtype)
+
+
+def epsilon(x: Tensor) -> float:
+    """Return the relative rounding error of the coarsest dtype in which a number is computed."""
+    if not _is_rounded(x):
+        return 0.0
+    kinds = (x.dtype, *(dtype for dtype in autocast_state() if dtype is not None))
+    return max(torch.finfo(dtype).eps for dtype in kinds)
+
+
+def size(x: Tensor) -> float:
+    """Return the largest size of a number; zero for integers."""
+    if not _is_rounded(x) or not x.numel():
+        return 0.0
+    return float(x.detach().abs().nan_to_num(posinf=0.0).max())
+
+
+def _is_rounded(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -1,0 +1,327 @@
+"""Periodic cells, orthogonal or tilted.
+
+An orthogonal cell is given by ``(dim,)`` edge lengths, a tilted one by ``(dim, dim)`` rows. Many
+cells describe one lattice, and the distances between images depend on the lattice alone. Rounding
+fractional coordinates to integers finds the nearest image if the image is closer than w/2.
+Here w is the smallest distance between opposite faces of the cell: each fractional coordinate of a
+difference d shorter than w/2 has the size ``|d . n_i| / w_i < 1/2``, with n_i the unit normal of a
+pair of faces and w_i their distance. For skewed rows w may be arbitrarily small. So tilted cells
+are reduced first, to the rows of the lattice with the largest possible w. These rows are dual to a
+Minkowski-reduced basis of the reciprocal lattice: 1/w_i is the length of a reciprocal vector, and
+in up to three dimensions the longest vector of a Minkowski-reduced basis is as short as possible
+(Nguyen and Stehle, ACM Trans. Algorithms 5, 46 (2009)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.derived import derived
+from adjsim.core.typing import Array
+
+
+def differences(x: Tensor) -> Tensor:
+    """Compute q_i - q_j of all pairs, of shape ``(*batch, dim, atoms, atoms)``."""
+    columns = x.transpose(-1, -2)
+    return columns.unsqueeze(-1) - columns.unsqueeze(-2)
+
+
+def perpendicular_widths(box: Tensor) -> Tensor:
+    """Compute the distances between opposite faces of a cell, ``(dim,)``."""
+    return box if box.ndim == 1 else 1 / torch.linalg.inv(box).norm(dim=0)
+
+
+def volume(box: Tensor) -> Tensor:
+    """Compute the volume of a cell."""
+    return box.prod() if box.ndim == 1 else torch.linalg.det(box).abs()
+
+
+# The skin of a neighbour list, as a share of the cutoff, and the smallest number of atoms of which
+# a list is made: in units of the neighbours in a list, or without a box. Measured, see
+# benchmarks/liquid.py.
+SKIN = 0.14
+LISTED, LISTED_WITHOUT_BOX = 3.0, 512
+
+
+class Periodic(nn.Module):
+    """The base class of potentials that may have a periodic box."""
+
+    box: Tensor | None
+    #: The largest distance of a pair, None without one, which a box has to be large enough for.
+    cutoff: float | None = None
+    skin: float | None = None
+
+    def register_box(self, box: Array | None) -> None:
+        """Store a box as it is given, and check it."""
+        with outside_inference_mode():
+            self.register_buffer("box", None if box is None else as_box(box))
+            if self.box is not None:
+                if self.box.requires_grad:
+                    raise ValueError(
+                        "box cannot require grad: give the box of an evaluation, "
+                        "potential(position, box=box), for its derivative."
+                    )
+                checked_box(self.box, self.image_cutoff)
+
+    def validate(self) -> None:
+        """Refuse a box with which the potential could not have been made."""
+        # Made with the reading, and again where the box or the cutoff has changed.
+        _ = self.image_box
+
+    @property
+    def image_cutoff(self) -> float | None:
+        """The distance up to which a pair has to have one image in the box."""
+        return self.cutoff
+
+    @derived("box", "image_cutoff")
+    def image_box(self) -> Tensor | None:
+        """The rows of the lattice of the box by which nearest images are found."""
+        # A copy, since the box itself may be written into.
+        return None if self.box is None else checked_box(self.box, self.image_cutoff).clone()
+
+    @derived("box", "cutoff", "skin")
+    def smallest_listed(self) -> int | None:
+        """The smallest number of atoms of which a neighbour list is made; None: no list is."""
+        if self.cutoff is None:
+            return None
+        if self.box is None:
+            return LISTED_WITHOUT_BOX
+        dim, reach = len(self.box), self.cutoff + self.list_skin
+        ball = math.pi ** (dim / 2) / math.gamma(dim / 2 + 1) * reach**dim
+        share = LISTED * ball / float(volume(self.box.detach()))
+        return None if share >= 1 else math.floor(LISTED / (1 - share)) + 1
+
+    @property
+    def list_skin(self) -> float:
+        """How far beyond the cutoff a neighbour list reaches."""
+        assert self.cutoff is not None
+        return SKIN * self.cutoff if self.skin is None else self.skin
+
+
+def refuse_trained_box(module: nn.Module) -> None:
+    """Refuse a box that requires grad where the gradient with respect to it would be lost."""
+    for part in module.modules():
+        if isinstance(part, Periodic) and part.box is not None and part.box.requires_grad:
+            raise ValueError(
+                f"the box of {type(part).__name__} requires grad, and forces have no derivative "
+                "with respect to it here. Differentiate energies, potential(position, box=box), or "
+                "detach() the box."
+            )
+
+
+def as_box(box: Array) -> Tensor:
+    """Convert a box to float64."""
+    return as_tensor("box", box).to(torch.float64)
+
+
+def share_box(module: nn.Module) -> None:
+    """Make all parts of a tree that have equal boxes hold one tensor."""
+    boxes: list[Tensor] = []
+    for part in module.modules():
+        box = part._buffers.get("box")
+        if box is None:
+            continue
+        same = next((x for x in boxes if x.shape == box.shape and torch.equal(x, box)), None)
+        if same is None:
+            boxes.append(box)
+        else:
+            part._buffers["box"] = same
+
+
+def refuse_other_boxes(parts: Iterable[nn.Module]) -> None:
+    """Refuse parts of a sum whose boxes differ."""
+    known: tuple[str, Tensor] | None = None
+    for part in parts:
+        box = getattr(part, "box", None)
+        if not isinstance(box, Tensor):
+            continue
+        name = type(part).__name__
+        if known is None:
+            known = name, box
+        elif box is not known[1] and not _same_box(box, known[1]):
+            raise ValueError(
+                f"a sum has one box, and {known[0]} has {known[1].tolist()} where {name} has "
+                f"{box.tolist()}. Make the parts with the same box, and write a new one into all "
+                "of them."
+            )
+
+
+def _same_box(one: Tensor, other: Tensor) -> bool:
+    """Return whether two boxes are one cell, given by lengths or by rows."""
+    a, b = (torch.diag(x) if x.ndim == 1 else x for x in (one, other.to(one)))
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def checked_box(box: Array, cutoff: float | None) -> Tensor:
+    """Convert a cell to float64, check it, and reduce it if it is tilted.
+
+    The rows of a tilted cell may change; its lattice does not.
+
+    Raises:
+        ValueError: a shape that is not a cell, no volume, a cutoff above half the smallest
+            perpendicular width of the reduced cell. With a cutoff of at most half this width,
+            rounding finds the nearest image of every pair within the cutoff, and no atom interacts
+            with two images of another, since no vector of the lattice is shorter than the width.
+    """
+    given = as_box(box)
+    cell = given.detach()
+    if cell.ndim not in (1, 2) or (cell.ndim == 2 and cell.shape[0] != cell.shape[1]):
+        raise ValueError(
+            f"box must be (dim,) lengths or (dim, dim) rows; got shape {tuple(cell.shape)}."
+        )
+    size = volume(cell)
+    if (
+        not bool(torch.isfinite(cell).all())
+        or float(size) == 0
+        or (cell.ndim == 1 and float(cell.min()) <= 0)
+    ):
+        raise ValueError(f"box must have positive lengths and a volume; got {cell.tolist()}.")
+    if cell.ndim == 2:
+        if len(cell) > 3:
+            raise ValueError(
+                f"a tilted box has one to three dimensions; got {len(cell)}. Give (dim,) lengths."
+            )
+        integers = _reduction(cell)
+        if integers is not None:
+            given = integers @ given
+            cell = given.detach()
+    width = float(perpendicular_widths(cell).min())
+    if cutoff is not None and cutoff > width / 2 * (1 + 1e-12):
+        raise ValueError(
+            f"cutoff {cutoff:g} is above half the smallest perpendicular width of the box, "
+            f"{width / 2:g}: an atom would interact with two images of another. Use a smaller "
+            "cutoff or a larger box."
+        )
+    return given
+
+
+def _reduction(cell: Tensor) -> Tensor | None:
+    """Find integers that take a cell to the rows of its lattice with the largest width.
+
+    The smallest perpendicular width of these rows is as large as possible. None: the cell has them.
+    """
+    rows = cell.cpu().numpy()
+    shortest = _minkowski(np.linalg.inv(rows).T)
+    # An integer matrix takes the given reciprocal vectors to the reduced ones. The transpose of its
+    # inverse takes the given rows to the dual rows.
+    integers = np.rint(np.linalg.inv(np.rint(shortest @ rows.T)).T)
+    if bool((np.abs(integers).sum(1) == 1).all()):
+        return None
+    return torch.from_numpy(integers).to(cell)
+
+
+def _minkowski(rows: np.ndarray) -> np.ndarray:
+    """Find a Minkowski-reduced basis, shortest row first, in up to three dimensions.
+
+    No row of it can be made shorter by adding or subtracting shorter rows.
+    """
+    while True:
+        rows = rows[np.argsort((rows * rows).sum(1), kind="stable")]
+        for k in range(1, len(rows)):
+            row, shorter = rows[k], rows[:k]
+            # Multiples of one row come first, since very tilted cells need many; then every sum of
+            # shorter rows.
+            candidates = [row - np.rint(row @ other / (other @ other)) * other for other in shorter]
+            candidates += [
+                row + np.array(signs) @ shorter for signs in product((-1.0, 0.0, 1.0), repeat=k)
+            ]
+            best = min(candidates, key=lambda x: float(x @ x))
+            if best @ best < row @ row * (1 - 1e-12):
+                rows = np.concatenate([shorter, best[None], rows[k + 1 :]])
+                break
+        else:
+            return rows
+
+
+def nearest_image(parts: Sequence[Tensor], box: Tensor, *, exact: bool = True) -> list[Tensor]:
+    """Move differences to the nearest image.
+
+    The differences are one tensor ``(*batch, dim, ...)`` with the coordinates third from the end,
+    or one tensor ``(*batch, 1, ...)`` for each coordinate. The box comes from :func:`checked_box`.
+    In a tilted cell rounding finds the nearest image only within half the smallest width, which a
+    cutoff guarantees. ``exact`` also searches the neighbouring images, which are enough in a
+    reduced cell.
+    """
+    dim = sum(part.shape[-3] for part in parts)
+    if box.shape[0] != dim:
+        raise ValueError(f"box has {box.shape[0]} dimensions and position {dim}.")
+    if box.ndim == 1:
+        lengths = [box[:, None, None]] if len(parts) == 1 else list(box)
+        return [
+            d - x * torch.round(d.detach() * (1 / x)) for d, x in zip(parts, lengths, strict=True)
+        ]
+    planes = parts[0].split(1, -3) if len(parts) == 1 else parts
+    moved = [
+        d + shift
+        for d, shift in zip(planes, _shifts([d.detach() for d in planes], box, exact), strict=True)
+    ]
+    return [torch.cat(moved, -3)] if len(parts) == 1 else moved
+
+
+def _shifts(d: Sequence[Tensor], box: Tensor, exact: bool) -> list[Tensor]:
+    """Compute the shifts of differences to their nearest image in a tilted cell, by coordinate.
+
+    They are written in scalar entries of the cell, so that a compiled loop over pairs can contain
+    them.
+    """
+    rows = [row.unbind(0) for row in box.unbind(0)]
+    integers = [-torch.round(_dot(d, fraction)) for fraction in _fractions(rows)]
+    shift = [_dot(integers, column) for column in zip(*rows, strict=True)]
+    if not exact:
+        return shift
+    near = [x + y for x, y in zip(d, shift, strict=True)]
+    best, extra = _dot(near, near), [torch.zeros_like(x) for x in near]
+    for offset in product((-1.0, 0.0, 1.0), repeat=len(rows)):
+        step = [
+            sum(n * x for n, x in zip(offset, column, strict=True))
+            for column in zip(*rows, strict=True)
+        ]
+        other = [x + y for x, y in zip(near, step, strict=True)]
+        distance = _dot(other, other)
+        closer = distance < best
+        best = torch.where(closer, distance, best)
+        extra = [torch.where(closer, y, x) for x, y in zip(extra, step, strict=True)]
+    return [x + y for x, y in zip(shift, extra, strict=True)]
+
+
+def _fractions(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Invert a cell: a difference times the i-th column is its i-th fractional coordinate."""
+    if len(rows) == 1:
+        return [[1 / rows[0][0]]]
+    if len(rows) == 2:
+        normals = [[rows[1][1], -rows[1][0]], [-rows[0][1], rows[0][0]]]
+    else:
+        normals = [_cross(rows[1], rows[2]), _cross(rows[2], rows[0]), _cross(rows[0], rows[1])]
+    size = _dot(rows[0], normals[0])
+    return [[x / size for x in normal] for normal in normals]
+
+
+def _cross(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    return [a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]]
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    total = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = total + x * y
+    return total
+
+
+def refuse_kept_boxes(copy: nn.Module, box: Tensor) -> None:
+    """Refuse a copy of which a part has kept its own box."""
+    for part in copy.modules():
+        own = getattr(part, "box", None)
+        if own is None or own is box:
+            continue
+        if not isinstance(own, Tensor) or own.shape != box.shape or not torch.equal(own, box):
+            raise ValueError(
+                f"{type(part).__name__} has a box that potential(position, box=...) cannot "
+                "replace: register it as a buffer with the name 'box', and read it there."
+            )

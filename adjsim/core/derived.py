@@ -1,0 +1,175 @@
+"""Values of a module that follow from others, such as the volume of a box.
+
+A value is made where a source has another value, and is never stored beside its source in the
+module that the user edits. Copies of a module that a reading makes (:mod:`adjsim.core.reading`)
+hold the values that were made with the reading, and the tensors that they were made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Generic, TypeVar, cast, overload
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.layout import is_tracing
+from adjsim.core.state import in_transform
+
+M = TypeVar("M", bound=nn.Module)
+V = TypeVar("V")
+
+MADE, SOURCE = "_made", "_source"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a copy of a module was made with.
+
+    Attributes:
+        values: the derived values that are no tensors; the others are buffers of the copy.
+        tensors: its tensors, by name. A value is out of date if one of its sources is another.
+        forms: what a kernel of a pair potential has in common for all values of its tensors, with
+            the attributes that it was made with.
+    """
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    forms: dict[Any, tuple[list[Any], Any]] = field(default_factory=dict)
+
+    def holds(self, module: nn.Module, sources: tuple[str, ...]) -> bool:
+        """Return whether a copy still holds the tensors of these names that it was made with."""
+        parameters, buffers = module._parameters, module._buffers
+        return all(
+            parameters.get(name, buffers.get(name)) is self.tensors.get(name) for name in sources
+        )
+
+
+class derived(Generic[V]):
+    """A value of a module that follows from some of its attributes.
+
+    ``@derived("box", "cutoff")`` above a method makes a property, whose value is made when a
+    reading of the module is, or at the first use. The value is kept until a source has another
+    value: tensors are compared by their contents, since ``x.data`` evades the version counter. A
+    value with a source that requires grad is made at each use.
+
+    A tensor is a buffer of the copies that a reading makes, and so an input of compiled loops; one
+    that requires grad is made at each use. Any other value is a constant of them, and part of their
+    key.
+    """
+
+    def __init__(self, *sources: str) -> None:
+        self.sources = sources
+
+    def __call__(self, function: Callable[[Any], V]) -> derived[V]:
+        self.function = function
+        self.__doc__ = function.__doc__
+        return self
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, module: None, owner: Any = None) -> derived[V]: ...
+    @overload
+    def __get__(self, module: nn.Module, owner: Any = None) -> V: ...
+    def __get__(self, module: nn.Module | None, owner: Any = None) -> derived[V] | V:
+        if module is None:
+            return self
+        made: Made | None = module.__dict__.get(MADE)
+        if made is not None and made.holds(module, _first_sources(type(module), self.name)):
+            found = module._buffers.get(self.name)
+            if found is not None:
+                return cast(V, found)
+            if self.name in made.values:
+                return cast(V, made.values[self.name])
+        return self.make(module)
+
+    def make(self, module: nn.Module) -> V:
+        """Return the value that follows from the present sources."""
+        sources = [getattr(module, name) for name in self.sources]
+        tensors = [x for x in sources if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in tensors) or not has_values():
+            return self.function(module)
+        known = _known.setdefault(source_of(module), {})
+        if self.name in known and all(map(_equal, sources, known[self.name][0])):
+            return known[self.name][1]
+        with torch.no_grad(), outside_inference_mode():
+            value = self.function(module)
+            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in sources]
+        known[self.name] = (copies, value)
+        return value
+
+
+# The derived values of each module by name, with the values of their sources.
+_known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Any]]] = WeakKeyDictionary()
+
+
+@cache
+def derived_of(kind: type) -> tuple[derived[Any], ...]:
+    """Return the derived values of a class of modules."""
+    found = {name: x for base in reversed(kind.__mro__) for name, x in vars(base).items()}
+    return tuple(x for x in found.values() if isinstance(x, derived))
+
+
+@cache
+def derived_names(kind: type) -> frozenset[str]:
+    """Return the names of the derived values of a class of modules."""
+    return frozenset(rule.name for rule in derived_of(kind))
+
+
+@cache
+def _first_sources(kind: type, name: str) -> tuple[str, ...]:
+    """Return the attributes from which a derived value follows, through other derived values."""
+    rules = {rule.name: rule for rule in derived_of(kind)}
+    if name not in rules:
+        return (name,)
+    return tuple({first for x in rules[name].sources for first in _first_sources(kind, x)})
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return (
+            isinstance(x, Tensor)
+            and isinstance(y, Tensor)
+            and (x.dtype, x.device) == (y.dtype, y.device)
+            and torch.equal(x, y)
+        )
+    return type(x) is type(y) and bool(x == y)
+
+
+def has_values() -> bool:
+    """Return whether the values of tensors can be read."""
+    return not (in_transform() or is_tracing() or torch.compiler.is_compiling())
+
+
+def source_of(module: M) -> M:
+    """Return the module that the user edits, of which a module is a copy or which it is."""
+    return vars(module).get(SOURCE, module)
+
+
+def replaced(module: M, tensors: Mapping[str, Tensor | None]) -> M:
+    """Return a shallow copy of one module with other tensors of these names.
+
+    Its submodules are shared. Derived values that follow from these tensors are made again.
+    """
+    twin = object.__new__(type(module))
+    state = vars(module) | {
+        "_parameters": dict(module._parameters), "_buffers": dict(module._buffers)
+    }  # fmt: skip
+    vars(twin).update(state)
+    for name, x in tensors.items():
+        table: dict[str, Any] = twin._parameters if name in twin._parameters else twin._buffers
+        table[name] = x
+    return twin
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of one module that are not derived, by name."""
+    made = derived_names(type(module))
+    found = {**module._parameters, **module._buffers}
+    return {name: x for name, x in found.items() if x is not None and name not in made}

@@ -1,0 +1,1 @@
+"""Files, stores and ranks: results that outlive the process that computes them."""

@@ -1,0 +1,319 @@
+"""Folders of results that outlive the process that computes them.
+
+A store is a folder with a manifest, which says what is computed there, and with parts, one file
+each. A part is a tree of tensors and plain values. It is a safetensors file, so reading one runs no
+code of the file. Each file is written whole or not at all, and has a checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from adjsim.core.durable.files import check_writable, replacing
+
+# A tree is None, a bool, an int, a float, a string, bytes, a dtype, a tensor, or a list or a dict
+# of trees. Tuples become lists.
+Tree = Any
+
+FORMAT = "adjsim 2"
+MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".safetensors", ".claim"
+# Names of the tensors that hold the structure of a tree, and all its bytes.
+STRUCTURE, BYTES = "structure", "bytes"
+
+
+class StoreError(ValueError):
+    """Raised for a store that cannot be used."""
+
+
+class _Writer:
+    """Collects the tensors and bytes of a tree."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.bytes = bytearray()
+
+    def encode(self, tree: Tree) -> Any:
+        """Return the tree as JSON values, with references to tensors and bytes."""
+        if tree is None or isinstance(tree, bool | int | float | str):
+            return tree
+        if isinstance(tree, Tensor):
+            name = f"tensor {len(self.tensors)}"
+            x = tree.detach().cpu()
+            # The order of axes in memory is kept, since sums depend on it in their last bits.
+            axes = sorted(range(x.ndim), key=lambda axis: -x.stride(axis))
+            x = x.permute(axes)
+            self.tensors[name] = (torch.view_as_real(x) if x.is_complex() else x).clone(
+                memory_format=torch.contiguous_format
+            )
+            return {"tensor": name, "axes": axes, "complex": x.is_complex()}
+        if isinstance(tree, bytes):
+            self.bytes += tree
+            return {"bytes": [len(self.bytes) - len(tree), len(self.bytes)]}
+        if isinstance(tree, torch.dtype):
+            return {"dtype": str(tree).removeprefix("torch.")}
+        if isinstance(tree, Mapping):
+            return {"dict": [[str(key), self.encode(value)] for key, value in tree.items()]}
+        if isinstance(tree, list | tuple):
+            return [self.encode(value) for value in tree]
+        raise TypeError(f"a store has no form for {type(tree).__name__}.")
+
+
+def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
+    if isinstance(found, list):
+        return [_decode(value, tensors, data) for value in found]
+    if not isinstance(found, dict):
+        return found
+    if "dict" in found:
+        return {key: _decode(value, tensors, data) for key, value in found["dict"]}
+    if "dtype" in found:
+        return getattr(torch, found["dtype"])
+    if "bytes" in found:
+        return data[slice(*found["bytes"])]
+    x = tensors[found["tensor"]]
+    x = torch.view_as_complex(x) if found["complex"] else x
+    axes: list[int] = found["axes"]
+    return x.permute([axes.index(axis) for axis in range(len(axes))])
+
+
+def to_bytes(tree: Tree, label: str = "") -> bytes:
+    """Write a tree as the bytes of a safetensors file with a checksum.
+
+    Args:
+        tree: the tree.
+        label: says what it is; needed to read it.
+    """
+    writer = _Writer()
+    structure = json.dumps(writer.encode(tree)).encode()
+    tensors = {**writer.tensors, STRUCTURE: _as_tensor(structure), BYTES: _as_tensor(writer.bytes)}
+    return save(tensors, {"format": FORMAT, "label": label, "checksum": _checksum(tensors, label)})
+
+
+def from_bytes(data: bytes, label: str = "") -> Tree:
+    """Read the tree of :func:`to_bytes`.
+
+    Raises:
+        StoreError: the bytes are cut short, changed, or something else, or the label differs.
+    """
+    try:
+        tensors = load(data)
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        known, there, checksum = about["format"], about.get("label", ""), about["checksum"]
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"is cut short, or was not written by adjsim ({error})") from error
+    if known != FORMAT:
+        raise StoreError(f"has the format {known!r}, and this version reads {FORMAT!r}")
+    if checksum != _checksum(tensors, there):
+        raise StoreError("is damaged: its checksum does not fit")
+    if there != label:
+        raise StoreError("is of another computation, or another part of it")
+    structure, kept = (tensors[name].numpy().tobytes() for name in (STRUCTURE, BYTES))
+    return _decode(json.loads(structure), tensors, kept)
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """Move all tensors of a tree to a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {name: moved(x, device) for name, x in tree.items()}
+    if isinstance(tree, list):
+        return [moved(x, device) for x in tree]
+    return tree
+
+
+def _as_tensor(data: bytes | bytearray) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def _checksum(tensors: Mapping[str, Tensor], label: str) -> str:
+    digest = hashlib.blake2b(label.encode(), digest_size=16)
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner may write, whatever the umask."""
+    return os.open(path, flags, 0o644)
+
+
+class Store:
+    """The parts of one computation in a folder.
+
+    Args:
+        folder: the folder, which is made if it is absent.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._digest: str | None = None
+        self._make()
+
+    def __repr__(self) -> str:
+        return f"Store('{self.folder}')"
+
+    def path(self, name: str) -> Path:
+        """Return the path of a part."""
+        return self.folder / (name + SUFFIX)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a part of this name."""
+        return self.path(name).exists()
+
+    def read(self, name: str) -> Tree:
+        """Read a part.
+
+        Raises:
+            StoreError: the file is absent, cut short, changed, or something else.
+        """
+        path = self.path(name)
+        try:
+            return from_bytes(path.read_bytes(), self._label(name))
+        except OSError as error:
+            raise StoreError(f"'{path}' cannot be read ({error.strerror or error}).") from None
+        except StoreError as reason:
+            raise StoreError(f"'{path}' {reason}. Remove it, and run again.") from None
+
+    def write(self, name: str, tree: Tree) -> None:
+        """Write a part, whole or not at all.
+
+        Raises:
+            StoreError: the file cannot be written, for example to a full disk.
+        """
+        self._replace(self.path(name), to_bytes(tree, self._label(name)))
+
+    def claim(self, name: str) -> bool:
+        """Claim a part for this process, and return whether no other process has.
+
+        Raises:
+            StoreError: the claim cannot be written.
+        """
+        path = self.folder / (name + CLAIM)
+        try:
+            os.close(_private(f"{path}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _unwritten(path, error) from None
+        return True
+
+    def release(self) -> None:
+        """Remove all claims, also those of processes that have ended."""
+        for path in self.folder.glob("*" + CLAIM):
+            path.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a part, if it is there."""
+        self.path(name).unlink(missing_ok=True)
+
+    @contextmanager
+    def held(self, manifest: Mapping[str, str]) -> Generator[None, None, None]:
+        """Keep other processes out of the store, and check that it is of this computation.
+
+        Args:
+            manifest: what is computed, by names that are shown where it differs.
+
+        Raises:
+            StoreError: another process uses the store, or it is of another computation.
+        """
+        # The folder may have been removed since, as between a run and its gradient.
+        self._make()
+        with open(self.folder / LOCK, "a+", encoding="utf-8", opener=_private) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                raise StoreError(
+                    f"store '{self.folder}' is in use by {owner}. Wait for it, or give another "
+                    "folder."
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            self._check(manifest)
+            self._digest = None
+            yield
+
+    def _make(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            check_writable(self.folder, "store")
+        except OSError as error:
+            raise StoreError(
+                f"store '{self.folder}' cannot be made ({error.strerror or error}); name another "
+                "folder."
+            ) from None
+        except ValueError as reason:
+            raise StoreError(str(reason)) from None
+
+    def _check(self, manifest: Mapping[str, str]) -> None:
+        path = self.folder / MANIFEST
+        if not path.exists():
+            if any(self.folder.glob("*" + SUFFIX)):
+                raise StoreError(
+                    f"store '{self.folder}' has parts and no {MANIFEST}; give another folder."
+                )
+            self._replace(path, json.dumps(dict(manifest), indent=2).encode())
+            return
+        try:
+            known: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            raise StoreError(
+                f"'{path}' is not a manifest of adjsim; give another folder."
+            ) from None
+        for name in {**known, **manifest}:
+            here, there = manifest.get(name, "absent"), known.get(name, "absent")
+            if here != there:
+                raise StoreError(
+                    f"store '{self.folder}' is of another computation: {name} is {here} here and "
+                    f"{there} there. Give another folder."
+                )
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        try:
+            with replacing(path) as temporary, open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritten(path, error) from None
+
+    def _label(self, name: str) -> str:
+        """Return what a part says of itself: its name, and a hash of the manifest."""
+        if self._digest is None:
+            try:
+                manifest = (self.folder / MANIFEST).read_bytes()
+            except FileNotFoundError:
+                return name
+            except OSError as error:
+                raise StoreError(
+                    f"'{self.folder / MANIFEST}' cannot be read ({error.strerror or error})."
+                ) from None
+            self._digest = hashlib.blake2b(manifest, digest_size=16).hexdigest()
+        return f"{name} {self._digest}"
+
+
+def _unwritten(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"'{path}' cannot be written ({error.strerror or error}). The parts that were written "
+        "before are whole: run again with the same store to go on."
+    )

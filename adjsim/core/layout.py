@@ -1,0 +1,92 @@
+"""The memory layout of fields inside compiled steps.
+
+Public shapes are ``(*batch, atoms, dim)``. A compiled loop over pairs reads many numbers at once
+along the last axis in memory. So inside compiled steps coordinates come first, and atoms come last,
+or replicas where there are enough of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from adjsim.core.state import in_transform
+
+# Float64 numbers that compiled loops process at once.
+VECTOR = 16
+
+
+def is_tracing() -> bool:
+    """Return whether the operations of this thread are being recorded for compilation."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+@contextmanager
+def outside_tracing() -> Generator[None, None, None]:
+    """Compute constants of a function without recording or transforming their computation.
+
+    Their values can be read and checked. A recording holds the constants alone.
+    """
+    with ExitStack() as stack:
+        if in_transform():
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if is_tracing():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def memory_order(axes: int, batch: int, replicas: int) -> tuple[int, ...]:
+    """Order the axes of a field ``(*batch, ..., atoms, dim)`` for a compiled step.
+
+    Args:
+        axes: number of axes of the field.
+        batch: number of batch axes among them.
+        replicas: number of systems in the batch.
+    """
+    if axes < batch + 2:
+        return tuple(range(axes))
+    coordinates = (axes - 1, axes - 2)
+    links, leading = tuple(range(batch, axes - 2)), tuple(range(batch))
+    return (
+        (*coordinates, *links, *leading) if replicas >= VECTOR else (*leading, *links, *coordinates)
+    )
+
+
+def packed(x: Tensor, batch: torch.Size, leading: int = 0) -> Tensor:
+    """Permute a field ``(*batch, ..., atoms, dim)`` to memory order, behind ``leading`` axes."""
+    order = memory_order(x.ndim - leading, len(batch), batch.numel())
+    return x.permute((*range(leading), *(leading + i for i in order)))
+
+
+def unpacked(x: Tensor, batch: torch.Size) -> Tensor:
+    """Permute a field from memory order to ``(*batch, ..., atoms, dim)``."""
+    order = memory_order(x.ndim, len(batch), batch.numel())
+    return x.permute([order.index(i) for i in range(x.ndim)])
+
+
+def materialise(x: Tensor) -> Tensor:
+    """Make the compiler compute positions or forces ``(*batch, atoms, dim)`` once.
+
+    While a step is traced, the compiler is made to write them to memory, instead of computing them
+    again for every pair that reads them.
+    """
+    return (
+        unpacked(materialise_contiguous(packed(x, x.shape[:-2])), x.shape[:-2])
+        if is_tracing()
+        else x
+    )
+
+
+def materialise_contiguous(x: Tensor) -> Tensor:
+    """Make the compiler write a traced tensor to memory, with its axes in order."""
+    flat = x.clone(memory_format=torch.contiguous_format)
+    # Inductor writes a tensor to memory where as_strided requests its strides. A tensor that
+    # requires grad is left as it is, since backpropagation through as_strided writes in place.
+    return flat if flat.requires_grad else flat.as_strided(flat.shape, flat.stride())

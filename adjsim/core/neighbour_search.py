@@ -1,0 +1,142 @@
+"""Pairs of atoms within a distance, and the closest pair, found by a tree."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import torch
+from scipy.spatial import KDTree
+from torch import Tensor
+
+from adjsim.core.box import nearest_image, perpendicular_widths
+
+
+def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor]:
+    """Find the pairs i<j whose nearest images are within a radius of any size.
+
+    The search runs on the CPU, in float64.
+
+    Args:
+        q: positions ``(atoms, dim)``, finite. Atoms may be outside the box.
+        cell: a box from :func:`~adjsim.core.box.checked_box`; None: no box.
+        radius: the largest distance.
+
+    Returns:
+        i and j, on the device of the position, ordered by i and then by j.
+    """
+    points = q.detach().double().cpu().numpy()
+    if cell is not None:
+        rows = torch.diag(cell) if cell.ndim == 1 else cell
+        # No nearest image is farther than the sum of the edges.
+        radius = min(radius, float(rows.norm(dim=1).sum()))
+    if cell is None:
+        pairs = KDTree(points).query_pairs(radius, output_type="ndarray")
+    elif cell.ndim == 1:
+        lengths = cell.cpu().numpy()
+        wrapped = points - lengths * np.floor(points / lengths)
+        # Rounding takes a coordinate near a face beyond it, which the tree refuses.
+        wrapped[(wrapped < 0) | (wrapped >= lengths)] = 0.0
+        tree = KDTree(wrapped, boxsize=lengths)
+        pairs = tree.query_pairs(radius, output_type="ndarray")
+    else:
+        pairs = _with_images(points, cell, radius)
+    numbers = np.sort(pairs[:, 0] * len(points) + pairs[:, 1])
+    # In a tilted cell several images of a pair may be within a radius beyond half the width.
+    numbers = numbers[np.diff(numbers, prepend=-1) > 0]
+    i, j = torch.from_numpy(np.stack(np.divmod(numbers, len(points)))).to(q.device)
+    return i, j
+
+
+def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Find all pairs of atoms within a radius of any size, with every periodic image of each.
+
+    A pair occurs in both orders. An atom is paired with its own images, and two atoms once for each
+    image that is near. The search runs on the CPU, in float64.
+
+    Args:
+        q: positions ``(atoms, dim)``, finite. Atoms may be outside the box.
+        cell: a box from :func:`~adjsim.core.box.checked_box`; None: no box.
+        radius: the largest distance.
+
+    Returns:
+        i, j ``(pairs,)`` and the integers n ``(pairs, dim)`` with ``|q_j + n cell - q_i|`` at most
+        the radius, on the device of the position, sorted by i, j and n.
+    """
+    points = q.detach().double().cpu().numpy()
+    whole = np.zeros_like(points)
+    if cell is None:
+        images, owners, offsets = points, np.arange(len(points)), whole
+    else:
+        rows = (torch.diag(cell) if cell.ndim == 1 else cell).cpu().numpy()
+        fractions = points @ np.linalg.inv(rows)
+        whole = np.floor(fractions)
+        margin = radius / perpendicular_widths(cell).cpu().numpy()
+        near, owners, offsets = _images(fractions - whole, margin)
+        points, images = (fractions - whole) @ rows, near @ rows
+    found = KDTree(points).sparse_distance_matrix(KDTree(images), radius, output_type="ndarray")
+    i, image = found["i"], found["j"]
+    j = owners[image]
+    n = np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)
+    other = (i != j) | (n != 0).any(1)
+    i, j, n = i[other], j[other], n[other]
+    order = np.lexsort((*n.T[::-1], j, i))
+    i, j, n = (torch.from_numpy(x[order]).to(q.device) for x in (i, j, n))
+    return i, j, n
+
+
+def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
+    """Find the two closest atoms of one system ``(atoms, dim)``, for an error message.
+
+    In a periodic cell the search is in fractions of the cell. Atoms at one place are always found.
+    """
+    points, size = q.detach().double().cpu().numpy(), None
+    if cell is not None:
+        rows = torch.diag(cell) if cell.ndim == 1 else cell
+        points, size = points @ np.linalg.inv(rows.cpu().numpy()), 1.0
+        points = points - np.floor(points)
+        # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
+        points[points >= 1] = 0.0
+    found = KDTree(points, boxsize=size).query(points, k=2)
+    distances, others = (np.asarray(part) for part in found)
+    i = int(distances[:, 1].argmin())
+    j = next(int(k) for k in others[i].tolist() if k != i)
+    d = (q[i] - q[j]).detach().double().cpu().reshape(-1, 1, 1)
+    if cell is not None:
+        (d,) = nearest_image([d], cell.cpu())
+    return min(i, j), max(i, j), float(d.norm())
+
+
+def _with_images(points: np.ndarray, cell: Tensor, radius: float) -> np.ndarray:
+    """Find the pairs i<j of a tilted cell, by a tree of the atoms and their images around it."""
+    rows = cell.cpu().numpy()
+    fractions = points @ np.linalg.inv(rows)
+    fractions -= np.floor(fractions)
+    margin = radius / perpendicular_widths(cell).cpu().numpy()
+    images, atoms, _ = _images(fractions, margin)
+    tree = KDTree(images @ rows)
+    found = KDTree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
+    pairs = np.stack([found["i"], atoms[found["j"]]], 1)
+    return pairs[pairs[:, 0] < pairs[:, 1]]
+
+
+def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Repeat atoms of a cell, in fractions of it, up to a margin around it.
+
+    Returns:
+        The images, the atom of each, and the integers by which it is moved.
+    """
+    cells = [range(-math.ceil(x), math.ceil(x) + 1) for x in margin]
+    images: list[np.ndarray] = []
+    atoms: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
+    for offset in product(*cells):
+        by = np.array(offset, dtype=np.float64)
+        moved = fractions + by
+        # A small excess keeps images that rounding would put beyond the margin.
+        near = ((moved >= -margin - 1e-9) & (moved <= 1 + margin + 1e-9)).all(1)
+        images.append(moved[near])
+        atoms.append(np.flatnonzero(near))
+        offsets.append(np.broadcast_to(by, images[-1].shape))
+    return np.concatenate(images), np.concatenate(atoms), np.concatenate(offsets)

@@ -1,0 +1,141 @@
+"""Noise as a function of (seed, step, replica), drawn again instead of stored.
+
+Gaussians are drawn in whole tiles of 256 degrees of freedom by 32 steps, each tile from its own
+counter-based Philox generator keyed by (seed, tile). The number for replica r, degree of freedom d
+and step k is element ``r * dof + d`` of step ``k``. It does not depend on the number of replicas,
+the save times, the segments, the adjoint or the direction of the run. Keys have 128 bits, so no
+two tiles share a stream. (Torch's own CPU generator takes 32 bits of seed, and would repeat a tile
+after some tens of thousands.) Steps, drawn momenta and drawn memory have separate streams, so one
+seed serves the start and the run without correlating the two. Numbers are drawn in float64 on the
+CPU and then cast and moved, so a float32 or GPU run gets the same noise.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import describe_type
+from adjsim.core.typing import Seed
+
+ELEMENTS, STEPS = 256, 32
+# Seeds lie below 2^62, which leaves two bits of a key's first word for the stream. The stream of
+# steps has zeros there.
+SEED_BITS = 62
+
+
+class NoiseStream(IntEnum):
+    """The use of the numbers of one seed."""
+
+    STEPS = 0
+    MOMENTA = 1
+    MEMORY = 2
+
+
+def as_generator(seed: Seed) -> torch.Generator | None:
+    """Make a generator from a seed; return a generator or None unchanged.
+
+    None stands for torch's default generator.
+
+    Raises:
+        TypeError: anything else, such as a float or a string.
+        ValueError: a seed of more than 64 bits.
+    """
+    if seed is None or isinstance(seed, torch.Generator):
+        return seed
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+        raise TypeError(
+            "generator must be a torch.Generator, an integer that seeds one, or None; got "
+            f"{describe_type(seed)}."
+        )
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"generator must be a seed of at most 64 bits; got {seed}.")
+    return torch.Generator().manual_seed(int(seed))
+
+
+def seed_from(generator: Seed) -> int:
+    """Draw one integer, the seed of a run, from a generator (None: torch's default one).
+
+    A generator advances by one draw. An integer is used as the seed of a new generator, so it gives
+    the same result every time. The generator may be on another device than the state.
+    """
+    generator = as_generator(generator)
+    device = generator.device if generator is not None else None
+    return int(torch.randint(2**SEED_BITS, (), generator=generator, device=device))
+
+
+class Noise:
+    """Standard normal numbers addressed by step.
+
+    Args:
+        seed: identifies the sequence.
+        first: the number of the first replica, when a batch is a part of a larger one.
+        begin: the number of the first step, when a run is a part of a longer one.
+        stream: the use of the numbers; two streams are independent.
+    """
+
+    def __init__(
+        self, seed: int, first: int = 0, begin: int = 0, stream: NoiseStream = NoiseStream.STEPS
+    ) -> None:
+        self.seed, self.first, self.begin, self.stream = seed, first, begin, stream
+        self._blocks: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return the numbers of one step for ``shape = (replicas, dof)``, like ``like``."""
+        replicas, dof = shape
+        step += self.begin
+        return self._block(step // STEPS, replicas, dof, like)[step % STEPS]
+
+    def span(
+        self, step: int, count: int, shape: tuple[int, ...], like: Tensor, end: int
+    ) -> list[Tensor]:
+        """Return the numbers of ``count`` steps from ``step`` on, in parts of several steps.
+
+        Args:
+            step, count: the first step and the number of steps.
+            shape: ``(replicas, dof)``; a part has the shape ``(steps, replicas, dof)``.
+            like: a tensor, for its dtype and device.
+            end: the number of steps of the run, after which no numbers are drawn.
+        """
+        replicas, dof = shape
+        first, last, end = step + self.begin, step + self.begin + count, end + self.begin
+        return [
+            self._block(at // STEPS, replicas, dof, like, min(STEPS, end - at))[
+                max(0, first - at) : last - at
+            ]
+            for at in range(first - first % STEPS, last, STEPS)
+        ]
+
+    def _block(
+        self, block: int, replicas: int, dof: int, like: Tensor, steps: int = STEPS
+    ) -> Tensor:
+        """Return the first steps of a block.
+
+        The last two blocks are cached, for steps that use their neighbours' noise.
+        """
+        key = (block, steps, replicas, dof, like.dtype, like.device)
+        if key not in self._blocks:
+            if len(self._blocks) > 1:
+                del self._blocks[next(iter(self._blocks))]
+            start, count = self.first * dof, replicas * dof
+            first, last = start // ELEMENTS, (start + count - 1) // ELEMENTS
+            tiles = [self._tile(block, column, steps) for column in range(first, last + 1)]
+            offset = start - first * ELEMENTS
+            drawn = torch.from_numpy(np.concatenate(tiles, axis=1))
+            # A copy of a part, since a view would keep whole tiles alive.
+            rows = drawn[:, offset : offset + count].to(
+                like.device, like.dtype, copy=count < drawn.shape[1]
+            )
+            self._blocks[key] = rows.reshape(steps, replicas, dof)
+        return self._blocks[key]
+
+    def _tile(self, block: int, column: int, steps: int) -> np.ndarray:
+        """Draw the first steps of a tile; their numbers do not depend on how many steps follow."""
+        key = np.array(
+            [self.seed | self.stream << SEED_BITS, (block << 32) | column], dtype=np.uint64
+        )
+        return np.random.Generator(np.random.Philox(key=key)).standard_normal((steps, ELEMENTS))

@@ -1,0 +1,277 @@
+"""Parameters: how physical numbers are stored, and how they enter autograd.
+
+A float, an array or a list becomes a buffer (float64, unless an array is float32) and is cast to
+the state's dtype where it is used. An ``nn.Parameter`` stays a parameter. A tensor that requires
+grad (a network's output, a field of elastic moduli) becomes a buffer that keeps its graph. So
+everything that a simulation can be differentiated with respect to is registered, and
+:func:`trainable` finds it. A force may also read a tensor that requires grad and is not registered.
+A constant-memory adjoint would give such a tensor no gradient, so :func:`refuse_captured` raises an
+error that names it. The rules under which numbers are registered are checked again whenever a run
+reads them, since an optimiser may have broken them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from adjsim.core.arguments import as_tensor, outside_inference_mode
+from adjsim.core.typing import Number
+
+# Sizes of a tensor; a word stands for a size that is free.
+Shape = tuple[int | str, ...]
+
+
+def register(
+    module: nn.Module,
+    name: str,
+    value: Number,
+    *,
+    positive: bool = False,
+    finite: bool = False,
+    depth: bool = False,
+    single: bool = False,
+    angle: bool = False,
+    between: tuple[float, float] | None = None,
+    advice: str = "",
+    shapes: Sequence[Shape] = (),
+    each: str = "",
+) -> None:
+    """Store a physical number on a module, as a parameter or a buffer.
+
+    Numbers, arrays and lists become buffers. The other arguments are the :class:`NumberRule`, which
+    is checked again whenever a run reads the number.
+
+    Raises:
+        TypeError: a string, None, a bool or complex numbers.
+        ValueError: NaN, no entries, a number or a shape that the rule excludes, a list that holds
+            a tensor that requires grad, a parameter made under ``torch.inference_mode``.
+    """
+    if isinstance(value, nn.Parameter) and value.is_inference():
+        raise ValueError(
+            f"{name} was made under torch.inference_mode, where a parameter can never be "
+            "differentiated: make it outside."
+        )
+    with outside_inference_mode():
+        value = as_tensor(name, value)
+    if value.numel() == 0:
+        raise ValueError(f"{name} has no entries.")
+    rule = NumberRule(positive, finite, depth, single, angle, between, advice, tuple(shapes), each)
+    rule(name, value.detach())
+    vars(module).setdefault("_rules", {})[name] = rule
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(name, value)
+    else:
+        module.register_buffer(name, value)
+
+
+@dataclass(frozen=True)
+class NumberRule:
+    """The numbers that a parameter may be, checked whenever a run reads it.
+
+    Attributes:
+        positive: above zero.
+        finite: not infinite. A pinned atom's mass, for one, is infinite.
+        depth: the depth of a well, which is not negative.
+        single: one number for a whole system.
+        angle: radians, at most two pi.
+        between: two limits, both excluded.
+        advice: a sentence of the error of a number outside of the limits.
+        shapes: the shapes that it may have, with a word for a size that is free; empty: any.
+        each: what an entry belongs to, such as "one number for each atom".
+    """
+
+    positive: bool = False
+    finite: bool = False
+    depth: bool = False
+    single: bool = False
+    angle: bool = False
+    between: tuple[float, float] | None = None
+    advice: str = ""
+    shapes: tuple[Shape, ...] = ()
+    each: str = ""
+
+    def __call__(self, name: str, value: Tensor) -> None:
+        """Refuse a value that the parameter may not have."""
+        if self.shapes and not any(_fits(value.shape, shape) for shape in self.shapes):
+            allowed = ", ".join(map(_describe_shape, self.shapes[:-1]))
+            allowed += f"{allowed and ' or '}{_describe_shape(self.shapes[-1])}"
+            raise ValueError(
+                f"{name} must be {allowed}{self.each and ', ' + self.each}; got shape "
+                f"{tuple(value.shape)}."
+            )
+        if self.single and value.numel() != 1:
+            raise ValueError(
+                f"{name} must be one number, for all atoms and replicas; got shape "
+                f"{tuple(value.shape)}. Make a simulation for each {name}."
+            )
+        ends = value.aminmax() if value.numel() > 1 else (value, value)
+        smallest, largest = (x.item() for x in ends)
+        if smallest != smallest:
+            raise ValueError(f"{name} is NaN.")
+        if self.positive and not smallest > 0:
+            raise ValueError(f"{name} must be positive; got {describe(value)}.")
+        if self.depth and smallest < 0:
+            raise ValueError(
+                f"{name} must not be negative; got {describe(value)}. It is the depth of a well, "
+                "and with a negative one atoms fall on top of each other. adjsim.Positive keeps a "
+                "fitted one positive."
+            )
+        if self.finite and not math.isfinite(max(abs(smallest), abs(largest))):
+            raise ValueError(f"{name} must be finite; got {value.tolist()}.")
+        # A turn may be rounded.
+        if self.angle and max(abs(smallest), abs(largest)) > 2 * math.pi * (1 + 1e-6):
+            raise ValueError(
+                f"{name} must be in radians, between -2 pi and 2 pi; got "
+                f"{max(abs(smallest), abs(largest)):g}. Convert degrees with math.radians or "
+                "torch.deg2rad."
+            )
+        if self.between is not None:
+            low, high = self.between
+            wrong = largest if smallest > low else smallest
+            if not low < wrong < high:
+                raise ValueError(
+                    f"{name} must be between {low:g} and {high:g}, both excluded; got {wrong:g}."
+                    f"{self.advice and ' '}{self.advice}"
+                )
+
+    def marked(self, value: Tensor) -> Tensor:
+        """Replace entries that the parameter may not have by NaN, without reading them."""
+        lowest = 0.0 if self.positive else -math.inf
+        low, high = (lowest, math.inf) if self.between is None else self.between
+        turn = 2 * math.pi * (1 + 1e-6)
+        limits = [low] if low > -math.inf or self.finite else []
+        valid = [value > x for x in limits]
+        if high < math.inf or self.finite:
+            valid.append(value < high)
+        if self.depth:
+            valid.append(value >= 0)
+        if self.angle:
+            valid.append(value.abs() <= turn)
+        for holds in valid:
+            value = torch.where(holds, value, math.nan)
+        return value
+
+
+def _fits(found: Sequence[int], shape: Shape) -> bool:
+    return len(found) == len(shape) and all(
+        isinstance(size, str) or size == n for n, size in zip(found, shape, strict=True)
+    )
+
+
+def _describe_shape(shape: Shape) -> str:
+    if not shape:
+        return "one number"
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def check_count(name: str, value: Tensor, atoms: int) -> None:
+    """Refuse a number for each atom of a system with more or fewer atoms."""
+    if value.numel() not in (1, atoms):
+        raise ValueError(
+            f"{name} has {value.numel()} entries and the state {atoms} atoms: give one number, or "
+            "one for each atom."
+        )
+
+
+def describe(value: Tensor) -> str:
+    """Describe a number by its value, a larger tensor by its shape and smallest entry."""
+    if value.numel() == 1:
+        return f"{value.item():g}"
+    return f"a tensor of shape {tuple(value.shape)} whose smallest entry is {value.min().item():g}"
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """Collect every registered parameter or buffer that requires grad, by its qualified name."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    named.update(module.named_buffers())
+    return {name: value for name, value in named.items() if value.requires_grad}
+
+
+def refuse_untrainable(module: nn.Module) -> None:
+    """Raise if no parameter or buffer of the module requires grad."""
+    if not trainable(module):
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad, so there is no "
+            "gradient to estimate: give the number of interest as nn.Parameter(torch.tensor(...))."
+        )
+
+
+def point_of_differentiation(x: Tensor) -> Tensor:
+    """Make a leaf with the same numbers, which :func:`leaves` does not take for a parameter."""
+    point = x.detach().requires_grad_()
+    point.is_point_of_differentiation = True  # type: ignore[attr-defined]
+    return point
+
+
+def leaves(output: Tensor, registered: Iterable[Tensor] = ()) -> Iterator[Tensor]:
+    """Find the leaf tensors of an output's graph, without searching behind registered tensors."""
+    stop = {value.grad_fn for value in registered if value.grad_fn is not None}
+    seen, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or node in stop:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not hasattr(leaf, "is_point_of_differentiation"):
+            yield leaf
+        queue.extend(parent for parent, _ in node.next_functions)
+
+
+def refuse_captured(output: Tensor, module: nn.Module, inputs: Iterable[Tensor], what: str) -> None:
+    """Raise if ``output`` depends on a captured tensor that requires grad.
+
+    A captured tensor is neither an input nor registered on ``module``.
+    """
+    refuse_unknown(output, module, list(inputs), what)
+
+
+def refuse_unknown(output: Tensor, module: nn.Module, known: Sequence[Tensor], what: str) -> None:
+    """Raise if ``output`` depends on an unknown tensor that requires grad.
+
+    An unknown tensor is neither in ``known`` nor registered on ``module``.
+    """
+    if unknown_leaf(output, known) is None:
+        return
+    # Collecting the tensors of a module is slow, so it is done only if the fast check fails.
+    leaf = unknown_leaf(output, [*known, *trainable(module).values()])
+    if leaf is not None:
+        raise ValueError(
+            f"{what} depends on {_name_of(leaf, module)}, which requires grad but is not "
+            "registered, or is read as a variable instead of from its module, so an adjoint would "
+            "lose its gradient. Make it an nn.Parameter (or a buffer) of the potential or the "
+            "dynamics and read it as an attribute of its module, or detach() it."
+        )
+
+
+def unknown_leaf(output: Tensor, known: Sequence[Tensor]) -> Tensor | None:
+    """Find a leaf that the output depends on and that is not known."""
+    ids = {id(x) for x in known}
+    return next((leaf for leaf in leaves(output, known) if id(leaf) not in ids), None)
+
+
+def _name_of(leaf: Tensor, module: nn.Module) -> str:
+    registered = {id(value) for value in trainable(module).values()}
+    for path, child in module.named_modules():
+        for attribute, value in vars(child).items():
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in registered:
+                where = f"{path}.{attribute}" if path else attribute
+                return f"'{where}' (a plain attribute of {type(child).__name__})"
+    return f"a captured tensor of shape {tuple(leaf.shape)}"
+
+
+def check_numbers(part: nn.Module) -> None:
+    """Refuse numbers of one module that its constructor would refuse."""
+    for name, rule in vars(part).get("_rules", {}).items():
+        x = getattr(part, name)
+        if isinstance(x, Tensor) and not is_lazy(x):
+            rule(name, x.detach())
+    validate = getattr(type(part), "validate", None)
+    if validate is not None:
+        validate(part)

@@ -1,0 +1,295 @@
+"""The result of a simulation, and observables of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import as_number, as_tensor, describe_type, refuse_uncalled_class
+from adjsim.core.state import State, detached, in_transform
+
+
+@dataclass(frozen=True)
+class TimeAverage:
+    """The time average of a function of the state, accumulated without storing the run.
+
+    With steps of one size it is the mean of ``function`` over the ends of all steps with
+    ``t - ts[0] > burn_in``. (:class:`~adjsim.SDESolver` stores the states after these steps until
+    the end of the run.) With :class:`~adjsim.Coupled` steps of varying size it is the integral of
+    ``function`` over this time by the trapezoidal rule, divided by the length of this time. Its
+    error is of second order in the steps, whatever the order of the method. With
+    :class:`~adjsim.ODESolver` it is the same integral, solved as an additional component of the
+    equation. The component is left out of the step-size control, so that the path does not change.
+
+    Args:
+        function: a function from the state to a tensor. Of integers and bools the average has the
+            dtype of the state. The shape must not change from step to step.
+        burn_in: time at the start that is left out.
+
+    Raises:
+        TypeError: a function that cannot be called, a burn_in that is not a number.
+        ValueError: a negative burn_in.
+    """
+
+    function: Callable[[Any], Tensor]
+    burn_in: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_function("TimeAverage", self.function)
+        object.__setattr__(self, "burn_in", as_number("burn_in", self.burn_in))
+        if not self.burn_in >= 0:
+            raise ValueError(f"burn_in must be zero or a positive time; got {self.burn_in}.")
+
+
+@dataclass(frozen=True)
+class Final:
+    """A function of the state at the end of the run.
+
+    Args:
+        function: a function from the state to a tensor whose leading axis is the replicas.
+
+    Raises:
+        TypeError: a function that cannot be called.
+    """
+
+    function: Callable[[Any], Tensor]
+
+    def __post_init__(self) -> None:
+        check_function("Final", self.function)
+
+
+def check_function(what: str, function: Any) -> None:
+    """Refuse a class, and an object that cannot be called."""
+    refuse_uncalled_class(f"the function of {what}", function)
+    if not callable(function):
+        raise TypeError(
+            f"{what} takes a function of the state, such as lambda state: state.position; got "
+            f"{describe_type(function)}."
+        )
+
+
+def check_record(record: Any) -> None:
+    """Refuse a value that ``record=`` does not take."""
+    if isinstance(record, Final):
+        raise TypeError(
+            "record= takes a function of the state or a TimeAverage, not a Final: compute "
+            "fn(trajectory.final) after the run."
+        )
+    if record is not None and not isinstance(record, TimeAverage):
+        check_function("record=", record)
+
+
+Record = Callable[[State], Tensor] | TimeAverage | None
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run, from which another run can go on.
+
+    Attributes:
+        begin: the time of the first step, of a run that was continued the one of the first part.
+        step: the number of steps since.
+        seed, first: the seed of the noise, and the number of the first replica; None without noise.
+        solver: describes the solver, for comparison.
+        spacings: the spacings of the lattice of an exact run.
+        check_every: steps between two checks of the buffers of an exact run.
+        fields: fields of the last state that a state of the dynamics lacks: buffers, or the second
+            copies of :class:`~adjsim.Coupled`.
+        force: the force with which the next compiled step begins.
+    """
+
+    begin: float
+    step: int
+    seed: int | None
+    first: int
+    solver: str
+    spacings: dict[str, Tensor]
+    check_every: int | None
+    fields: dict[str, Tensor]
+    force: Tensor | None
+
+
+class Trajectory(Generic[State]):
+    """The result of :func:`adjsim.simulate`.
+
+    Attributes:
+        times: ``(frames,)``, the save times, float64.
+        position: ``(frames, *batch, atoms, dim)``; likewise every field of the state by its name.
+            Absent if ``record=`` was given.
+        record: the saved values: ``(frames, ...)`` of a function, ``(...)`` of a
+            :class:`TimeAverage`, None without ``record=``.
+        final: the state at the last time.
+        stats: a dict. Every run has ``steps`` (None for adaptive steps of torchdiffeq),
+            ``energy_evaluations`` (passes over the energy: a force is one, a product with its
+            Jacobian is one, and backward adds its own) and ``reconstruction_error`` (None before
+            backward and for adjoints that do not reconstruct, 0 where the reversal of an exact run
+            was verified). With checkpoint and reversible adjoints there is ``cotangent_growth``,
+            None before backward: how much the cotangents of the state grew in the sweep. Some runs
+            have
+            ``order`` (of a splitting), ``rate`` (of the coupling of reversible Runge-Kutta
+            steps), ``step_times`` (of steps of varying size: the time of the start and of the end
+            of each step, ``(steps + 1,)``), ``rejected`` (of adaptive steps: the number of attempts
+            that were repeated with a smaller size), ``checkpoint_every`` and ``checkpoints`` (of a
+            reversible adjoint: the smallest distance, or None, and the number of stored states),
+            ``compiled_forward``, ``compiled_backward`` and ``compile_seconds`` (of compiled runs:
+            what compiled the loops, None before they run, and the time that it took),
+            ``resumed_at`` (of a run with a store: the step from which it went on, or None),
+            ``seed`` (of stochastic dynamics), ``pairs`` (how each pair potential evaluates them:
+            "neighbour list", "all pairs", or by operations of torch, with the reason),
+            ``buffer_bits`` and ``buffer_bound`` (of an exact run: the bits per step and degree of
+            freedom that its buffers took, and that friction removes).
+
+    A trajectory can be pickled, saved with ``torch.save``, loaded with ``torch.load``
+    (``weights_only=True`` too, where adjsim has been imported), and deep-copied. The copy has the
+    numbers but no graph: take gradients from the trajectory that :func:`adjsim.simulate` returned.
+    ``copy.copy`` shares the tensors and their graph.
+    """
+
+    def __init__(
+        self,
+        times: Tensor,
+        states: State | None,
+        record: Tensor | None,
+        final: State,
+        stats: dict[str, Any],
+        end: RunEnd | None = None,
+    ) -> None:
+        self.times, self.record, self.final, self.stats = times, record, final, stats
+        self._states, self._end = states, end
+
+    def __getattr__(self, name: str) -> Tensor:
+        # During unpickling there is no final state yet.
+        final = self.__dict__.get("final")
+        if name.startswith("_") or final is None or name not in final._fields:
+            raise AttributeError(f"a trajectory of {type(final).__name__} has no '{name}'.")
+        if self._states is None:
+            raise AttributeError(
+                f"'{name}' was not saved, since record= was given; trajectory.final.{name} is its "
+                "last value."
+            )
+        return getattr(self._states, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "times": self.times,
+            "record": None if self.record is None else self.record.detach(),
+            "final": detached(self.final),
+            "stats": self.stats,
+            "_states": None if self._states is None else detached(self._states),
+            "_end": self._end,
+        }
+
+    def __copy__(self) -> Trajectory[State]:
+        return Trajectory(self.times, self._states, self.record, self.final, self.stats, self._end)
+
+    @property
+    def end(self) -> RunEnd | None:
+        """The end of the run, for ``simulate(continues=)``; None if it had no fixed steps."""
+        return self._end
+
+    def __repr__(self) -> str:
+        kept = "states" if self._states is not None else "record"
+        saved = [*self.final, *([] if self.record is None else [self.record])]
+        graph = "" if any(x.requires_grad for x in saved) else ", no gradient"
+        return (
+            f"Trajectory({len(self.times)} frames of {type(self.final).__name__}, {kept}, "
+            f"t = {self.times[0]:g} to {self.times[-1]:g}, {self.final._fields[0]} "
+            f"{tuple(self.final[0].shape)}{graph})"
+        )
+
+
+torch.serialization.add_safe_globals([Trajectory, RunEnd])
+
+
+def check_times(ts: Any) -> Tensor:
+    """Convert save times to a float64 tensor, and check that they increase.
+
+    Raises:
+        TypeError: not a list, array or tensor of numbers.
+        ValueError: times that require grad, fewer than two, not finite or not increasing.
+    """
+    if isinstance(ts, Tensor) and ts.requires_grad:
+        raise ValueError(
+            "ts requires grad, and simulate has no gradient with respect to times: pass "
+            "ts.detach(), or use solve_ivp, which has one."
+        )
+    times = as_tensor("ts", ts).to(device="cpu", dtype=torch.float64)
+    if times.ndim != 1 or len(times) < 2:
+        raise ValueError(
+            "ts must list the initial time and at least one save time; got shape "
+            f"{tuple(times.shape)}."
+        )
+    values = _numbers(times)
+    if not all(map(math.isfinite, values)) or any(b <= a for a, b in pairwise(values)):
+        raise ValueError("ts must be finite and increase.")
+    return times
+
+
+def _numbers(times: Tensor) -> list[float]:
+    # In a function transform a tensor has no memory from which all numbers could be read at once.
+    return [float(t) for t in times] if in_transform() else times.tolist()
+
+
+def step_numbers(times: Tensor, dt: float) -> list[int]:
+    """Convert save times to step numbers.
+
+    Raises:
+        ValueError: a save time off the grid of dt by more than a thousandth of a step.
+    """
+    values = _numbers(times)
+    first = values[0]
+    exact = [(t - first) / dt for t in values]
+    steps = [round(x) for x in exact]
+    errors = [abs(x - step) for x, step in zip(exact, steps, strict=True)]
+    worst = errors.index(max(errors))
+    if errors[worst] > 1e-3:
+        low = first + math.floor(exact[worst]) * dt
+        raise ValueError(
+            f"ts[{worst}] = {values[worst]:.12g} is not an integer number of steps of dt = "
+            f"{dt:g} after ts[0]; the nearest are {low:.12g} and {low + dt:.12g}."
+        )
+    if any(b <= a for a, b in pairwise(steps)):
+        raise ValueError(f"two save times fall on one step of dt = {dt:g}.")
+    return steps
+
+
+def floating(value: Tensor, state: Any) -> Tensor:
+    """Convert a value of an averaged function to a floating-point dtype, that of the state."""
+    if value.is_floating_point() or value.is_complex():
+        return value
+    return value.to(state[0].real.dtype)
+
+
+def sum_dtype(value: Tensor) -> torch.dtype:
+    """Choose a dtype in which sums over many steps keep their digits."""
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def check_shape(value: Tensor, shape: torch.Size, when: str) -> None:
+    """Refuse a value of a recorded or averaged function with another shape than before.
+
+    Raises:
+        ValueError: another shape, with the time or the step in ``when``.
+    """
+    if value.shape != shape:
+        raise ValueError(
+            f"the record has shape {tuple(value.shape)} {when}, and had shape {tuple(shape)} "
+            "before. A recorded or averaged function must keep its shape: pad the value, or reduce "
+            "it to a fixed shape."
+        )
+
+
+def first_averaged_step(burn_in: float, dt: float, last: int) -> int:
+    """Find the first step whose end enters a time average."""
+    first = math.floor(burn_in / dt + 1e-3) + 1
+    if first > last:
+        raise ValueError(
+            f"burn_in = {burn_in:g} leaves nothing of a run of {last * dt:g} to average."
+        )
+    return first

@@ -1,0 +1,1 @@
+"""Dynamics of any vector field, without a potential."""

@@ -1,0 +1,233 @@
+"""Stochastic differential equations of any vector field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.state import AnyState, in_transform
+from adjsim.dynamics.fields.base import (
+    FieldDynamics,
+    argument,
+    as_fields,
+    as_time,
+    refuse_shape,
+    register_function,
+)
+from adjsim.dynamics.fields.ode import Rate
+from adjsim.dynamics.term import Term
+
+NOISES = ("diagonal", "scalar", "additive", "general")
+
+
+class NoisyRate(Rate):
+    """The whole right-hand side, Y: ``dy = drift(t, y) dt + diffusion(t, y) dW``."""
+
+    draws = 1
+
+    def __init__(self, dynamics: SDE) -> None:
+        super().__init__("drift", dynamics.drift_fun)
+        self.dynamics = dynamics
+
+    def diffusion(self, t: Any, state: AnyState) -> Mapping[str, Tensor]:
+        return dict(zip(state._fields, self.dynamics.amplitudes(t, state), strict=True))
+
+
+class SDE(FieldDynamics):
+    """A stochastic differential equation of any vector field::
+
+        dy = drift(t, y) dt + diffusion(t, y) dW
+
+    y is ``(*batch, n)``, or a named tuple of such fields. The noise W has one independent Brownian
+    motion for each column of the diffusion and each system of the batch:
+
+    ========== ======================= ============================================================
+    noise      diffusion, of shape     increment
+    ========== ======================= ============================================================
+    "diagonal" ``(*batch, n)``         ``g_i dW_i``, a Brownian motion for each entry
+    "scalar"   ``(*batch, n)``         ``g_i dW``, one Brownian motion for all entries of a system
+    "additive" ``(*batch, n, m)``      ``sum_k g_ik dW_k``, where g does not depend on y
+    "general"  ``(*batch, n, m)``      ``sum_k g_ik dW_k``
+    ========== ======================= ============================================================
+
+    Where g depends on y, the equation of Ito and that of Stratonovich differ, and the solver says
+    which one is solved:
+
+    ============ =================================== ==============================================
+    equation     solvers of the library              methods of :class:`~adjsim.SDESolver`
+    ============ =================================== ==============================================
+    Ito          :class:`~adjsim.EulerMaruyama`,     euler, milstein, srk
+                 :class:`~adjsim.Milstein`
+    Stratonovich :class:`~adjsim.StochasticHeun`,    midpoint, heun, euler_heun, reversible_heun
+                 :class:`~adjsim.ReversibleHeun`
+    ============ =================================== ==============================================
+
+    The methods of Milstein are for scalar noise and for diagonal noise whose entry g_i depends on
+    y_i alone; so is srk, which also takes additive noise. Other noise has strong order 1/2 in
+    general. Without noise use :class:`~adjsim.ODE`.
+
+    The parameters of the modules are those of the dynamics, under the names ``drift_fun.*`` and
+    ``diffusion_fun.*``. How fast the equation forgets its start is not known beforehand, so the
+    limits of BacksolveAdjoint and of reversible_heun under contraction are not checked.
+
+    Args:
+        drift: maps ``(t, y)`` to the drift, of the shape of y.
+        diffusion: maps ``(t, y)`` to the diffusion. For a named tuple it returns one tensor a
+            field, with the same number of columns m; diagonal noise is then independent for all
+            fields.
+        noise: "diagonal", "scalar", "additive" or "general".
+
+    Raises:
+        TypeError: a class, an object that cannot be called, a function that does not take (t, y).
+        ValueError: an unknown noise; drift or diffusion of another shape, additive noise that
+            depends on y (when a run begins, or with the finiteness checks of fixed steps).
+    """
+
+    drift_fun: Callable[..., Any]
+    diffusion_fun: Callable[..., Any]
+
+    def __init__(
+        self, drift: Callable[..., Any], diffusion: Callable[..., Any], *, noise: str = "diagonal"
+    ) -> None:
+        super().__init__()
+        self.noise = noise
+        self.validate()
+        register_function(self, "drift_fun", drift)
+        register_function(self, "diffusion_fun", diffusion)
+
+    def validate(self) -> None:
+        """Refuse an unknown kind of noise."""
+        if self.noise not in NOISES:
+            raise ValueError(f"unknown noise {self.noise!r}; choose from {', '.join(NOISES)}.")
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"Y": NoisyRate(self)}
+
+    def amplitudes(self, t: Any, state: AnyState) -> tuple[Tensor, ...]:
+        """Evaluate the diffusion, by field."""
+        value = self.diffusion_fun(as_time(t, state[0]), argument(state))
+        found = as_fields("diffusion", value, state)
+        for name, g, y in zip(state._fields, found, state, strict=True):
+            expected: tuple[int, ...] = tuple(y.shape)
+            if self.matrix:
+                if g.ndim != y.ndim + 1 or g.shape[:-1] != y.shape:
+                    raise ValueError(
+                        f"diffusion maps {name} of shape {tuple(y.shape)} to {tuple(g.shape)}; "
+                        f"with noise={self.noise!r} it must be {(*y.shape, 'm')}, a column for "
+                        "each Brownian motion. For one Brownian motion an entry use "
+                        "noise='diagonal'."
+                    )
+                expected = (*y.shape, found[0].shape[-1])
+            refuse_shape("diffusion", name, g, expected, y)
+        return found
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the diffusion is a matrix for each system."""
+        return self.noise in ("additive", "general")
+
+    def diffusion(self, t: Any, state: Any) -> Any:
+        return type(state)(*self.amplitudes(t, state))
+
+    def noise_increments(self, t: Any, state: AnyState, dW: Tensor) -> tuple[Tensor, ...]:
+        """Compute ``diffusion(t, y) dW`` by field, for increments ``(*batch, *draw_shape)``."""
+        return self.times_increment(self.amplitudes(t, state), dW, state)
+
+    def times_increment(
+        self, found: tuple[Tensor, ...], dW: Tensor, state: AnyState
+    ) -> tuple[Tensor, ...]:
+        """Multiply amplitudes, by field, by increments ``(*batch, *draw_shape)``."""
+        if self.matrix:
+            return tuple((g * dW.unsqueeze(-2)).sum(-1) for g in found)
+        if self.noise == "scalar":
+            return tuple(g * dW for g in found)
+        parts = dW.split([y.shape[-1] for y in state], -1)
+        return tuple(g * part for g, part in zip(found, parts, strict=True))
+
+    @torch.no_grad()
+    def draw_shape(self, t: float, state: AnyState) -> torch.Size:
+        """Return the number of Brownian motions of one system."""
+        if self.noise == "scalar":
+            return torch.Size((1,))
+        if self.noise == "diagonal":
+            return torch.Size((sum(y.shape[-1] for y in state),))
+        start = type(state)._make(y.detach() for y in state)
+        return torch.Size(self.amplitudes(t, start)[0].shape[-1:])
+
+    def characteristic_scales(self, t: float, state: AnyState, time: float) -> dict[str, Tensor]:
+        """Return the spread of the noise over a time, from the diffusion at the start."""
+        found = self.amplitudes(t, state)
+        sizes = (g.norm(dim=-1) if self.matrix else g.abs() for g in found)
+        return {
+            name: math.sqrt(time) * size for name, size in zip(state._fields, sizes, strict=True)
+        }
+
+    def noisy_fields(self, t: Any, state: AnyState) -> list[bool]:
+        return [True] * len(state)
+
+    def check_rates(self, t: float, state: AnyState) -> dict[str, Tensor]:
+        rates = super().check_rates(t, state)
+        if in_transform():
+            return rates
+        rates |= self.checked_rates(
+            "diffusion", "diffusion", state, lambda start: self.diffusion(t, start)
+        )
+        self.check_noise(t, state)
+        return rates
+
+    def check_noise(self, t: float, state: AnyState) -> None:
+        if self.noise != "additive" or in_transform():
+            return
+        with torch.enable_grad():
+            start = type(state)._make(y.detach().requires_grad_() for y in state)
+            found = self.amplitudes(t, start)
+        if _depends(found, start):
+            raise ValueError(
+                "noise='additive' is noise whose diffusion does not depend on y, and this one "
+                "does: use noise='general', or 'diagonal' for one Brownian motion an entry."
+            )
+
+
+@torch.enable_grad()
+def _depends(values: tuple[Tensor, ...], state: AnyState) -> bool:
+    """Return whether values depend on the fields of a state."""
+    tracked = [value.sum() for value in values if value.requires_grad]
+    if not tracked:
+        return False
+    slopes = torch.autograd.grad(torch.stack(tracked).sum(), tuple(state), allow_unused=True)
+    return any(slope is not None and bool((slope != 0).any()) for slope in slopes)
+
+
+def describe_cross_terms(sde: SDE, t: float, state: AnyState) -> str | None:
+    """Say which diagonal noise has an entry that depends on other entries than its own.
+
+    With a diagonal Jacobian, products with two vectors, each divided by its vector, are equal.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.enable_grad():
+        start = type(state)._make(y.detach().requires_grad_() for y in state)
+        found = sde.amplitudes(t, start)
+        if not any(g.requires_grad for g in found):
+            return None
+        slopes: list[list[Tensor]] = []
+        for _ in range(2):
+            along = [
+                (1 + torch.rand(g.shape, generator=generator, dtype=torch.float64)).to(g)
+                for g in found
+            ]
+            total = torch.stack([(g * v).sum() for g, v in zip(found, along, strict=True)]).sum()
+            grads = torch.autograd.grad(
+                total, tuple(start), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            slopes.append([grad / v for grad, v in zip(grads, along, strict=True)])
+    for name, one, other in zip(state._fields, *slopes, strict=True):
+        size = float(one.abs().amax())
+        # Rounding of sums, far below the difference that any other entry makes.
+        if float((one - other).abs().amax()) > 1e3 * torch.finfo(one.dtype).eps * size:
+            return name
+    return None

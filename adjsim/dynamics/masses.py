@@ -1,0 +1,75 @@
+"""The masses of the atoms of a system, and other numbers that an atom has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adjsim.core.parameters import check_count
+from adjsim.core.state import AnyState, position_of
+from adjsim.core.typing import Energies, Positions
+
+
+@dataclass(frozen=True)
+class Masses:
+    """The masses of the atoms of a system, infinite for pinned ones.
+
+    ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``. The trailing
+    axis keeps them per atom where the number of atoms equals dim.
+
+    Attributes:
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
+        pinned: returns which of a number of atoms are pinned in addition, ``(atoms, 1)``.
+    """
+
+    mass: Tensor
+    pinned: Callable[[int], Tensor] | None = None
+
+    def __call__(self, like: Tensor) -> Tensor:
+        check_count("mass", self.mass, like.shape[-2])
+        found = per_atom(self.mass, like)
+        if self.pinned is None:
+            return found
+        return torch.where(self.pinned(like.shape[-2]), torch.inf, found)
+
+    def mobile(self, like: Tensor) -> Tensor:
+        """Return 1 for atoms that move, 0 for pinned ones; a scalar or ``(atoms, 1)``."""
+        return torch.isfinite(self(like.detach())).to(like)
+
+    def dof(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system, without pinned atoms."""
+        return float(self.mobile(position).expand(position.shape[-2], 1).sum()) * position.shape[-1]
+
+    def thermal(self, like: Tensor, kT: Tensor) -> Tensor:
+        """Compute the thermal momentum sqrt(m kT), zero on pinned atoms.
+
+        It is a scalar or ``(atoms, 1)``.
+        """
+        mass = self(like)
+        mobile = torch.isfinite(mass.detach())
+        thermal = torch.sqrt(torch.where(mobile, mass, 1.0) * kT.to(like))
+        return torch.where(mobile, thermal, 0.0)
+
+    def kinetic_energy(self, momentum: Positions) -> Energies:
+        """Compute ``sum p^2 / 2m``, ``(*batch,)``."""
+        return 0.5 * (momentum**2 / self(momentum)).sum((-1, -2))
+
+
+def per_atom(value: Tensor, like: Tensor) -> Tensor:
+    """Convert a number to a field's dtype, as a scalar or ``(atoms, 1)``."""
+    value = value.to(like)
+    return value.reshape(-1, 1) if value.ndim and value.numel() > 1 else value.reshape(())
+
+
+def check_per_atom(name: str, value: Tensor) -> None:
+    if value.ndim > 2 or (value.ndim == 2 and value.shape[1] != 1):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be a scalar, (atoms,) or (atoms, 1)."
+        )
+
+
+def check_entries(name: str, value: Tensor, state: AnyState) -> None:
+    check_count(name, value, position_of(state).shape[-2])

@@ -1,0 +1,1 @@
+"""Mechanics of bodies, with contact, friction, damping and control."""

@@ -1,0 +1,193 @@
+"""Viscous and Rayleigh damping, solved exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ive
+from torch import Tensor, nn
+
+from adjsim.core.parameters import leaves, point_of_differentiation
+from adjsim.core.state import PhaseState
+from adjsim.dynamics.masses import Masses, per_atom
+from adjsim.dynamics.moves import Map, Move, Scale
+from adjsim.dynamics.sources import Coefficient, Coefficients
+from adjsim.dynamics.term import Term
+from adjsim.potentials.base import force
+
+
+class ViscousDamping(Term[PhaseState]):
+    """Viscous damping, D: ``dp/dt = -gamma p``, whose flow is ``p' = exp(-gamma h) p``."""
+
+    def __init__(self, rate: Tensor) -> None:
+        self.rate = rate
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        p = state.momentum
+        return {"momentum": -per_atom(self.rate, p) * p}
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        return {"decay": torch.exp(-h * per_atom(self.rate, state.momentum))}
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (Scale("momentum", Coefficient("decay")),)
+
+
+class RayleighDamping(Term[PhaseState]):
+    """Viscous damping and damping by the stiffness, D::
+
+        dp/dt = -(gamma + beta K M^-1) p
+
+    K is the stiffness matrix, the second derivative of the energy of the body, at the start of the
+    run. The body should rest there; a start under a load that buckles it has negative rates. The
+    flow is a constant matrix exponential::
+
+        p' = exp(-h (gamma + beta K M^-1)) p
+
+    It is applied by a Chebyshev series in products with K, to rounding. The length of the series
+    follows from the largest rate times h: about 15 products where that is one. So the term costs
+    many times a force. The inverse is the series of the other sign, whose rounding errors grow by
+    exp(h (largest - smallest rate)). Derivatives are with respect to gamma, beta, the masses, the
+    parameters of the energy and the start.
+    """
+
+    no_equation = "its stiffness matrix is that of the start of a run"
+
+    def __init__(self, masses: Masses, body: nn.Module, gamma: Tensor, beta: Tensor) -> None:
+        self.masses, self.body, self.gamma, self.beta = masses, body, gamma, beta
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        rate = self._rate(self._parts(state), state.position)
+        return {"momentum": -rate(state.momentum)}
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        like = state.momentum
+        low, high = self.bounds(state)
+        centre, radius = (high + low) / 2, max((high - low) / 2, 1e-3 * (high + abs(low)), 1e-9 / h)
+        # exp(-h x) is the sum of (2 - [n = 0]) (-1)^n exp(-h centre) I_n(h radius) T_n, and
+        # ive(n, z) = I_n(z) exp(-z).
+        n, z = np.arange(1000), h * radius
+        sizes = ive(n, z) * np.where(n == 0, 1.0, 2.0)
+        needed = np.flatnonzero(sizes * np.exp(min(2 * z, 35.0)) > 1e-17)
+        if needed[-1] == n[-1]:
+            raise ValueError(
+                f"stiffness_damping: the largest rate of damping is {high:.3g}, too large for "
+                f"steps of {h:g}. Use a smaller stiffness_damping or dt."
+            )
+        terms = slice(int(needed[-1]) + 2)
+        series = sizes[terms] * np.where(n[terms] % 2, -1.0, 1.0) * np.exp(-h * (centre - radius))
+        back = sizes[terms] * np.exp(h * (centre + radius))
+        numbers = {"series": series, "back": back, "centre": centre, "1/radius": 1 / radius}
+        return {
+            **self._parts(state),
+            "reference": state.position,
+            **{
+                name: torch.as_tensor(value, dtype=torch.float64).to(like)
+                for name, value in numbers.items()
+            },
+        }
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (
+            Map(
+                ("momentum",),
+                lambda c, p: (self._applied(c, c["series"], p),),
+                lambda c, p: (self._applied(c, c["back"], p),),
+                reads_parameters=True,
+            ),
+        )
+
+    @torch.no_grad()
+    def bounds(self, state: PhaseState) -> tuple[float, float]:
+        """Bound the rates of damping at a start, by Lanczos iteration with a margin."""
+        parts, mobile = self._parts(state), self.masses.mobile(state.momentum)
+        root = parts["1/m"].sqrt()
+        rate = self._rate(parts, state.position)
+        generator = torch.Generator().manual_seed(0)
+        first = torch.randn(state.momentum.shape, generator=generator, dtype=torch.float64)
+        # The symmetric matrix M^-1/2 (gamma M + beta K) M^-1/2 has the same eigenvalues.
+        scale = torch.where(root > 0, 1 / root, 0.0)
+        found = _lanczos(lambda x: root * rate(scale * x), mobile * first.to(state.momentum))
+        low, high = min(found), max(found)
+        margin = 0.05 * (high - low)
+        return low - margin, high + margin
+
+    def _parts(self, state: PhaseState) -> dict[str, Tensor]:
+        p = state.momentum
+        return {
+            "gamma": per_atom(self.gamma, p),
+            "beta": self.beta.to(p),
+            "1/m": 1 / self.masses(p),
+        }
+
+    def _rate(self, c: Coefficients, position: Tensor) -> Callable[[Tensor], Tensor]:
+        product = stiffness(self.body, position)
+        mobile = self.masses.mobile(position)
+        return lambda p: mobile * (c["gamma"] * p + c["beta"] * product(c["1/m"] * p))
+
+    def _applied(self, c: Coefficients, series: Tensor, p: Tensor) -> Tensor:
+        rate = self._rate(c, c["reference"])
+
+        def scaled(x: Tensor) -> Tensor:
+            return c["1/radius"] * (rate(x) - c["centre"] * x)
+
+        first, *weights = series.unbind(0)
+        before, now = p, scaled(p)
+        total = first * p
+        for weight in weights[:-1]:
+            total = total + weight * now
+            before, now = now, 2 * scaled(now) - before
+        return total + weights[-1] * now
+
+
+def stiffness(potential: nn.Module, position: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the product of a vector with the stiffness matrix, ``v -> -dF/dq v``.
+
+    It is differentiable when grad mode is on. The force is evaluated once for all products.
+    """
+    recording = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given = position.requires_grad
+        q = position.view_as(position) if given else point_of_differentiation(position)
+        value = force(potential, q)
+        differentiable = given or next(leaves(value), None) is not None
+
+    def product(v: Tensor) -> Tensor:
+        if not value.requires_grad:
+            return torch.zeros_like(v)
+        (found,) = torch.autograd.grad(
+            value,
+            q,
+            v,
+            retain_graph=True,
+            create_graph=recording and (differentiable or v.requires_grad),
+            allow_unused=True,
+        )
+        return torch.zeros_like(v) if found is None else -found
+
+    return product
+
+
+def _lanczos(apply: Callable[[Tensor], Tensor], first: Tensor, steps: int = 30) -> list[float]:
+    """Approximate the outer eigenvalues of a symmetric matrix, from below in absolute value."""
+    basis: list[Tensor] = []
+    diagonal: list[float] = []
+    beside: list[float] = []
+    x, size = first, float(first.norm())
+    for _ in range(min(steps, int((first != 0).sum()))):
+        basis.append(x / size)
+        x = apply(basis[-1])
+        diagonal.append(float((x * basis[-1]).sum()))
+        for y in basis + basis:  # Twice, since once leaves rounding errors of the projection.
+            x = x - (x * y).sum() * y
+        size = float(x.norm())
+        beside.append(size)
+        if size <= 1e-10 * max(map(abs, diagonal)):
+            break
+    if not diagonal:
+        return [0.0]
+    matrix = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+    return [float(x) for x in np.linalg.eigvalsh(matrix)]

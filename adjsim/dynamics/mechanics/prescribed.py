@@ -1,0 +1,157 @@
+"""Vertices whose position is a given function of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_indices, describe_type, outside_inference_mode
+from adjsim.core.parameters import leaves, point_of_differentiation
+from adjsim.core.state import PhaseState
+from adjsim.core.typing import Array
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.moves import Move, Shear
+from adjsim.dynamics.sources import FunctionOfTime
+from adjsim.dynamics.terms import Stream
+from adjsim.potentials.bonded.selection import Selection
+
+# A start agrees with a path up to this number of units in the last place of the largest coordinate.
+AGREEMENT = 1e6
+
+
+class Prescribed(nn.Module):
+    """Vertices whose position follows a path.
+
+    Args:
+        index: ``(vertices,)`` integers without repetition.
+        path: a module or function from the time, a float or a tensor, to positions
+            ``(vertices, dim)``.
+
+    Raises:
+        TypeError: a path that cannot be called.
+        ValueError: an index that is negative or names a vertex twice.
+    """
+
+    def __init__(self, index: Array, path: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        if not callable(path):
+            raise TypeError(
+                f"prescribed: the path must be a function of time; got {describe_type(path)}."
+            )
+        with outside_inference_mode():
+            found = as_indices("the index of prescribed", index)
+            if found.ndim != 1 or not len(found) or int(found.min()) < 0:
+                raise ValueError(
+                    "the index of prescribed must be (vertices,) integers from 0; got "
+                    f"{found.tolist()}."
+                )
+            if len(found.unique()) != len(found):
+                raise ValueError(f"prescribed names a vertex twice; got {found.tolist()}.")
+            self.path, self.reach = path, int(found.max()) + 1
+            self.vertices = Selection(found, self.reach)
+
+    def mask(self, atoms: int) -> Tensor:
+        """Return which of a number of vertices are prescribed, ``(atoms, 1)``."""
+        at, index = torch.arange(atoms, device=self.vertices.index.device), self.vertices.index
+        return (at[:, None] == index).sum(-1, keepdim=True) > 0
+
+    def placed(self, value: Tensor, like: Tensor) -> Tensor:
+        """Place ``(vertices, dim)`` at the vertices, with zero at all others, ``(atoms, dim)``."""
+        atoms, dim = like.shape[-2:]
+        rows = value.to(like).expand(len(self.vertices.index), dim).transpose(-1, -2)
+        found = self.vertices.transpose(rows)
+        if atoms > self.reach:
+            found = torch.cat([found, found.new_zeros(dim, atoms - self.reach)], -1)
+        return found.transpose(-1, -2)
+
+    def check(self, t: float, position: Tensor) -> None:
+        """Refuse positions that do not agree with the path at a time.
+
+        Raises:
+            ValueError: names the vertex and its distance from the path.
+        """
+        target, index = self.path(t).detach().to(position), self.vertices.index
+        shape = (len(index), position.shape[-1])
+        if target.shape != shape:
+            raise ValueError(
+                f"the path of prescribed vertices must be {shape}, a position for each of them; "
+                f"got shape {tuple(target.shape)}."
+            )
+        away = (position[..., index, :] - target).abs().amax(-1).flatten()
+        allowed = AGREEMENT * torch.finfo(position.dtype).eps * max(1.0, float(target.abs().amax()))
+        worst = int(away.argmax())
+        if not float(away[worst]) <= allowed:
+            raise ValueError(
+                f"prescribed vertex {int(index[worst % len(index)])} is {float(away[worst]):.3g} "
+                f"away from its path at t = {t:g}: start it on the path."
+            )
+
+    def check_momentum(self, momentum: Tensor) -> None:
+        """Refuse momenta that do not have the vertices, or are not zero there.
+
+        Raises:
+            ValueError: names the vertex.
+        """
+        atoms = momentum.shape[-2]
+        if self.reach > atoms:
+            raise ValueError(
+                f"prescribed names vertex {self.reach - 1} and the state has {atoms} vertices, "
+                "numbered from 0."
+            )
+        if bool((momentum[..., self.vertices.index, :] != 0).any()):
+            raise ValueError(
+                "prescribed vertices have an infinite mass and follow their path: start them with "
+                "a momentum of zero."
+            )
+
+
+class PrescribedStream(Stream[PhaseState]):
+    """Streaming, A, where prescribed vertices follow their path::
+
+        dq/dt = p/m        prescribed: dq/dt = dpath/dt
+
+    The flow adds ``h p/m``, and ``path(t + h) - path(t)`` to prescribed vertices, whose mass is
+    infinite. Both are shears, so the flow is exact and has an exact inverse on a lattice too.
+    """
+
+    def __init__(self, masses: Masses, prescribed: Prescribed) -> None:
+        super().__init__(masses)
+        self.prescribed = prescribed
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        prescribed = self.prescribed
+        time = torch.as_tensor(t, dtype=torch.float64, device=state.position.device)
+        moved = prescribed.placed(_rate(prescribed.path, time), state.position)
+        return {"position": super().drift(t, state)["position"] + moved}
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (*super().moves(h, state), self.shear(0.0, h))
+
+    def shear(self, start: float, end: float) -> Shear:
+        """Return the move along the path between two times, from the time of the stage."""
+
+        def step(t: Tensor, like: Tensor) -> Tensor:
+            prescribed = self.prescribed
+            return prescribed.placed(prescribed.path(t + end) - prescribed.path(t + start), like)
+
+        return Shear("position", FunctionOfTime(step))
+
+
+def _rate(path: Callable[[Any], Tensor], time: Tensor) -> Tensor:
+    """Compute dpath/dt, with a graph when grad mode is on."""
+    create = torch.is_grad_enabled()
+    with torch.enable_grad():
+        t = point_of_differentiation(time)
+        value = path(t)
+        if not value.requires_grad:
+            return torch.zeros_like(value)
+        # The derivative of a product with a weight is linear in the weight.
+        weight = point_of_differentiation(torch.zeros_like(value))
+        (total,) = torch.autograd.grad(value, t, weight, create_graph=True, allow_unused=True)
+        if total is None:
+            return torch.zeros_like(value)
+        (rate,) = torch.autograd.grad(total, weight, create_graph=create, materialize_grads=True)
+    return rate if next(leaves(rate), None) is not None else rate.detach()

@@ -1,0 +1,48 @@
+"""Terms: the summands of the equations of motion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic
+
+from torch import Tensor
+
+from adjsim.core.state import State
+from adjsim.dynamics.moves import Move
+
+
+class Term(Generic[State]):
+    """One summand of the equations of motion.
+
+    ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
+    positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
+    position, that its flow takes. ``no_equation`` says, for error messages, why continuous solvers
+    cannot take the term: it is not a drift with noise that is independent of the state. It is empty
+    for a term that they can take.
+    """
+
+    advances_time = False
+    draws = 0
+    no_equation = ""
+
+    def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """Compute the rates of change that the term contributes, by field."""
+        raise TypeError(f"{type(self).__name__} has no drift.")
+
+    def diffusion(self, t: Any, state: State) -> Mapping[str, Tensor]:
+        """Compute the amplitude of its white noise, by field.
+
+        It must not depend on the state. Without noise it is empty.
+        """
+        return {}
+
+    def coefficients(self, h: float, state: State) -> dict[str, Tensor]:
+        """Compute the coefficients of its flow over a time h, differentiably.
+
+        They are functions of the parameters, computed once a run.
+        """
+        return {}
+
+    def moves(self, h: float, state: State) -> Sequence[Move]:
+        """List the moves of its flow over a time h, in order."""
+        raise TypeError(f"{type(self).__name__} cannot be solved alone.")

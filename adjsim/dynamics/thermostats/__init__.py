@@ -1,0 +1,1 @@
+"""Dynamics at constant temperature."""

@@ -1,0 +1,137 @@
+"""The parts that thermostats share: thermal starts, and the scaling of all momenta of a system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_number
+from adjsim.core.parameters import register
+from adjsim.core.state import AnyState, PhaseState
+from adjsim.core.typing import Number, PositionsLike, Seed
+from adjsim.dynamics.heat import HeatLimit
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.moves import Map
+from adjsim.dynamics.sources import Source
+from adjsim.dynamics.starts import as_start, check_dof
+from adjsim.dynamics.term import Term
+
+
+class Thermostat(MassiveDynamics[PhaseState]):
+    """The base class of thermostats whose state is position and momentum."""
+
+    kT: Tensor
+
+    def __init__(self, potential: nn.Module, mass: Number, kT: Number) -> None:
+        super().__init__(potential, mass)
+        register(self, "kT", kT, positive=True, single=True)
+
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PhaseState:
+        """Make a start; momenta not given are drawn as sqrt(m kT) xi."""
+        at, p = as_start(position, momentum)
+        state = PhaseState(at, self.thermal_momentum(at, self.kT, generator) if p is None else p)
+        self.check(state)
+        return state
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self.masses, self.kT, self.potential, start)
+
+
+class Rescaling(Thermostat):
+    """The base class of thermostats that scale all momenta of a system by one factor."""
+
+    def __init__(
+        self, potential: nn.Module, mass: Number, kT: Number, dof: float | int | None
+    ) -> None:
+        super().__init__(potential, mass, kT)
+        self.dof = None if dof is None else as_number("dof", dof)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse degrees of freedom that the constructor would refuse."""
+        if self.dof is not None and not self.dof > 0:
+            raise ValueError(f"dof must be positive; got {self.dof}.")
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        check_dof(self.dof, state)
+
+    @property
+    def bath(self) -> Bath:
+        """What its rescaling reads."""
+        return Bath(self.masses, self.kT, self.dof)
+
+
+@dataclass(frozen=True)
+class Bath:
+    """A bath at a temperature, for systems with a number of degrees of freedom.
+
+    Attributes:
+        masses: those of the atoms.
+        kT: the temperature.
+        dof: the degrees of freedom of one system; None: those of its mobile atoms.
+    """
+
+    masses: Masses
+    kT: Tensor
+    dof: float | None
+
+    def degrees(self, position: Tensor) -> float:
+        """Count the degrees of freedom of one system."""
+        return self.masses.dof(position) if self.dof is None else self.dof
+
+    def target(self, position: Tensor) -> Tensor:
+        """Compute twice the mean kinetic energy of one system, ``dof kT``."""
+        return self.degrees(position) * self.kT.to(position)
+
+
+class Rescale(Term[PhaseState]):
+    """The base class of terms that scale all momenta of a system by one factor, R."""
+
+    def __init__(self, bath: Bath) -> None:
+        self.bath = bath
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        return {"1/m": 1 / self.bath.masses(state.momentum)}
+
+
+def rescaling(
+    factor: Callable[..., Tensor],
+    inverse: Callable[..., Tensor] | None,
+    reads: tuple[Source, ...] = (),
+    loses: str = "",
+) -> Map:
+    """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
+
+    Momenta that are all zero stay zero, with the identity as their derivative, since a factor
+    cannot give them a direction.
+
+    Args:
+        factor: ``factor(coefficients, T, *values) -> f``, all ``(*batch, 1, 1)``.
+        inverse: ``inverse(coefficients, T', *values) -> 1/f``, or None.
+        reads: the sources of the values.
+        loses: the information that the move destroys.
+    """
+
+    def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
+        def flow(c: dict[str, Tensor], *arguments: Tensor) -> tuple[Tensor]:
+            *values, p = arguments
+            T = twice_kinetic(p, c["1/m"])
+            # At rest the factor is infinite. Its derivative stays finite if it is not evaluated.
+            moving = T > 0
+            return (p * torch.where(moving, f(c, torch.where(moving, T, 1.0), *values), 1.0),)
+
+        return flow
+
+    return Map(("momentum",), scale(factor), inverse and scale(inverse), reads, loses)
+
+
+def twice_kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:
+    """Compute ``sum p^2/m`` of each system, ``(*batch, 1, 1)``."""
+    return (momentum**2 * inverse_mass).sum((-1, -2), keepdim=True)

@@ -1,0 +1,139 @@
+"""The Berendsen thermostat: the kinetic energy relaxes to its mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.parameters import register
+from adjsim.core.state import PhaseState
+from adjsim.core.typing import Number
+from adjsim.dynamics.moves import Move
+from adjsim.dynamics.sources import Coefficients
+from adjsim.dynamics.term import Term
+from adjsim.dynamics.thermostats.base import (
+    Bath,
+    Rescale,
+    Rescaling,
+    rescaling,
+    twice_kinetic,
+)
+
+
+class WeakCoupling(Rescale):
+    """The weak coupling, R, under which the kinetic energy K of each system relaxes::
+
+        dp/dt = (K_0/K - 1) p / (2 tau),     so that     dK/dt = (K_0 - K)/tau,     K_0 = dof kT/2
+
+    Its flow over h is exact. The factor depends on the momenta that it scales, so the flow is not a
+    coupling. Its inverse is the flow over -h::
+
+        K' = a K + (1 - a) K_0        a = exp(-h/tau)        p' = sqrt(K'/K) p
+        K  = (K' - (1 - a) K_0)/a                            p  = sqrt(K/K') p'
+
+    The product follows by automatic differentiation. With f = sqrt(K'/K) it is::
+
+        lambda_p <- f lambda_p + (lambda_p . p) (a - f^2)/(2 f K) p/m
+
+    Momenta that are all zero stay zero.
+    """
+
+    def __init__(self, bath: Bath, tau: Tensor) -> None:
+        super().__init__(bath)
+        self.tau = tau
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        p, target = state.momentum, self.bath.target(state.position)
+        T = twice_kinetic(p, 1 / self.bath.masses(p))
+        moving = T > 0
+        excess = torch.where(moving, target / torch.where(moving, T, 1.0) - 1, 0.0)
+        return {"momentum": excess * p / (2 * self.tau.to(p))}
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        exponent = -h / self.tau.to(state.position)
+        return {
+            **super().coefficients(h, state),
+            "decay": torch.exp(exponent),
+            # expm1 keeps the digits of 1 - a where h/tau is small.
+            "supply": -torch.expm1(exponent) * self.bath.target(state.position),
+        }
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (rescaling(_factor, _inverse),)
+
+
+def _factor(c: Coefficients, T: Tensor) -> Tensor:
+    return torch.sqrt((c["decay"] * T + c["supply"]) / T)
+
+
+def _inverse(c: Coefficients, T: Tensor) -> Tensor:
+    # Rounding can take a vanishing kinetic energy below zero. The error is then measured, and NaN
+    # would hide it.
+    return torch.sqrt((T - c["supply"]).clamp(min=0) / (c["decay"] * T))
+
+
+class Berendsen(Rescaling):
+    """Newton's equations with the weak coupling of Berendsen et al.::
+
+        dq/dt = p/m
+        dp/dt = F(q) + (K_0/K - 1) p / (2 tau),      K = sum p^2/2m,      K_0 = dof kT/2
+
+    See Berendsen, Postma, van Gunsteren, DiNola and Haak, J. Chem. Phys. 81, 3684 (1984).
+
+    ========= ==================================================== ================
+    symbol    meaning                                              units
+    ========= ==================================================== ================
+    kT        temperature                                          energy
+    tau       relaxation time of the kinetic energy                time
+    dof       degrees of freedom of one system                     1
+    ========= ==================================================== ================
+
+    Terms: A (stream), B (kick), R (:class:`WeakCoupling`). Schemes: "BABR", or "RBABR", which is
+    second order. It is also an ODE: :class:`~adjsim.ODESolver`. Without a force the kinetic energy
+    decays to K_0 as exp(-t/tau). Momenta relax half as fast as the kinetic energy, and a friction
+    rate of a Langevin equation corresponds to 1/(2 tau).
+
+    Use it to bring a system to a temperature. It does not sample the canonical distribution, since
+    the fluctuation of the kinetic energy is too small, by a factor that depends on tau. It also
+    moves energy from fast into slow motions, such as that of the whole system (the flying ice cube;
+    Harvey, Tan and Cheatham, J. Comput. Chem. 19, 726 (1998)). For averages use
+    :class:`~adjsim.Bussi`, which is the same relaxation with the noise that belongs to it. There is
+    no conserved quantity.
+
+    Reversing a step multiplies errors in the kinetic energy by exp(dt/tau), so
+    :class:`~adjsim.ReversibleAdjoint` stores checkpoints.
+
+    Args:
+        potential: energy module, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        kT: temperature, energy; one number.
+        tau: relaxation time of the kinetic energy, time.
+        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
+            x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
+    """
+
+    tau: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        tau: Number = 1.0,
+        dof: float | int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT, dof)
+        register(self, "tau", tau, positive=True, single=True)
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {**self.motion, "R": WeakCoupling(self.bath, self.tau)}
+
+    def damping(self, state: PhaseState) -> float:
+        return 1 / float(self.tau.detach().min())

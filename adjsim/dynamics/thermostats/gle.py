@@ -1,0 +1,279 @@
+"""Generalised Langevin dynamics: friction with a memory kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_tensor
+from adjsim.core.noise import NoiseStream
+from adjsim.core.parameters import register
+from adjsim.core.state import AnyState
+from adjsim.core.typing import Number, Positions, PositionsLike, Seed
+from adjsim.dynamics.density import Canonical
+from adjsim.dynamics.heat import HeatLimit
+from adjsim.dynamics.masses import Masses
+from adjsim.dynamics.massive import MassiveDynamics
+from adjsim.dynamics.moves import Move, Scale, Shear
+from adjsim.dynamics.sources import Coefficient, Combination, Field, Random, Source
+from adjsim.dynamics.starts import as_start, standard_normal
+from adjsim.dynamics.term import Term
+
+
+class MemoryState(NamedTuple):
+    """Position, momentum and memory of the particles.
+
+    Position and momentum are ``(*batch, atoms, dim)``, memory ``(*batch, rates, atoms,
+    dim)``, in units of momentum.
+    """
+
+    position: Positions
+    momentum: Positions
+    memory: Float[Tensor, "*batch rates atoms dim"]
+
+
+class Bath(Term[MemoryState]):
+    """The bath, G: a linear SDE for momentum and memory, y = (p, z_1..z_n)::
+
+        dp   = -sum c_i z_i dt
+        dz_i = (c_i p - r_i z_i) dt + sqrt(2 r_i m kT) dW_i
+        c_i = sqrt(strength_i), r_i = rate_i
+
+    that is dy = -M y dt + noise, whose stationary covariance is m kT. Its flow over h is exact in
+    distribution::
+
+        y' = E y + sqrt(m kT) L xi,    E = exp(-M h),
+        L L^T = 1 - E E^T = int_0^h exp(-M s) diag(0, 2r) exp(-M^T s) ds
+
+    E is factored into unit lower, diagonal and unit upper matrices, each applied as shears and
+    scales. So the flow is made of coupling steps. The pivots are one at h = 0 and must be positive,
+    which bounds h.
+    """
+
+    def __init__(self, masses: Masses, kT: Tensor, rates: Tensor, strengths: Tensor) -> None:
+        self.masses, self.kT, self.rates, self.strengths = masses, kT, rates, strengths
+        self.draws = 1 + len(rates)
+
+    def drift(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
+        c, r = self._couplings(state.momentum)
+        memory_force = -(c * state.memory).sum(-3)
+        return {
+            "momentum": memory_force,
+            "memory": c * state.momentum.unsqueeze(-3) - r * state.memory,
+        }
+
+    def diffusion(self, t: Any, state: MemoryState) -> Mapping[str, Tensor]:
+        _, r = self._couplings(state.momentum)
+        return {"memory": torch.sqrt(2 * r) * self.masses.thermal(state.momentum, self.kT)}
+
+    def coefficients(self, h: float, state: MemoryState) -> dict[str, Tensor]:
+        propagator, covariance = self.flow(h)
+        lower, pivots, upper = _ldu(propagator)
+        if not bool((pivots.detach() > 0).all()):
+            raise ValueError(
+                f"the bath's flow over h = {h:g} cannot be made of coupling steps, which needs "
+                f"h < {self._largest_step(h):.3g}: use a smaller dt (h is dt over the number of "
+                "times G occurs in the scheme), or SDESolver."
+            )
+        # The memory comes first in the Cholesky factor, so that its draws are, to leading order in
+        # h, the Brownian increments of the SDE.
+        scatter = torch.linalg.cholesky(covariance.roll((-1, -1), (0, 1)))
+        like = state.momentum
+        found = {"p scale": pivots[0], "z scale": pivots[1:].reshape(-1, 1, 1)}
+        for i in range(self.draws):
+            found[f"noise {i}"] = scatter[i - 1, :i] if i > 0 else scatter[-1]
+            if i > 0:
+                found[f"lower {i}"] = lower[i, :i]
+            if i < self.draws - 1:
+                found[f"upper {i}"] = upper[i, i + 1 :]
+        thermal = self.masses.thermal(like, self.kT)
+        return {"thermal": thermal, **{name: value.to(like) for name, value in found.items()}}
+
+    def moves(self, h: float, state: MemoryState) -> Sequence[Move]:
+        last = self.draws - 1
+        fields: list[Source] = [Field("momentum"), *(Field("memory", i) for i in range(last))]
+        upper = [
+            self._add(i, Combination(f"upper {i}", tuple(fields[i + 1 :]))) for i in range(last)
+        ]
+        scales = [
+            Scale("momentum", Coefficient("p scale")),
+            Scale("memory", Coefficient("z scale")),
+        ]
+        lower = [
+            self._add(i, Combination(f"lower {i}", tuple(fields[:i]))) for i in range(last, 0, -1)
+        ]
+        noise = [
+            self._add(
+                i,
+                Combination(f"noise {i}", tuple(Random(j) for j in range(i or self.draws))),
+                "thermal",
+            )
+            for i in range(self.draws)
+        ]
+        return (*upper, *scales, *lower, *noise)
+
+    @staticmethod
+    def _add(i: int, source: Source, coefficient: str | None = None) -> Shear:
+        if i == 0:
+            return Shear("momentum", source, coefficient)
+        return Shear("memory", source, coefficient, link=i - 1)
+
+    def _couplings(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sqrt(strengths) and rates, ``(rates, 1, 1)``."""
+        return self.strengths.to(like).sqrt().reshape(-1, 1, 1), self.rates.to(like).reshape(
+            -1, 1, 1
+        )
+
+    def matrix(self) -> Tensor:
+        """Return M of dy = -M y dt + noise, in float64.
+
+        Its shape is ``(1 + rates, 1 + rates)``.
+        """
+        c, r = self.strengths.double().sqrt(), self.rates.double()
+        top = torch.cat([c.new_zeros(1), c])
+        below = torch.cat([-c.unsqueeze(1), torch.diag(r)], 1)
+        return torch.cat([top.unsqueeze(0), below])
+
+    def flow(self, h: float) -> tuple[Tensor, Tensor]:
+        """Compute E = exp(-M h) and 1 - E E^T, float64.
+
+        The covariance 1 - E E^T comes from Van Loan's block exponential. Subtraction would lose all
+        digits of its smallest entry, which is of order h^3.
+        """
+        M, r = self.matrix(), self.rates.double()
+        source = torch.diag(torch.cat([r.new_zeros(1), 2 * r]))
+        block = torch.cat([torch.cat([-M, source], 1), torch.cat([torch.zeros_like(M), M.T], 1)])
+        exponential = torch.linalg.matrix_exp(block * h)
+        n = len(M)
+        propagator = exponential[:n, :n]
+        covariance = exponential[:n, n:] @ propagator.T
+        return propagator, 0.5 * (covariance + covariance.T)
+
+    def _largest_step(self, h: float) -> float:
+        """Find the largest step below h with positive pivots, by bisection."""
+        low, high = 0.0, h
+        for _ in range(40):
+            middle = (low + high) / 2
+            with torch.no_grad():
+                _, pivots, _ = _ldu(self.flow(middle)[0])
+            low, high = (middle, high) if bool((pivots > 0).all()) else (low, middle)
+        return low
+
+
+def _ldu(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Factor into unit lower, diagonal and unit upper matrices.
+
+    Elimination does not exchange rows.
+    """
+    size = len(matrix)
+    lower = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    for j in range(size - 1):
+        factors = torch.cat([matrix.new_zeros(j + 1), matrix[j + 1 :, j] / matrix[j, j]])
+        matrix = matrix - torch.outer(factors, matrix[j])
+        lower = lower + torch.outer(
+            factors, torch.eye(size, dtype=matrix.dtype, device=matrix.device)[j]
+        )
+    pivots = matrix.diagonal()
+    return lower, pivots, matrix / pivots.unsqueeze(-1)
+
+
+class GeneralizedLangevin(MassiveDynamics[MemoryState]):
+    """Langevin dynamics with a memory kernel, and noise by the fluctuation-dissipation theorem::
+
+        dq = p/m dt
+        dp = (F(q) - int_0^t K(t - s) p(s) ds) dt + noise
+        K(t) = sum_i strengths_i exp(-rates_i t)
+
+    K acts on momentum, so ``int K dt = sum strengths_i / rates_i`` is the friction of the
+    memoryless limit. One extra variable carries each exponential (:class:`Bath`); see Ceriotti,
+    Bussi and Parrinello, J. Chem. Theory Comput. 6, 1170 (2010). Terms: A (stream), B (kick), G
+    (bath, solved exactly). Schemes: "BAGAB" (positions exact for harmonic forces), "GBABG", and any
+    other word.
+
+    Args:
+        potential: energy module, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        kT: temperature, energy; one number.
+        rates: decay of each exponential, 1/time; numbers or a 1-D tensor.
+        strengths: weight of each exponential at t = 0, 1/time^2; as many as rates.
+    """
+
+    state_type = MemoryState
+    kT: Tensor
+    rates: Tensor
+    strengths: Tensor
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        rates: Number = (1.0,),
+        strengths: Number = (1.0,),
+    ) -> None:
+        super().__init__(potential, mass)
+        register(self, "kT", kT, positive=True, single=True)
+        for name, value in (("rates", rates), ("strengths", strengths)):
+            given = as_tensor(name, value)
+            if given.ndim != 1 or given.numel() == 0:
+                raise ValueError(
+                    f"{name} must list at least one number; got shape {tuple(given.shape)}."
+                )
+            register(self, name, given, positive=True)
+        if self.rates.shape != self.strengths.shape:
+            raise ValueError(
+                f"there are {len(self.rates)} rates and {len(self.strengths)} strengths; give as "
+                "many of each."
+            )
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {**self.motion, "G": self.bath}
+
+    @property
+    def bath(self) -> Bath:
+        """The term of momentum and memory."""
+        return Bath(self.masses, self.kT, self.rates, self.strengths)
+
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> MemoryState:
+        """Make a start with the memory drawn at equilibrium.
+
+        Momenta that are not given are drawn as sqrt(m kT) xi.
+        """
+        at, p = as_start(position, momentum)
+        if p is None:
+            p = self.thermal_momentum(at, self.kT, generator)
+        xi = standard_normal(at, generator, NoiseStream.MEMORY, (len(self.rates),))
+        state = MemoryState(at, p, self.masses.thermal(at, self.kT) * xi)
+        self.check(state)
+        return state
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        assert isinstance(state, MemoryState)
+        *batch, atoms, dim = state.position.shape
+        expected = (*batch, len(self.rates), atoms, dim)
+        if tuple(state.memory.shape) != expected:
+            raise ValueError(
+                f"memory has shape {tuple(state.memory.shape)}; it must be {expected}."
+            )
+
+    def heat_limit(self, start: AnyState) -> HeatLimit:
+        return HeatLimit(self.masses, self.kT, self.potential, start)
+
+    def stationary_density(self) -> Canonical:
+        """Declare the canonical density. Each memory variable is distributed as a momentum."""
+        return Canonical(self, {"memory": lambda state: self.masses(state.memory)})
+
+    def characteristic_scales(self, t: float, state: MemoryState, time: float) -> dict[str, Tensor]:
+        found = super().characteristic_scales(t, state, time)
+        return {**found, "memory": found["momentum"]}
+
+    def damping(self, state: MemoryState) -> float:
+        return float(torch.linalg.eigvals(self.bath.matrix().detach()).real.max())

@@ -1,0 +1,126 @@
+"""Overdamped Langevin dynamics, for positions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.parameters import register
+from adjsim.core.state import AnyState
+from adjsim.core.typing import Number, Positions, PositionsLike, Seed
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.density import CanonicalPositions
+from adjsim.dynamics.masses import check_entries, check_per_atom, per_atom
+from adjsim.dynamics.starts import as_start
+from adjsim.dynamics.term import Term
+from adjsim.potentials.base import force, force_vjp
+
+POWER_ITERATIONS = 30
+
+
+class PositionState(NamedTuple):
+    """Position ``(*batch, atoms, dim)``."""
+
+    position: Positions
+
+
+class Diffuse(Term[PositionState]):
+    """Diffusion, D: ``dq = F(q)/friction dt + sqrt(2 kT/friction) dW``.
+
+    It has no flow in closed form.
+    """
+
+    draws = 1
+    advances_time = True
+
+    def __init__(self, potential: nn.Module, kT: Tensor, friction: Tensor) -> None:
+        self.potential, self.kT, self.friction = potential, kT, friction
+
+    def drift(self, t: Any, state: PositionState) -> Mapping[str, Tensor]:
+        friction = per_atom(self.friction, state.position)
+        return {"position": force(self.potential, state.position, t) / friction}
+
+    def moves(self, h: float, state: PositionState) -> NoReturn:
+        raise TypeError(
+            "the overdamped drift has no flow to split: use EulerMaruyama, LeimkuhlerMatthews or "
+            "SDESolver."
+        )
+
+    def diffusion(self, t: Any, state: PositionState) -> Mapping[str, Tensor]:
+        friction = per_atom(self.friction, state.position)
+        return {"position": torch.sqrt(2 * self.kT.to(state.position) / friction)}
+
+
+class OverdampedLangevin(Dynamics[PositionState]):
+    """Brownian dynamics, the limit of large friction::
+
+        dq = F(q)/friction dt + sqrt(2 kT/friction) dW
+
+    It samples exp(-U/kT). Here ``friction`` is a force per velocity (energy time / length^2), mass
+    times the rate of :class:`~adjsim.Langevin`. Solvers: :class:`~adjsim.EulerMaruyama`,
+    :class:`~adjsim.LeimkuhlerMatthews` (with averages of second order), :class:`~adjsim.SDESolver`.
+    For rates, velocities and other dynamical quantities use Langevin.
+
+    Args:
+        potential: energy module, or a force field.
+        kT: temperature, energy; one number.
+        friction: force per velocity; scalar, ``(atoms,)`` or ``(atoms, 1)``. An infinite friction
+            pins its atom.
+    """
+
+    state_type = PositionState
+    damping_name = "curvature / friction"
+    kT: Tensor
+    friction: Tensor
+
+    def __init__(self, potential: nn.Module, kT: Number = 1.0, friction: Number = 1.0) -> None:
+        super().__init__(potential)
+        register(self, "kT", kT, positive=True, single=True)
+        register(self, "friction", friction, positive=True)
+        check_per_atom("friction", self.friction)
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {"D": Diffuse(self.potential, self.kT, self.friction)}
+
+    def init(
+        self, position: PositionsLike, momentum: PositionsLike | None = None, generator: Seed = None
+    ) -> PositionState:
+        """Make a start, without a momentum."""
+        if momentum is not None:
+            raise ValueError("OverdampedLangevin has no momentum; use Langevin if momenta matter.")
+        state = PositionState(as_start(position)[0])
+        self.check(state)
+        return state
+
+    def stationary_density(self) -> CanonicalPositions:
+        return CanonicalPositions(self)
+
+    def check(self, state: AnyState) -> None:
+        super().check(state)
+        check_entries("friction", self.friction, state)
+
+    def damping(self, state: PositionState) -> float:
+        """Estimate the largest curvature of the potential at the state, divided by the friction.
+
+        This is the rate at which two paths with the same noise converge. It is found by power
+        iteration on the Hessian, and holds near the state only.
+        """
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(state.position.shape, generator=generator, dtype=torch.float64).to(
+            state.position
+        )
+        friction = per_atom(self.friction, state.position.detach()).detach().sqrt()
+        rate = 0.0
+        for _ in range(POWER_ITERATIONS):
+            v = v / v.norm()
+            _, pullback = force_vjp(self.potential, state.position.detach(), [])
+            pulled = -pullback(v / friction)[0].detach() / friction
+            rate = float((v * pulled).sum())
+            if not float(pulled.norm()) > 0:
+                return 0.0
+            v = pulled
+        return max(rate, 0.0)

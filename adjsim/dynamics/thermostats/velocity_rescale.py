@@ -1,0 +1,90 @@
+"""Velocity rescaling: the kinetic energy is set once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.state import PhaseState
+from adjsim.core.typing import Number
+from adjsim.dynamics.moves import Move
+from adjsim.dynamics.term import Term
+from adjsim.dynamics.thermostats.base import Rescale, Rescaling, rescaling
+
+
+class SetKineticEnergy(Rescale):
+    """The rescaling, R, which sets the kinetic energy K of each system to its mean::
+
+        p' = sqrt(K_0/K) p,      K_0 = dof kT/2
+
+    It acts once for each R in the scheme, whatever the step, so it has no rate: its drift is empty.
+    All momenta of one direction have one image, so there is no inverse. With e = p/sqrt(K), the
+    product removes the part of a cotangent along the momentum::
+
+        lambda_p <- sqrt(K_0/K) (lambda_p - (lambda_p . p) (p/m) / 2K)
+        lambda_{K_0} += (lambda_p . e) / (2 sqrt(K_0))
+    """
+
+    no_equation = "it sets the kinetic energy once a step, and has no rate in continuous time"
+
+    def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
+        return {}
+
+    def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        target = self.bath.target(state.position)
+        return {**super().coefficients(h, state), "target": target}
+
+    def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
+        return (
+            rescaling(
+                lambda c, T: torch.sqrt(c["target"] / T),
+                None,
+                loses="the kinetic energy before the step",
+            ),
+        )
+
+
+class VelocityRescale(Rescaling):
+    """Newton's equations, with the kinetic energy of each system set to dof kT/2 once a step.
+
+    Terms: A (stream), B (kick), R (:class:`SetKineticEnergy`). Schemes: "BABR"; "RBABR" starts at
+    the temperature too. After R the kinetic energy is exactly ``dof kT/2``.
+
+    Use it to bring a system to a temperature. It does not sample the canonical distribution: the
+    kinetic energy does not fluctuate, and even where the motion is ergodic, positions are
+    distributed as at the temperature ``kT dof/(dof - 1)``. It also moves energy from fast into slow
+    motions, such as that of the whole system (the flying ice cube; Harvey, Tan and Cheatham, J.
+    Comput. Chem. 19, 726 (1998)). For averages use :class:`~adjsim.Bussi`. It conserves no energy.
+
+    The rescaling destroys the kinetic energy, so steps cannot be undone: gradients come from
+    :class:`~adjsim.CheckpointAdjoint` or :class:`~adjsim.DirectAdjoint`. Momenta that are all zero
+    stay zero.
+
+    Args:
+        potential: energy module, or a force field.
+        mass: scalar, ``(atoms,)`` or ``(atoms, 1)``; infinite for pinned atoms.
+        kT: temperature, energy; one number.
+        dof: degrees of freedom of one system. None: atoms x dim, pinned atoms left out. Pass atoms
+            x dim - dim when the total momentum is zero and stays so.
+
+    Raises:
+        ValueError: a dof above atoms x dim, in ``init`` or ``simulate``.
+        TypeError: in ``simulate``, :class:`~adjsim.ReversibleAdjoint`, ``exact=True`` or a
+            continuous solver.
+    """
+
+    def __init__(
+        self,
+        potential: nn.Module,
+        mass: Number = 1.0,
+        kT: Number = 1.0,
+        dof: float | int | None = None,
+    ) -> None:
+        super().__init__(potential, mass, kT, dof)
+
+    @property
+    def terms(self) -> dict[str, Term[Any]]:
+        return {**self.motion, "R": SetKineticEnergy(self.bath)}

@@ -1,0 +1,1 @@
+"""Derivatives of long-time averages, and Lyapunov exponents, of chaotic flows."""

@@ -1,0 +1,308 @@
+"""Comparison of several methods for the gradient of one observable."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from adjsim.adjoints import ReconstructionError
+from adjsim.core.arguments import outside_inference_mode
+from adjsim.core.durable.files import replacing
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.noise import as_generator, seed_from
+from adjsim.core.state import State
+from adjsim.core.typing import Seed
+from adjsim.estimators.base import Estimator, Observable, Simulation
+from adjsim.estimators.estimate import GradientEstimate
+from adjsim.estimators.memory import release
+from adjsim.estimators.sharing import same_generator
+from adjsim.solvers.continuous.sde import InstabilityError
+from adjsim.solvers.implicit.newton import UnsolvedStepError
+
+NOTHING_TO_PLOT = (
+    "a figure needs an estimate, and no method gave an estimate: the reasons are in the failures "
+    "of the comparison."
+)
+
+
+@dataclass
+class Comparison:
+    """Estimates of one gradient by several methods.
+
+    Attributes:
+        estimates: by method name. Path and stationary estimates answer different questions and are
+            shown apart.
+        failures: the reason for every method without a result, by method name.
+        reference: the method with which the gradients of the others are compared.
+            Estimates of another estimand are compared with the first estimate of that
+            estimand; so are all estimates if ``reference`` is None.
+    """
+
+    estimates: dict[str, GradientEstimate]
+    failures: dict[str, str] = field(default_factory=dict)
+    reference: str | None = None
+
+    def difference(self, name: str) -> float | None:
+        """Compute the largest relative difference of a gradient from the reference's.
+
+        The largest is taken over parameters. The reference has the same estimand; for the reference
+        itself the result is None.
+        """
+        mine = self.estimates[name]
+        peers = [
+            key for key, estimate in self.estimates.items() if estimate.estimand == mine.estimand
+        ]
+        reference = self.reference if self.reference in peers else peers[0]
+        if reference == name:
+            return None
+        theirs = self.estimates[reference]
+        ratios = [_relative(mine.grad[key], theirs.grad[key]) for key in theirs.grad]
+        return max(ratios, default=0.0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one plain record for each method, as in the JSON file."""
+        records: list[dict[str, Any]] = []
+        for name, estimate in self.estimates.items():
+            records.append(
+                {
+                    "method": name,
+                    "estimand": estimate.estimand,
+                    "value": _plain(estimate.value),
+                    "value_stderr": _plain(estimate.value_stderr),
+                    "grad": {key: _plain(grad) for key, grad in estimate.grad.items()},
+                    "grad_stderr": {
+                        key: _plain(error) for key, error in estimate.grad_stderr.items()
+                    },
+                    "relative_difference": self.difference(name),
+                    **{key: _plain(value) for key, value in estimate.diagnostics.items()},
+                }
+            )
+        records += [{"method": name, "failure": reason} for name, reason in self.failures.items()]
+        return records
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the records as JSON text, and write them to an optional file."""
+        text = json.dumps(self.rows(), indent=2)
+        if path is not None:
+            with replacing(Path(path)) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        return text
+
+    def table(self) -> Table:
+        """Make a table for a terminal, with the methods of each estimand together."""
+        parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        kinds = {estimate.estimand for estimate in self.estimates.values()}
+        if len(kinds) > 1:
+            table.add_column("estimand")
+        for heading in ("value", *(f"d/d {short_name(name, parameters)}" for name in parameters)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("rel. diff.", "energy\nevals", "seconds", "peak\nMB", "reconstr.\nerror"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for estimand in sorted(kinds):
+            for name, estimate in self.estimates.items():
+                if estimate.estimand == estimand:
+                    label = [estimand] if len(kinds) > 1 else []
+                    table.add_row(name, *label, *self._cells(name, estimate, parameters))
+            table.add_section()
+        return table
+
+    def _cells(self, name: str, estimate: GradientEstimate, parameters: list[str]) -> list[str]:
+        info = estimate.diagnostics
+        difference, error = self.difference(name), info.get("reconstruction_error")
+        return [
+            _number(estimate.value, estimate.value_stderr),
+            *(_number(estimate.grad[key], estimate.grad_stderr[key]) for key in parameters),
+            "reference" if difference is None else f"{difference:.1e}",
+            f"{info['energy_evaluations']}",
+            f"{info['seconds']:.2f}",
+            _megabytes(info["peak_memory"]),
+            "-" if error is None else f"{error:.1e}",
+        ]
+
+    def __str__(self) -> str:
+        text = StringIO()
+        console = Console(file=text, width=160)
+        console.print(self.table())
+        for remark in self.remarks():
+            console.print(remark, highlight=False, soft_wrap=True)
+        return text.getvalue().rstrip()
+
+    def remarks(self) -> list[str]:
+        """List, by method, reasons not to trust a result, and reasons for a missing one."""
+        warnings = [
+            f"{name}: not to be trusted, {why}."
+            for name, e in self.estimates.items()
+            for why in e.warnings
+        ]
+        return warnings + [f"{name}: {reason}" for name, reason in self.failures.items()]
+
+    def plot(self) -> Figure:
+        """Plot gradient (with two standard errors), time and memory of each method as bars.
+
+        Raises:
+            ValueError: no method gave an estimate.
+        """
+        if not self.estimates:
+            raise ValueError(NOTHING_TO_PLOT)
+        parameters = list(next(iter(self.estimates.values())).grad)
+        names = list(self.estimates)
+        figure = Figure(figsize=(3.2 * (len(parameters) + 2), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(parameters) + 2, squeeze=False)[0]
+        bars: list[tuple[str, Callable[[GradientEstimate], float], str | None]] = [
+            *(
+                (f"gradient d/d {short_name(key, parameters)}", norm_of(key), key)
+                for key in parameters
+            ),
+            ("seconds", lambda estimate: estimate.diagnostics["seconds"], None),
+            ("peak memory / MB", lambda estimate: estimate.diagnostics["peak_memory"] / 1e6, None),
+        ]
+        for axis, (title, number, key) in zip(axes, bars, strict=True):
+            errors = (
+                None
+                if key is None
+                else [2 * float(self.estimates[name].grad_stderr[key].norm()) for name in names]
+            )
+            axis.bar(
+                names,
+                [number(self.estimates[name]) for name in names],
+                yerr=errors,
+                capsize=3,
+                color="C0",
+            )
+            axis.set_title(title)
+            axis.tick_params(axis="x", rotation=45)
+        return figure
+
+
+@outside_inference_mode()
+def compare(
+    simulation: Simulation[State],
+    observable: Observable[State],
+    estimators: Mapping[str, Estimator],
+    *,
+    replicas: int,
+    chunks: int = 16,
+    generator: Seed = None,
+    compile: bool = False,
+    store: str | Path | None = None,
+    group: Any = None,
+) -> Comparison:
+    """Estimate one gradient by several estimators on the same starts and the same noise.
+
+    Args:
+        simulation: the simulation to run.
+        observable: the observable to average.
+        estimators: by the names to show; the first is the reference.
+        replicas: number of independent runs of each estimator.
+        chunks: groups of replicas whose spread gives the standard errors.
+        generator: seeds starts and noise, as a generator or an integer; None: torch's default
+            generator.
+        compile: compile the runs of the methods that support it, and run the others uncompiled;
+            ``diagnostics["compiled"]`` shows which.
+        store: a folder that keeps finished chunks, with one subfolder a method (see
+            :class:`~adjsim.Estimator`).
+        group: the process group whose ranks share the chunks.
+
+    Returns:
+        A :class:`Comparison`, which prints as a table. Its ``failures`` give the reason for
+        each method that does not apply (a stationary estimator to a path question, a path
+        score to a parameter that scales the noise), and for each method whose run fails (a
+        reconstruction error beyond its tolerance, numbers that are not finite or off the
+        lattice).
+    """
+    if not estimators:
+        raise ValueError("compare needs at least one estimator.")
+    ranks = Ranks.of(group)
+    seed = seed_from(same_generator(ranks, as_generator(generator)))
+    result = Comparison({}, reference=next(iter(estimators)))
+    for name, estimator in estimators.items():
+        own = torch.Generator().manual_seed(seed)
+        configured = replace(
+            simulation,
+            compile=simulation.compile or (compile and estimator.can_compile(simulation)),
+        )
+        try:
+            estimator.check(configured, observable)
+        except (TypeError, ValueError) as refusal:
+            result.failures[name] = f"does not apply. {refusal}"
+            continue
+        # Otherwise the next method would reuse memory that this one freed, and seem to need less.
+        release()
+        try:
+            result.estimates[name] = estimator(
+                configured,
+                observable,
+                replicas=replicas,
+                chunks=chunks,
+                generator=own,
+                store=None if store is None else Path(store) / _folder(name),
+                group=ranks,
+            )
+        except (
+            ReconstructionError, InstabilityError, UnsolvedStepError, FloatingPointError,
+            OverflowError,
+        ) as error:  # fmt: skip
+            result.failures[name] = str(error)
+    return result
+
+
+def _folder(name: str) -> str:
+    """Return a method's name as that of a folder."""
+    return re.sub(r"[^\w.+-]", "_", name)
+
+
+def norm_of(key: str) -> Callable[[GradientEstimate], float]:
+    def norm(estimate: GradientEstimate) -> float:
+        grad = estimate.grad[key]
+        return float(grad) if grad.numel() == 1 else float(grad.norm())
+
+    return norm
+
+
+def _relative(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    scale = float(theirs.norm())
+    difference = float((mine - theirs).norm())
+    return difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
+
+
+def short_name(name: str, names: list[str]) -> str:
+    """Return the last part of a qualified name, or all of it if ambiguous."""
+    last = name.rsplit(".", 1)[-1]
+    return last if sum(other.rsplit(".", 1)[-1] == last for other in names) == 1 else name
+
+
+def _number(value: torch.Tensor, stderr: torch.Tensor) -> str:
+    if value.numel() != 1:
+        return f"|{float(value.norm()):.6g}|"
+    error = float(stderr)
+    return f"{float(value):.8g}" if math.isnan(error) else f"{float(value):.5g} ± {error:.1g}"
+
+
+def _megabytes(count: int) -> str:
+    """Format bytes as megabytes; the resident set does not resolve less than one."""
+    return f"{count / 1e6:.1f}" if count >= 1e6 else "< 1"
+
+
+def _plain(value: Any) -> Any:
+    """Convert to values that JSON can hold; NaN and infinity become None."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,328 @@
+"""Figures of comparisons, with one panel for each quantity, and animations of positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from adjsim.estimators import GradientEstimate
+from adjsim.estimators.compare import NOTHING_TO_PLOT, Comparison, norm_of, short_name
+from adjsim.estimators.fit.fit import Fit
+from adjsim.io.animation import animate
+
+__all__ = ["animate", "plot_fit", "plot_sweep"]
+
+MARKERS = "osD^v<>P"
+EXACT_STYLES: dict[str, dict[str, Any]] = {
+    "path": {"color": "k", "ls": "--", "lw": 1},
+    "stationary": {"color": "k", "ls": ":", "lw": 1.4},
+}
+
+
+@dataclass
+class Panel:
+    """One panel: its title, quantity and label with units, error bar, scale, and exact values."""
+
+    title: str
+    label: str
+    number: Callable[[GradientEstimate], float | None]
+    error: Callable[[GradientEstimate], float] | None = None
+    scale: str = "linear"
+    exact: dict[str, dict[float, float]] = field(default_factory=dict)
+
+
+def plot_sweep(
+    comparisons: Mapping[float, Comparison],
+    axis: str = "horizon",
+    exact: Mapping[str, Mapping[float, Mapping[str, float]]] | None = None,
+    units: str = "",
+) -> Figure:
+    """Plot gradient (with two standard errors), error, time and memory of each method.
+
+    Several comparisons are drawn against the quantity in which they differ. One comparison is drawn
+    with a row for each method.
+
+    Args:
+        comparisons: by the quantity in which they differ, such as the horizon or the number of
+            replicas.
+        axis: the name of this quantity, and its unit if it has one. "replicas" are drawn on a
+            logarithmic axis.
+        exact: known gradients, by estimand ("path" or "stationary"), by the same quantity and by
+            parameter, drawn as a line at the estimates of this estimand.
+        units: the units of the gradients, for their labels.
+
+    Raises:
+        ValueError: no method gave an estimate.
+    """
+    if not any(comparison.estimates for comparison in comparisons.values()):
+        raise ValueError(NOTHING_TO_PLOT)
+    estimates = [e for comparison in comparisons.values() for e in comparison.estimates.values()]
+    parameters = list(estimates[0].grad)
+    panels = [_gradient(key, parameters, estimates, exact or {}, units) for key in parameters]
+    for key in parameters:
+        error = _error_of(key)
+        # Rows show the errors as bars, whose lengths are easy to compare.
+        if len(comparisons) > 1 and any(error(e) > 0 for e in estimates):
+            name = f"standard error of d/d {short_name(key, parameters)}"
+            panels.append(Panel(name, _with("standard error", units), error, scale="log"))
+    lost = [e.diagnostics["reconstruction_error"] for e in estimates]
+    if any(error is not None and error > 1e-6 for error in lost):
+        panels.append(
+            Panel(
+                "reconstruction error",
+                "relative error (0: exact)",
+                lambda e: e.diagnostics["reconstruction_error"],
+                scale="symlog",
+            )
+        )
+    panels.append(Panel("time", "time / s", lambda e: e.diagnostics["seconds"], scale="from zero"))
+    panels.append(
+        Panel(
+            "peak memory",
+            "growth of memory / MB",
+            lambda e: e.diagnostics["peak_memory"] / 1e6,
+            scale="from zero",
+        )
+    )
+    if len(comparisons) == 1:
+        ((x, comparison),) = comparisons.items()
+        return _rows(panels, f"{axis} = {x:g}", x, comparison)
+    return _curves(panels, axis, comparisons)
+
+
+def plot_fit(found: Fit, r: Sequence[float], title: str = "") -> Figure:
+    """Plot the measured and the simulated radial distribution function, and their difference.
+
+    The band is two standard errors of the simulation.
+
+    Args:
+        found: a fit.
+        r: the distances of its target, in angstrom.
+        title: the title, such as the fitted numbers.
+    """
+    layout = ConstrainedLayoutEngine(h_pad=0.06)
+    figure = Figure(figsize=(6.4, 5.2), layout=layout)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    simulated, measured = found.simulated.numpy(), found.target.numpy()
+    band = 2 * found.simulated_stderr.numpy()
+    if len(found.history) > 1:
+        first = found.history[0].simulated.numpy()
+        top.plot(r, first, color="0.6", ls="--", lw=1, label="simulated, start")
+    top.fill_between(r, simulated - band, simulated + band, color="C0", alpha=0.3, lw=0)
+    top.plot(r, simulated, color="C0", label="simulated, fit (± 2 standard errors)")
+    top.plot(r, measured, "k.", ms=5, label="measured")
+    top.set(ylabel="g(r)", title=title)
+    top.legend(fontsize="small")
+    difference = simulated - measured
+    bottom.axhline(0.0, color="0.7", lw=0.8)
+    bottom.fill_between(r, difference - band, difference + band, color="C0", alpha=0.3, lw=0)
+    bottom.plot(r, difference, color="C0")
+    bottom.set(xlabel="r / angstrom", ylabel="simulated\n- measured")
+    return figure
+
+
+def _grid(panels: int) -> tuple[int, int]:
+    """Return the rows and columns of panels. On a page three columns can be read."""
+    across = 2 if panels in (2, 4) else min(panels, 3)
+    return math.ceil(panels / across), across
+
+
+def _assigned(figure: Figure, panels: list[Panel], **options: Any) -> list[tuple[Axes, Panel]]:
+    """Make the axes of all panels, and remove the unused axes of the grid."""
+    every = list(figure.subplots(*_grid(len(panels)), squeeze=False, **options).flat)
+    for axes in every[len(panels) :]:
+        axes.remove()
+    return list(zip(every, panels, strict=False))
+
+
+def _curves(panels: list[Panel], axis: str, comparisons: Mapping[float, Comparison]) -> Figure:
+    """Draw each panel against the quantity in which the comparisons differ."""
+    names = list(
+        dict.fromkeys(name for comparison in comparisons.values() for name in comparison.estimates)
+    )
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    down, across = _grid(len(panels))
+    figure = Figure(figsize=(3.6 * across, 3.4 * down), layout=layout)
+    for axes, panel in _assigned(figure, panels):
+        if axis == "replicas":
+            axes.set_xscale("log")
+        axes.set_xlabel(axis)
+        axes.set_ylabel(panel.label)
+        _draw(axes, panel, comparisons, names)
+        if axis == "replicas":
+            axes.set_xticks(list(comparisons), [f"{x:g}" for x in comparisons])
+            axes.xaxis.set_minor_locator(NullLocator())
+    figure.axes[0].legend(fontsize="small")
+    return figure
+
+
+def _rows(panels: list[Panel], title: str, x: float, comparison: Comparison) -> Figure:
+    """Draw each panel of one comparison, with a row for each method.
+
+    The rows of each estimand stand together, as in the table.
+    """
+    kinds = sorted({estimate.estimand for estimate in comparison.estimates.values()})
+    rows = [
+        (name, estimate)
+        for kind in kinds
+        for name, estimate in comparison.estimates.items()
+        if estimate.estimand == kind
+    ]
+    places = {
+        kind: [i for i, (_, estimate) in enumerate(rows) if estimate.estimand == kind]
+        for kind in kinds
+    }
+    labels = [
+        f"{name} ({estimate.estimand})" if len(kinds) > 1 else name for name, estimate in rows
+    ]
+    down, across = _grid(len(panels))
+    size = (1.4 + 3.2 * across, 0.8 + (1.0 + 0.36 * len(rows)) * down)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.1))
+    figure.suptitle(title)
+    for axes, panel in _assigned(figure, panels, sharey=True):
+        ends: list[float] = []
+        for i, (_, estimate) in enumerate(rows):
+            value = panel.number(estimate)
+            if value is None:
+                continue
+            error = 0.0 if panel.error is None else 2 * panel.error(estimate)
+            bar = error if math.isfinite(error) else 0.0
+            marker = MARKERS[i % len(MARKERS)]
+            axes.errorbar(
+                value,
+                i,
+                xerr=bar or None,
+                marker=marker,
+                color=f"C{i}",
+                ms=6,
+                mfc="none",
+                capsize=3,
+            )
+            ends += [value - bar, value + bar]
+        for kind, style in EXACT_STYLES.items():
+            if x in panel.exact.get(kind, {}) and kind in places:
+                answer = panel.exact[kind][x]
+                low, high = places[kind][0] - 0.4, places[kind][-1] + 0.4
+                axes.plot([answer] * 2, [low, high], label=f"exact ({kind})", **style)
+                ends.append(answer)
+        for kind in kinds[1:]:
+            axes.axhline(places[kind][0] - 0.5, color="0.8", lw=0.8, zorder=0)
+        axes.set(title=panel.title, xlabel=panel.label, ylim=(len(rows) - 0.5, -0.5))
+        axes.set_yticks(range(len(rows)), labels)
+        if panel.scale == "log":
+            axes.set_xscale("log")
+        elif panel.scale == "symlog":
+            axes.set_xscale("symlog", linthresh=1e-16)
+            axes.set_xlim(-3e-17, 10 * max(1.0, *ends))
+            axes.set_xticks([0, 1e-15, 1e-10, 1e-5, 1])
+            axes.xaxis.set_minor_locator(NullLocator())
+        else:
+            _readable(axes, ends, panel.scale == "from zero")
+    known = figure.axes[0].get_legend_handles_labels()
+    if known[0]:
+        figure.legend(
+            *known,
+            loc="outside lower center",
+            ncols=2,
+            fontsize="small",
+        )
+    return figure
+
+
+def _readable(axes: Axes, ends: list[float], from_zero: bool) -> None:
+    """Set few ticks, without an offset, and limits wide enough to hide rounding errors."""
+    prune = "upper" if from_zero else "both"
+    axes.xaxis.set_major_locator(MaxNLocator(4, min_n_ticks=2, prune=prune))
+    if from_zero:
+        axes.set_xlim(0, 1.1 * max(ends, default=1.0) or 1.0)
+    elif ends:
+        low, high = min(ends), max(ends)
+        size = max(abs(low), abs(high))
+        if high - low < 1e-4 * size:
+            axes.set_xlim(low - 1e-3 * size, high + 1e-3 * size)
+    if ends and 1e-3 < max(abs(end) for end in ends) < 1e5:
+        axes.ticklabel_format(axis="x", useOffset=False, style="plain")
+
+
+def _with(text: str, units: str) -> str:
+    return f"{text} ({units})" if units else text
+
+
+def _gradient(
+    key: str,
+    parameters: list[str],
+    estimates: list[GradientEstimate],
+    exact: Mapping[str, Mapping[float, Mapping[str, float]]],
+    units: str,
+) -> Panel:
+    slope, number, error = f"d/d {short_name(key, parameters)}", norm_of(key), _error_of(key)
+    title = f"gradient {slope}"
+    sizes = [abs(number(e)) for e in estimates if number(e) != 0]
+    noisy = any(error(e) > 0 for e in estimates)
+    # In chaos the gradient grows by decades, and its size matters more than its sign.
+    if sizes and max(sizes) > 1e3 * min(sizes) and not noisy:
+        return Panel(
+            f"|{title}|", _with(f"|{slope}|", units), lambda e: abs(number(e)), scale="log"
+        )
+    known = {
+        kind: {x: grads[key] for x, grads in answers.items() if key in grads}
+        for kind, answers in exact.items()
+    }
+    label = _with(f"{slope}\n± 2 standard errors" if noisy else slope, units)
+    return Panel(title, label, number, error, exact=known)
+
+
+def _draw(
+    axes: Axes, panel: Panel, comparisons: Mapping[float, Comparison], names: list[str]
+) -> None:
+    for i, name in enumerate(names):
+        found = [(x, c.estimates[name]) for x, c in comparisons.items() if name in c.estimates]
+        points = [(x, value, e) for x, e in found if (value := panel.number(e)) is not None]
+        xs, values = [x for x, _, _ in points], [value for _, value, _ in points]
+        bars = [2 * panel.error(e) for _, _, e in points] if panel.error is not None else []
+        style: dict[str, Any] = {
+            "marker": MARKERS[i % len(MARKERS)],
+            "color": f"C{i}",
+            "label": name,
+        }
+        if any(bar > 0 for bar in bars):
+            # Shifted, since error bars at one place would hide each other.
+            shift = 0.02 * (i - (len(names) - 1) / 2)
+            span = max(comparisons) - min(comparisons) or 1.0
+            xs = [
+                x * math.exp(3 * shift) if axes.get_xscale() == "log" else x + shift * span
+                for x in xs
+            ]
+            axes.errorbar(xs, values, bars, capsize=2, ms=4, lw=1, **style)
+        else:
+            axes.plot(xs, values, ms=11 - 2.2 * (i % 4), mfc="none", mew=1.4, **style)
+    for kind, style in EXACT_STYLES.items():
+        known = panel.exact.get(kind, {})
+        xs = sorted(known)
+        if len({known[x] for x in xs}) == 1:
+            axes.axhline(known[xs[0]], label=f"exact ({kind})", **style)
+        elif xs:
+            axes.plot(xs, [known[x] for x in xs], label=f"exact ({kind})", **style)
+    axes.set_title(panel.title)
+    if panel.scale == "log":
+        axes.set_yscale("log")
+    elif panel.scale == "symlog":
+        axes.set_yscale("symlog", linthresh=1e-16)
+        axes.set_ylim(bottom=-1e-17)
+    elif panel.scale == "from zero":
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _error_of(key: str) -> Callable[[GradientEstimate], float]:
+    """Return a function that computes the largest standard error over a parameter's entries.
+
+    It returns NaN where there is no standard error.
+    """
+    return lambda estimate: float(estimate.grad_stderr[key].abs().max())

@@ -1,0 +1,381 @@
+"""Fits of parameters to a measured curve, such as a radial distribution function."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import as_number, as_whole
+from adjsim.core.durable.identity import tensor_fingerprint
+from adjsim.core.durable.ranks import Ranks
+from adjsim.core.durable.store import Tree
+from adjsim.core.noise import as_generator, seed_from
+from adjsim.core.parameters import refuse_untrainable
+from adjsim.core.progress import progress_bar
+from adjsim.core.state import State
+from adjsim.core.typing import Array, Seed
+from adjsim.estimators.base import (
+    Estimator,
+    Observable,
+    Simulation,
+    chunk_slices,
+    mean_and_stderr,
+)
+from adjsim.estimators.compare import short_name
+from adjsim.estimators.estimate import GradientEstimate
+from adjsim.estimators.fit.gauss_newton import Target, chance_of_drift, gauss_newton
+from adjsim.estimators.sharing import describe_estimate, same_generator
+
+# The mean square of the difference between the halves of the runs, in units of its variance. It is
+# one at equilibrium, and beyond five once in a few thousand fits of a curve of four independent
+# parts.
+LARGE_DRIFT = 5.0
+# Of as large a difference between the parameters that the halves fit. One sound fit in a hundred is
+# taken for one that drifts.
+SMALL_CHANCE = 0.01
+# A fit has converged when each step is below this share of the error of its parameter.
+SMALL_STEP = 0.1
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The parameters of one evaluation, its curve and loss, and the step that it proposes."""
+
+    values: dict[str, Tensor]
+    simulated: Tensor
+    loss: float
+    step: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The result of :func:`fit`.
+
+    Attributes:
+        values: the fitted parameters by name, those of the last evaluation.
+        errors: their standard errors.
+        covariance: of all entries of all parameters, ``(p, p)``, in the order of ``values``.
+        simulated, simulated_stderr: the curve at the fitted parameters, ``(n,)``, and its standard
+            error.
+        target: the measured curve, ``(n,)``.
+        loss: the weighted sum of squared differences.
+        converged: whether the fit ended by itself.
+        history: one entry an evaluation.
+        seconds: the time that the fit took.
+        warnings: reasons not to trust the fit, from the estimator and of the fit itself.
+    """
+
+    values: dict[str, Tensor]
+    errors: dict[str, Tensor]
+    covariance: Tensor
+    simulated: Tensor
+    simulated_stderr: Tensor
+    target: Tensor
+    loss: float
+    converged: bool
+    history: list[Iteration]
+    seconds: float
+    warnings: list[str]
+
+
+def fit(
+    simulation: Simulation[State],
+    observable: Observable[State],
+    target: Array,
+    make: Callable[[], Estimator],
+    *,
+    replicas: int,
+    chunks: int = 8,
+    iterations: int = 10,
+    largest_change: float = 0.2,
+    stderr: Array | None = None,
+    generator: Seed = None,
+    progress: bool = False,
+    store: str | Path | None = None,
+    group: Any = None,
+) -> Fit:
+    """Fit the parameters of the dynamics to a measured curve, by Gauss-Newton steps.
+
+    The loss is ``L = sum_r w(r) (target(r) - g(r))^2``, where g is the mean of the observable, w is
+    1/stderr^2, and 1 without ``stderr``. A chunk c of the replicas gives an estimate g_c of the
+    curve, and J_c of its derivative with respect to the parameters. With the means g and J of K
+    chunks, the diagonal matrix W of w, and C(x, y) = sum_c (x_c - x)^T W (y_c - y) / (K (K - 1))::
+
+        M    = J^T W J - C(J, J)
+        step = M^-1 (J^T W (target - g) + C(J, g))
+        z_c  = M^-1 ((J_c - J)^T W (target - g) - J^T W (g_c - g))
+        cov  = sum_c z_c z_c^T / (K (K - 1)) + s^2 M^-1
+
+    This is the method of Gauss and Newton. C removes the bias of products of two averages with the
+    same noise. The first term of the covariance of the fitted numbers has the noise of the averages
+    ``J^+ cov(g) J^+T``, and that of the derivatives. The second term is the error of the target: s
+    is 1 with ``stderr``. Without, s^2 is the mean square of the residual ``target - g``, over the
+    number of points less that of the parameters, less the variance of g. This takes the errors of
+    the points as independent, and those of the model as errors of the target. So look at the
+    residual: where it is not noise, the model does not describe the target, and the numbers have
+    an error that is not shown. Second derivatives of g are left out.
+
+    The fit ends when each step is below a tenth of the error of its parameter, unless the runs had
+    not come to equilibrium, or the derivatives are mostly noise. The parameters of the dynamics
+    keep the fitted values.
+
+    Args:
+        simulation: the simulation; every parameter of its dynamics that requires grad is fitted.
+        observable: its mean is ``(n,)``, for example a ``TimeAverage`` of
+            :func:`adjsim.smooth_radial_distribution`.
+        target: ``(n,)``, the measured curve.
+        make: makes an estimator, one for each chunk. Reweighting keeps samples between iterations.
+        replicas: number of independent runs, at least two.
+        chunks: number of groups of replicas.
+        iterations: the largest number of evaluations.
+        largest_change: the largest relative change of a parameter in one step; longer steps are
+            shortened. Far from the data the linear model is wrong, and a run may not survive the
+            parameters that it proposes. Infinity: no limit, for parameters that may be zero.
+        stderr: ``(n,)``, standard errors of the target.
+        generator: seeds starts and noise. All iterations have the same.
+        progress: show a progress bar, on a terminal.
+        store: a folder that keeps the chunks of each iteration. Called again with the same
+            arguments, the fit reads these, and goes on with the same bits.
+        group: the process group whose ranks share the chunks, of which each has an estimator of its
+            own. Every rank fits the same parameters.
+
+    Raises:
+        ValueError: shapes that do not agree, numbers that are not finite, fewer than two replicas,
+            more parameters than numbers in the target, a target that does not determine the
+            parameters.
+    """
+    data = Target.of(target, stderr)
+    refuse_untrainable(simulation.dynamics)
+    parameters = simulation.dynamics.trainable()
+    count = sum(p.numel() for p in parameters.values())
+    if count > len(data.values):
+        raise ValueError(
+            f"{count} parameters cannot be fitted to {len(data.values)} numbers; give more data."
+        )
+    if as_whole("iterations", iterations) < 1:
+        raise ValueError(f"iterations must be at least 1; got {iterations}.")
+    if not as_number("largest_change", largest_change) > 0:
+        raise ValueError(f"largest_change must be positive; got {largest_change}.")
+    if as_whole("replicas", replicas) < 2:
+        raise ValueError(f"replicas must be at least 2, for an error; got {replicas}.")
+    sizes = [part.stop - part.start for part in chunk_slices(replicas, chunks)]
+    if len(sizes) < 2:
+        raise ValueError(f"chunks must be at least 2, for an error; got {chunks}.")
+    ranks = Ranks.of(group)
+    source = same_generator(ranks, as_generator(generator))
+    runs = [_Runs(make(), size, seed_from(source)) for size in sizes]
+    runs[0].estimator.check(simulation, observable)
+    if ranks.size > 1:
+        settings = {"iterations": iterations, "largest_change": largest_change}
+        ranks.agree(_describe(simulation, observable, runs, data, settings))
+    history, begun = list[Iteration](), time.perf_counter()
+    with progress_bar(progress and ranks.first) as bar:
+        task = bar.add_task("fitting", total=iterations * len(runs), doing="")
+        while True:
+            now = {name: p.detach().clone() for name, p in parameters.items()}
+            bar.update(task, doing=_described(now))
+            folder = None if store is None else Path(store) / f"{len(history):03}"
+            found = _evaluate(
+                simulation,
+                observable,
+                runs,
+                data,
+                _Sharing(ranks, folder, lambda: bar.advance(task)),
+            )
+            step = _unpack(found.step, now)
+            history.append(Iteration(now, found.value, found.loss, step))
+            small = bool((found.step.abs() <= SMALL_STEP * found.errors).all())
+            converged = small and not found.doubts
+            if converged or len(history) == iterations:
+                break
+            scale = _scale(step, now, largest_change)
+            with torch.no_grad():
+                for name, p in parameters.items():
+                    p += scale * step[name].to(p)
+    warnings = found.warnings + found.doubts
+    if not small:
+        worst = float((found.step.abs() / found.errors).max())
+        warnings.append(
+            f"the last step is {worst:.2g} standard errors, so the fit has not converged; give "
+            "more iterations"
+        )
+    return Fit(
+        now,
+        _unpack(found.errors, now),
+        found.covariance,
+        found.value,
+        found.stderr,
+        data.values,
+        found.loss,
+        converged,
+        history,
+        time.perf_counter() - begun,
+        warnings,
+    )
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """A chunk of the replicas, with an estimator that may keep its samples."""
+
+    estimator: Estimator
+    replicas: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """The ranks that share the runs, the folder that keeps an iteration, and the progress."""
+
+    ranks: Ranks
+    folder: Path | None
+    advance: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """The curve at the present parameters, and the step that it proposes.
+
+    ``warnings`` are those of the estimator, and ``doubts`` are reasons why the step may be wrong.
+    """
+
+    value: Tensor
+    stderr: Tensor
+    loss: float
+    step: Tensor
+    covariance: Tensor
+    warnings: list[str]
+    doubts: list[str]
+
+    @property
+    def errors(self) -> Tensor:
+        return self.covariance.diagonal().sqrt()
+
+
+def _describe(
+    simulation: Simulation[State],
+    observable: Observable[State],
+    runs: list[_Runs],
+    data: Target,
+    settings: dict[str, Any],
+) -> dict[str, str]:
+    """Describe a fit by everything that its numbers depend on."""
+    return {
+        **describe_estimate(runs[0].estimator, simulation, observable, None, [], None),
+        "the target": tensor_fingerprint(data.values),
+        "the weight of the target": tensor_fingerprint(data.weight),
+        "the chunks": f"{[run.replicas for run in runs]}",
+        "the seeds": f"{[run.seed for run in runs]}",
+        **{name: f"{x}" for name, x in settings.items()},
+    }
+
+
+def _evaluate(
+    simulation: Simulation[State],
+    observable: Observable[State],
+    runs: list[_Runs],
+    data: Target,
+    sharing: _Sharing,
+) -> _Evaluation:
+    def estimated(i: int) -> Tree:
+        run, folder = runs[i], sharing.folder
+        made = run.estimator(
+            simulation,
+            observable,
+            replicas=run.replicas,
+            chunks=1,
+            generator=run.seed,
+            store=None if folder is None else folder / f"{i:05}",
+            group=Ranks(None),
+        )
+        if made.value.shape != data.values.shape:
+            raise ValueError(
+                f"the mean of the observable has shape {tuple(made.value.shape)} and the target "
+                f"{tuple(data.values.shape)}; they must agree."
+            )
+        sharing.advance()
+        return [made.value, made.value_stderr, made.grad, made.grad_stderr, made.diagnostics]
+
+    estimand = runs[0].estimator.estimand
+    found = [
+        GradientEstimate(value, value_stderr, grad, grad_stderr, estimand, diagnostics)
+        for value, value_stderr, grad, grad_stderr, diagnostics in sharing.ranks.share(
+            len(runs), estimated
+        )
+    ]
+    sizes = [run.replicas for run in runs]
+    share = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    g = torch.stack([made.value.double().cpu() for made in found])
+    J = torch.stack(
+        [
+            torch.cat(
+                [grad.double().cpu().reshape(len(g[0]), -1) for grad in made.grad.values()], 1
+            )
+            for made in found
+        ]
+    )
+    value, stderr = mean_and_stderr(list(g), sizes)
+    residual = data.values - value
+    step = gauss_newton(g, J, share, data)
+    doubts = list(step.doubts)
+    # One warning for all chunks: those of a single chunk are about its few samples.
+    info = found[0].diagnostics | {
+        "ess": sum(made.diagnostics["ess"] for made in found),
+        "replicas": sum(sizes),
+        "equilibration": None,
+    }
+    warnings = replace(found[0], diagnostics=info).warnings
+    drifts = [x for made in found if (x := made.diagnostics.get("drift")) is not None]
+    if len(drifts) == len(found):
+        doubts += _drifting(torch.stack(drifts).double().cpu(), data.weight, step.response)
+    loss = float((data.weight * residual**2).sum())
+    return _Evaluation(value, stderr, loss, step.change, step.covariance, warnings, doubts)
+
+
+def _drifting(drift: Tensor, weight: Tensor, response: Tensor) -> list[str]:
+    """Warn if the halves of the runs differ, ``(K, n)``, by more than the noise of the chunks."""
+    between = float((weight * drift.mean(0) ** 2).sum()) * len(drift)
+    within = float((weight * drift.var(0)).sum())
+    chance = chance_of_drift(drift, response)
+    if between > LARGE_DRIFT * within:
+        differ = "give different curves, beyond their noise"
+    elif chance < SMALL_CHANCE:
+        differ = f"fit different parameters, beyond their errors (by chance: {chance:.1g})"
+    else:
+        return []
+    return [
+        f"the two halves of the runs {differ}: the runs had not come to equilibrium; give a longer "
+        "burn-in"
+    ]
+
+
+def _described(values: dict[str, Tensor]) -> str:
+    return ", ".join(
+        f"{short_name(name, list(values))} {' '.join(f'{x:.4g}' for x in value.flatten().tolist())}"
+        for name, value in values.items()
+    )
+
+
+def _unpack(entries: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Divide the entries of all parameters into parameters."""
+    parts = entries.split([x.numel() for x in like.values()])
+    return {
+        name: part.reshape(x.shape) for (name, x), part in zip(like.items(), parts, strict=True)
+    }
+
+
+def _scale(step: dict[str, Tensor], values: dict[str, Tensor], limit: float) -> float:
+    """Return the factor, at most one, with which no parameter changes by more than a share."""
+    if math.isinf(limit):
+        return 1.0
+    ratios = [
+        (limit * values[name].abs() / change.abs())[change != 0] for name, change in step.items()
+    ]
+    return min(1.0, *(float(ratio) for ratio in torch.cat(ratios)))

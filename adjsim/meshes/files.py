@@ -1,0 +1,292 @@
+"""Files of meshes, by meshio, written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import meshio
+import numpy as np
+from torch import Tensor
+
+from adjsim.core.arguments import as_tensor
+from adjsim.core.durable.files import replacing
+from adjsim.core.typing import Array
+
+# Names of meshio, and cells that carry nothing: meshers write them for lines and points of a shape.
+CELLS = {"tetra": "tetrahedra", "triangle": "triangles"}
+IGNORED = ("line", "vertex")
+# The two files of a mesh of TetGen: vertices, and the elements that refer to them.
+TETGEN = (".node", ".ele")
+# Written as one file of text, since its other form has a second file of arrays.
+XDMF = (".xdmf", ".xmf")
+# Largest difference of a coordinate in a file, relative to the extent of the mesh: STL has float32,
+# and Nastran fields of 16 characters.
+KEPT = 1e-6
+# The field of an XDMF series that has the motion; ParaView's filter Warp By Vector shows it.
+DISPLACEMENT = "displacement"
+
+
+def read_cells(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Read the vertices of a file and its cells, by the names of :class:`~adjsim.meshes.Mesh`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ModuleNotFoundError: the format needs a package that is not installed.
+        ValueError: a file that meshio cannot read, cells of another kind, no cells.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}.")
+    _check_suffix(path)
+    try:
+        with _packages(path):
+            found = meshio.read(path)
+    except (meshio.ReadError, SystemExit) as error:
+        # Meshio ends the process for a file that none of its formats can read.
+        raise ValueError(
+            f"meshio cannot read {path}: {error or 'see its message above'}."
+        ) from error
+    parts: dict[str, list[np.ndarray]] = {}
+    for block in found.cells:
+        if block.type in CELLS:
+            parts.setdefault(CELLS[block.type], []).append(np.asarray(block.data))
+        elif block.type not in IGNORED:
+            raise ValueError(
+                f"{path} has cells of type {block.type!r}; a mesh has tetrahedra and triangles of "
+                "straight edges. Export first-order tetrahedra."
+            )
+    if not parts:
+        raise ValueError(f"{path} has no tetrahedra and no triangles.")
+    return found.points, {name: np.concatenate(blocks) for name, blocks in parts.items()}
+
+
+def write_cells(
+    path: Path,
+    vertices: Tensor,
+    cells: Mapping[str, Tensor],
+    point_data: Mapping[str, Array],
+    cell_data: Mapping[str, Array],
+) -> None:
+    """Write a mesh with fields.
+
+    Raises:
+        ModuleNotFoundError: the format needs a package that is not installed.
+        ValueError: a suffix that meshio does not know, a format that does not keep the elements or
+            the fields, a field of another length, fields of cells of two kinds.
+    """
+    _check_suffix(path)
+    if path.suffix in TETGEN and "tetrahedra" not in cells:
+        # The file of elements would be empty, and meshio's reader of TetGen files would not end.
+        raise ValueError(f"the format of {path.name!r} is for tetrahedra; use .vtu.")
+    made = _mesh(vertices, cells, point_data, cell_data)
+    # Several formats have the suffix of Gmsh.
+    kind = "gmsh" if path.suffix == ".msh" else meshio.extension_to_filetypes[_suffix(path)][0]
+    options = {"data_format": "XML"} if path.suffix in XDMF else {}
+    replaced = _replacing_pair if path.suffix in TETGEN else replacing
+    with replaced(path) as temporary, _packages(path):
+        try:
+            meshio.write(temporary, made, kind, **options)
+        except (OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            # For cells that they do not know, the writers of meshio raise errors of many types
+            # (AssertionError, TypeError), some without a message.
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"meshio cannot write {path.name!r} ({reason}); use .vtu.") from error
+        _check_kept(path, _read_again(path, temporary, kind), made)
+
+
+@contextmanager
+def _replacing_pair(path: Path) -> Generator[Path, None, None]:
+    """Yield a temporary file; it and its partner replace an earlier pair of TetGen files.
+
+    The earlier file of elements is removed before the vertices are replaced. So elements never
+    stand beside the vertices of another mesh, even if the process is killed in between.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        yield made
+        path.with_suffix(".ele").unlink(missing_ok=True)
+        for suffix in TETGEN:
+            part = made.with_suffix(suffix)
+            part.chmod(0o644)
+            part.replace(path.with_suffix(suffix))
+
+
+def _read_again(path: Path, temporary: Path, kind: str) -> meshio.Mesh:
+    try:
+        return meshio.read(temporary, kind)
+    except Exception as error:
+        raise ValueError(
+            f"meshio writes {path.name!r}, but cannot read what it has written ({error}); use .vtu."
+        ) from error
+
+
+def _check_kept(path: Path, found: meshio.Mesh, made: meshio.Mesh) -> None:
+    """Raise if a format has left out elements or fields, as some do without a word."""
+    lost = {*made.point_data} - {*found.point_data} | {*made.cell_data} - {*found.cell_data}
+    if lost:
+        raise ValueError(
+            f"the format of {path.name!r} does not keep {', '.join(sorted(lost))}; use .vtu."
+        )
+    allowed = KEPT * np.ptp(made.points, axis=0).max()
+    for kind in made.cells_dict:
+        # Formats may number vertices anew, so corners are compared.
+        corners = made.points[made.cells_dict[kind]]
+        if kind in found.cells_dict:
+            kept = found.points[found.cells_dict[kind]][..., : corners.shape[-1]]
+            if kept.shape == corners.shape and np.abs(kept - corners).max() <= allowed:
+                continue
+        raise ValueError(
+            f"the format of {path.name!r} does not keep the {CELLS[kind]} of the mesh; use .vtu."
+        )
+
+
+@contextmanager
+def _packages(path: Path) -> Generator[None, None, None]:
+    """Name the extra that has the package which a format needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the format of {path.name!r} needs {error.name}: pip install 'adjsim[meshes]'.",
+            name=error.name,
+        ) from error
+
+
+def write_frames(
+    path: Path,
+    rest: Tensor,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write a ``.pvd`` or an ``.xdmf`` file, when all of its frames are there."""
+    if path.suffix in XDMF:
+        _write_xdmf(path, rest, cells, times, positions, point_data)
+    elif path.suffix == ".pvd":
+        _write_pvd(path, cells, times, positions, point_data)
+    else:
+        raise ValueError(
+            f"a time series is a .pvd or an .xdmf file, which ParaView opens; got {path.name!r}."
+        )
+
+
+def _write_xdmf(
+    path: Path,
+    rest: Tensor,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write one file of text: the rest shape once, and displacements from it for each frame."""
+    if DISPLACEMENT in point_data:
+        raise ValueError(
+            f"point_data has {DISPLACEMENT!r}, the field in which an .xdmf file has the motion; "
+            "give it another name, or write a .pvd file."
+        )
+    made = _mesh(rest, cells, {}, {})
+    with (
+        replacing(path) as temporary,
+        meshio.xdmf.TimeSeriesWriter(temporary, data_format="XML") as writer,
+    ):
+        writer.write_points_cells(made.points, made.cells)
+        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
+            fields = {name: values[number] for name, values in point_data.items()}
+            frame = _mesh(x, cells, fields, {})
+            moved = {DISPLACEMENT: frame.points - made.points}
+            writer.write_data(t, point_data={**frame.point_data, **moved})
+
+
+def _write_pvd(
+    path: Path,
+    cells: Mapping[str, Tensor],
+    times: list[float],
+    positions: Tensor,
+    point_data: Mapping[str, Tensor],
+) -> None:
+    """Write a ``.pvd`` file, and its frames as VTU files in a new folder beside it.
+
+    The file names the folder, and replaces an earlier one when all frames are written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = _frames_of(path)
+    folder = Path(tempfile.mkdtemp("", f"{path.stem}.", path.parent))
+    try:
+        folder.chmod(0o755)
+        root = ElementTree.Element("VTKFile", type="Collection", version="0.1")
+        listed = ElementTree.SubElement(root, "Collection")
+        for number, (t, x) in enumerate(zip(times, positions, strict=True)):
+            frame = folder / f"{number:06d}.vtu"
+            fields = {name: values[number] for name, values in point_data.items()}
+            meshio.write(frame, _mesh(x, cells, fields, {}))
+            file = f"{folder.name}/{frame.name}"
+            ElementTree.SubElement(listed, "DataSet", timestep=repr(t), part="0", file=file)
+        with replacing(path) as temporary:
+            ElementTree.ElementTree(root).write(temporary, "utf-8", xml_declaration=True)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    for old in earlier:
+        shutil.rmtree(old)
+
+
+def _frames_of(path: Path) -> set[Path]:
+    """Return the folders of frames that a series of the same name refers to."""
+    if not path.exists():
+        return set()
+    files = [Path(x.get("file", "")) for x in ElementTree.parse(path).iter("DataSet")]
+    folders = {path.parent / file.parent for file in files if len(file.parts) == 2}
+    return {x for x in folders if x.name.startswith(f"{path.stem}.") and x.is_dir()}
+
+
+def _mesh(
+    vertices: Tensor,
+    cells: Mapping[str, Tensor],
+    point_data: Mapping[str, Array],
+    cell_data: Mapping[str, Array],
+) -> meshio.Mesh:
+    points = vertices.detach().cpu().double().numpy()
+    if points.shape[1] == 2:
+        points = np.pad(points, ((0, 0), (0, 1)))
+    names = {ours: theirs for theirs, ours in CELLS.items()}
+    blocks: list[Any] = [(names[name], index.numpy()) for name, index in cells.items()]
+    if cell_data and len(blocks) > 1:
+        raise ValueError(
+            "cell_data needs a mesh with one kind of element; write Mesh(vertices, tetrahedra) and "
+            "the triangles apart."
+        )
+    count = len(blocks[0][1])
+    return meshio.Mesh(
+        points,
+        blocks,
+        {name: _field("point_data", name, x, len(points)) for name, x in point_data.items()},
+        {name: [_field("cell_data", name, x, count)] for name, x in cell_data.items()},
+    )
+
+
+def _field(kind: str, name: str, value: Array, count: int) -> np.ndarray:
+    found = as_tensor(f"{kind}[{name!r}]", value).detach().cpu().numpy()
+    if found.ndim == 0 or len(found) != count:
+        raise ValueError(f"{kind}[{name!r}] needs {count} rows; got shape {found.shape}.")
+    return found
+
+
+def _suffix(path: Path) -> str:
+    """Return the last suffix, or the last two where meshio knows them together (.vol.gz)."""
+    both = "".join(path.suffixes[-2:])
+    return both if both in meshio.extension_to_filetypes else path.suffix
+
+
+def _check_suffix(path: Path) -> None:
+    if _suffix(path) not in meshio.extension_to_filetypes:
+        known = ", ".join(sorted(meshio.extension_to_filetypes))
+        raise ValueError(f"meshio has no format for {path.name!r}; its suffixes are {known}.")

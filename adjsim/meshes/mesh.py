@@ -1,0 +1,364 @@
+"""Meshes of triangles and tetrahedra: made, measured, read and written.
+
+A mesh is a rest shape. Its vertices are the atoms of a simulation, so a state has positions
+``(*batch, vertices, dim)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import as_number, as_tensor, as_whole
+from adjsim.core.typing import Array, Number, PositionsLike, Times
+from adjsim.meshes.checks import check_orphans, check_sizes, checked_elements, checked_vertices
+from adjsim.meshes.files import read_cells, write_cells, write_frames
+
+# The faces of a tetrahedron of positive volume, seen counterclockwise from outside.
+FACES = ((0, 2, 1), (0, 1, 3), (0, 3, 2), (1, 2, 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A mesh of tetrahedra, or of triangles, or of both, with straight edges.
+
+    Args:
+        vertices: ``(vertices, dim)`` rest positions; dim is 3, or 2 for triangles in the plane.
+        tetrahedra: ``(tetrahedra, 4)`` vertex numbers. The volume ``det(x1 - x0, x2 - x0, x3 -
+            x0) / 6`` of each is positive.
+        triangles: ``(triangles, 3)`` vertex numbers. In the plane they are counterclockwise.
+
+    Raises:
+        ValueError: an element that is inverted or degenerate, or that names a vertex twice or one
+            that does not exist, and a vertex without an element, each with its number; vertices
+            that are not finite or that require grad (trainable rest shapes are
+            ``rest_stretch`` of :class:`~adjsim.potentials.ElasticPotential`).
+    """
+
+    vertices: Tensor
+    tetrahedra: Tensor | None = None
+    triangles: Tensor | None = None
+
+    def __init__(
+        self, vertices: Array, tetrahedra: Array | None = None, triangles: Array | None = None
+    ) -> None:
+        object.__setattr__(self, "vertices", checked_vertices(vertices))
+        for name, found in (("tetrahedra", tetrahedra), ("triangles", triangles)):
+            checked = None if found is None else checked_elements(name, found, len(self.vertices))
+            object.__setattr__(self, name, checked)
+        if not self.cells():
+            raise ValueError("a mesh needs tetrahedra or triangles.")
+        if self.tetrahedra is not None:
+            if self.dim != 3:
+                raise ValueError("tetrahedra need vertices of dim 3; got dim 2.")
+            check_sizes(self.vertices, "tetrahedron", self.tetrahedra, self.volumes())
+        if self.triangles is not None:
+            check_sizes(self.vertices, "triangle", self.triangles, self.areas())
+        check_orphans(len(self.vertices), self.cells().values())
+
+    def __repr__(self) -> str:
+        counts = [f"{len(self.vertices)} vertices"]
+        counts += [f"{len(found)} {name}" for name, found in self.cells().items()]
+        return f"Mesh({', '.join(counts)})"
+
+    @property
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return self.vertices.shape[1]
+
+    @property
+    def elements(self) -> Tensor:
+        """The tetrahedra, or the triangles of a mesh without tetrahedra."""
+        found = self.triangles if self.tetrahedra is None else self.tetrahedra
+        assert found is not None
+        return found
+
+    def cells(self) -> dict[str, Tensor]:
+        """Return the vertex numbers of each kind of element, by name."""
+        both = {"tetrahedra": self.tetrahedra, "triangles": self.triangles}
+        return {name: found for name, found in both.items() if found is not None}
+
+    def volumes(self) -> Tensor:
+        """Compute the volume of each tetrahedron, ``(tetrahedra,)``.
+
+        Raises:
+            ValueError: a mesh without tetrahedra.
+        """
+        if self.tetrahedra is None:
+            raise ValueError("a mesh without tetrahedra has areas() and no volumes().")
+        a, b, c = _sides(self.vertices, self.tetrahedra)
+        return (torch.linalg.cross(a, b) * c).sum(-1) / 6
+
+    def areas(self) -> Tensor:
+        """Compute the area of each triangle, ``(triangles,)``.
+
+        Raises:
+            ValueError: a mesh without triangles.
+        """
+        if self.triangles is None:
+            raise ValueError("a mesh without triangles has no areas(); see surface().")
+        a, b = _sides(self.vertices, self.triangles)
+        if self.dim == 2:
+            return (a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0]) / 2
+        return torch.linalg.cross(a, b).norm(dim=-1) / 2
+
+    def lumped_mass(self, density: Number) -> Tensor:
+        """Compute the mass of each vertex, an equal share of each of its elements.
+
+        Args:
+            density: mass per volume (per area for a mesh without tetrahedra), a number or one for
+                each element. The masses are differentiable in it.
+
+        Returns:
+            ``(vertices,)``, whose sum is the mass of the mesh.
+
+        Raises:
+            ValueError: a density that is not positive and finite, or of another length.
+        """
+        value, elements = as_tensor("density", density), self.elements
+        if value.numel() != 1 and value.shape != elements.shape[:1]:
+            raise ValueError(
+                f"density must be a number or ({len(elements)},), one for each element; got shape "
+                f"{tuple(value.shape)}."
+            )
+        if not bool(((value.detach() > 0) & torch.isfinite(value.detach())).all()):
+            raise ValueError(
+                f"density must be positive and finite; got {float(value.detach().min()):g} to "
+                f"{float(value.detach().max()):g}. Pin vertices by infinite masses instead."
+            )
+        sizes = self.areas() if self.tetrahedra is None else self.volumes()
+        share = (value.reshape(-1) * sizes.to(value)) / elements.shape[1]
+        shares = share.unsqueeze(-1).expand(elements.shape).reshape(-1)
+        masses = torch.zeros(len(self.vertices), dtype=shares.dtype)
+        return masses.index_add(0, elements.flatten(), shares)
+
+    def edges(self) -> Tensor:
+        """Return the edges of all elements, ``(edges, 2)``, each once, smaller number first."""
+        found = [
+            elements[:, pair]
+            for elements in self.cells().values()
+            for pair in combinations(range(elements.shape[1]), 2)
+        ]
+        return torch.cat(found).sort(-1).values.unique(dim=0)
+
+    def surface(self) -> Tensor:
+        """Return the outward triangles of the tetrahedra, ``(triangles, 3)``.
+
+        They are counterclockwise seen from outside. They name vertices of the whole mesh.
+
+        Raises:
+            ValueError: a mesh without tetrahedra.
+        """
+        if self.tetrahedra is None:
+            raise ValueError("a mesh without tetrahedra is a surface: see triangles.")
+        faces = torch.cat([self.tetrahedra[:, face] for face in FACES])
+        _, where, count = faces.sort(-1).values.unique(
+            dim=0, return_inverse=True, return_counts=True
+        )
+        return faces[count[where] == 1]
+
+    def hinges(self) -> Tensor:
+        """Return the pairs of triangles with a common edge, ``(hinges, 4)``.
+
+        A row (i, j, k, l) is the edge from j to k between the triangles (i, j, k) and (l, k, j). So
+        a dihedral angle of the four vertices in this order is pi where the triangles are flat.
+
+        Raises:
+            ValueError: a mesh without triangles, an edge of more than two triangles, neighbours
+                with opposite orientations.
+        """
+        if self.triangles is None:
+            raise ValueError("a mesh without triangles has no hinges().")
+        tips = torch.cat([self.triangles[:, turn] for turn in ((0, 1, 2), (1, 2, 0), (2, 0, 1))])
+        edges, where, count = (
+            tips[:, 1:].sort(-1).values.unique(dim=0, return_inverse=True, return_counts=True)
+        )
+        if bool((count > 2).any()):
+            edge = edges[count.argmax()].tolist()
+            raise ValueError(f"edge {edge} has {int(count.max())} triangles; a hinge has two.")
+        order = torch.argsort(where, stable=True)
+        shared = order[(count == 2)[where[order]]]
+        first, second = tips[shared[0::2]], tips[shared[1::2]]
+        same = (first[:, 1] != second[:, 2]).nonzero()
+        if len(same):
+            edge = first[same[0, 0], 1:].tolist()
+            raise ValueError(
+                f"the triangles at edge {edge} have opposite orientations: turn one of them round."
+            )
+        return torch.cat([first, second[:, :1]], 1)
+
+
+def box(lengths: Array, cells: Array) -> Mesh:
+    """Make a box of tetrahedra, six for each cell, with a corner at the origin.
+
+    A cell is cut along its diagonal (the triangulation of Kuhn), so that neighbours fit.
+
+    Args:
+        lengths: three edge lengths.
+        cells: three numbers of cells.
+
+    Raises:
+        ValueError: not three of each, or numbers that are not positive.
+    """
+    corners, index = _grid("box", lengths, cells, 3)
+    steps = torch.eye(3, dtype=torch.long)
+    found: list[Tensor] = []
+    for order in permutations(range(3)):
+        path = torch.cat([torch.zeros(1, 3, dtype=torch.long), steps[list(order)].cumsum(0)])
+        # A path along the axes in odd order turns the other way round.
+        if torch.linalg.det(steps[list(order)].double()) < 0:
+            path = path[[0, 2, 1, 3]]
+        found.append(torch.stack([index(*step.tolist()) for step in path], -1))
+    return Mesh(corners, torch.stack(found, -2).reshape(-1, 4))
+
+
+def sheet(lengths: Array, cells: Array, *, dim: int = 3) -> Mesh:
+    """Make a rectangle of triangles, two for each cell, with a corner at the origin.
+
+    Args:
+        lengths: two edge lengths.
+        cells: two numbers of cells.
+        dim: 3, a surface in the plane z = 0, whose normals are along z; or 2.
+
+    Raises:
+        ValueError: not two of each, numbers that are not positive, another dim.
+    """
+    corners, index = _grid("sheet", lengths, cells, 2)
+    if dim not in (2, 3):
+        raise ValueError(f"dim must be 2 or 3; got {dim}.")
+    if dim == 3:
+        corners = torch.cat([corners, torch.zeros_like(corners[:, :1])], 1)
+    lower = torch.stack([index(0, 0), index(1, 0), index(1, 1)], -1)
+    upper = torch.stack([index(0, 0), index(1, 1), index(0, 1)], -1)
+    return Mesh(corners, triangles=torch.stack([lower, upper], -2).reshape(-1, 3))
+
+
+def read(path: str | Path) -> Mesh:
+    """Read a mesh from a file, in any format that meshio knows.
+
+    Among them are Gmsh's .msh, .vtu and .stl. Lines and points of the file are left out. A mesh
+    that is planar in the file has vertices of dim 3; ``Mesh(mesh.vertices[:, :2],
+    triangles=mesh.triangles)`` is planar.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file that meshio cannot read, elements other than tetrahedra and triangles of
+            straight edges, and as for :class:`Mesh`.
+    """
+    vertices, cells = read_cells(Path(path))
+    return Mesh(vertices, **cells)
+
+
+def write(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    point_data: Mapping[str, Array] | None = None,
+    cell_data: Mapping[str, Array] | None = None,
+) -> None:
+    """Write a mesh with fields to a file, in the format of its suffix.
+
+    Formats that meshio knows are written, such as .vtu for ParaView. The file is read back, and is
+    written whole or not at all: a format that leaves out elements or fields is refused. Among them
+    are the surface formats .obj, .off, .ply, .stl and .wkt for tetrahedra (write a mesh of the
+    triangles of :meth:`Mesh.surface`), and .cgns, .f3grid and .su2 for triangles. TetGen's pair of
+    .node and .ele is written under either name. HDF5 and netCDF formats (.cgns, .e, .h5m, .hmf,
+    .med, .xdmf) need the extra ``adjsim[meshes]``. Vertices of dim 2 are written with z = 0.
+
+    Args:
+        path: the file; folders are made.
+        mesh: the mesh.
+        point_data: fields by name, ``(vertices,)`` or ``(vertices, components)``.
+        cell_data: fields by name, ``(elements,)`` or ``(elements, components)``.
+
+    Raises:
+        ModuleNotFoundError: a format that needs the extra ``adjsim[meshes]``.
+        ValueError: a suffix that meshio does not know, a format that does not keep elements or
+            fields, a field of another length, fields of elements for a mesh with tetrahedra and
+            triangles.
+    """
+    write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
+
+
+def write_series(
+    path: str | Path,
+    mesh: Mesh,
+    times: Times,
+    positions: PositionsLike,
+    *,
+    point_data: Mapping[str, Array] | None = None,
+) -> None:
+    """Write a moving mesh as a ``.pvd`` or ``.xdmf`` file, which ParaView opens as an animation.
+
+    The frames of a ``.pvd`` file are VTU files in a folder beside it. An ``.xdmf`` file has the
+    rest shape once, and the motion as the field ``displacement``, which the filter Warp By Vector
+    of ParaView shows. It is one file of text, so it is larger. A file is written, or replaces an
+    earlier one, when all frames are there.
+
+    Args:
+        path: the ``.pvd`` or ``.xdmf`` file; folders are made.
+        mesh: the mesh.
+        times: ``(frames,)``, such as ``trajectory.times``.
+        positions: ``(frames, vertices, dim)``, such as ``trajectory.position``.
+        point_data: fields by name, ``(frames, vertices)`` or ``(frames, vertices, components)``.
+
+    Raises:
+        ValueError: another suffix, or other shapes.
+    """
+    x, t = as_tensor("positions", positions).detach(), as_tensor("times", times).detach()
+    shape = (len(x), *mesh.vertices.shape)
+    if x.shape != shape or t.shape != shape[:1]:
+        raise ValueError(
+            f"positions must be (frames, {shape[1]}, {shape[2]}) and times (frames,); got shapes "
+            f"{tuple(x.shape)} and {tuple(t.shape)}. Write the replicas of a batch one by one."
+        )
+    fields = {name: as_tensor(name, value).detach() for name, value in (point_data or {}).items()}
+    for name, value in fields.items():
+        if value.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
+                f"components); got shape {tuple(value.shape)}."
+            )
+    write_frames(Path(path), mesh.vertices, mesh.cells(), t.tolist(), x, fields)
+
+
+class _Corners:
+    """The numbers of the vertices at a corner of each cell of a grid."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        shape = [n + 1 for n in counts]
+        self.numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+    def __call__(self, *step: int) -> Tensor:
+        part = tuple(slice(s, s + n) for s, n in zip(step, self.counts, strict=True))
+        return self.numbers[part].flatten()
+
+
+def _grid(name: str, lengths: Array, cells: Array, dim: int) -> tuple[Tensor, _Corners]:
+    """Make the vertices of a grid, and the numbers of the corners of its cells."""
+    sizes, counts = list(lengths), list(cells)
+    if len(sizes) != dim or len(counts) != dim:
+        raise ValueError(
+            f"a {name} has {dim} lengths and {dim} numbers of cells; got {len(sizes)} and "
+            f"{len(counts)}."
+        )
+    wholes = [as_whole("cells", n) for n in counts]
+    edges = [as_number("lengths", x) for x in sizes]
+    if min(wholes) < 1 or not min(edges) > 0:
+        raise ValueError(f"lengths and cells must be positive; got {edges} and {wholes}.")
+    axes = [
+        torch.arange(n + 1, dtype=torch.float64) * x / n for n, x in zip(wholes, edges, strict=True)
+    ]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, dim), _Corners(wholes)
+
+
+def _sides(vertices: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
+    """Return the vectors from the first vertex of each element to the others."""
+    first, *rest = vertices[elements].unbind(1)
+    return tuple(x - first for x in rest)

@@ -1,0 +1,1 @@
+"""Electrostatics of point charges."""

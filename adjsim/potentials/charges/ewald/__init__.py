@@ -1,0 +1,6 @@
+"""Ewald's sum for periodic point charges, direct and with a mesh."""
+
+from adjsim.potentials.charges.ewald.direct import Ewald
+from adjsim.potentials.charges.ewald.particle_mesh import ParticleMeshEwald
+
+__all__ = ["Ewald", "ParticleMeshEwald"]

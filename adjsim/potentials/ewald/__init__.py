@@ -1,6 +1,0 @@
-"""Ewald's sum for periodic point charges, direct and with a mesh."""
-
-from adjsim.potentials.ewald.direct import Ewald
-from adjsim.potentials.ewald.particle_mesh import ParticleMeshEwald
-
-__all__ = ["Ewald", "ParticleMeshEwald"]

@@ -1,0 +1,248 @@
+"""Message-passing models, which are given their edges by the library's neighbour list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_indices, as_number, outside_inference_mode, refuse_uncalled
+from adjsim.core.box import Periodic
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Energies, Positions
+from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.learnt.edges import Edges, find_edges
+from adjsim.potentials.products import Pullback, derivative, energy_vjp
+
+
+class _GraphModel(Periodic):
+    """A model of a graph, and the settings of its edges."""
+
+    box: Tensor | None
+    species: Tensor | None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cutoff: float,
+        *,
+        species: Array | None = None,
+        box: Array | None = None,
+        skin: float | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_uncalled("model", model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a "
+                "module."
+            )
+        self.model, self.cutoff = model, as_number("cutoff", cutoff)
+        self.skin = None if skin is None else as_number("skin", skin)
+        self._check_numbers()
+        with outside_inference_mode():
+            self.register_box(box)
+            kinds = None if species is None else as_indices("species", species)
+            self.register_buffer("species", kinds)
+        if kinds is not None and kinds.ndim != 1:
+            raise ValueError(f"species must be (atoms,) integers; got shape {tuple(kinds.shape)}.")
+
+    def validate(self) -> None:
+        """Refuse a box, a cutoff or a skin that the constructor would refuse."""
+        self._check_numbers()
+        super().validate()
+
+    def _check_numbers(self) -> None:
+        if self.cutoff is None or not 0 < self.cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {self.cutoff}.")
+        if self.skin is not None and not 0 <= self.skin < math.inf:
+            raise ValueError(f"skin must be zero or positive, and finite; got {self.skin}.")
+
+    @property
+    def image_cutoff(self) -> None:
+        """None: two atoms may have edges with several images."""
+
+    def edges(self, position: Positions) -> Edges:
+        """Find the edges of positions, those that the model is given."""
+        dim = position.shape[-1]
+        if self.box is not None and len(self.box) != dim:
+            raise ValueError(f"box has {len(self.box)} dimensions and position {dim}.")
+        assert self.cutoff is not None
+        return find_edges(position, self.cutoff, self.image_box, self.skin)
+
+    def call(self, position: Tensor, edges: Tensor, shifts: Tensor, species: Any) -> Any:
+        """Call the model."""
+        return self.model(position, edges, shifts, species)
+
+    def evaluate(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
+        """Evaluate the model, and refuse a result that is no tensor of the position's dtype."""
+        *batch, atoms, dim = position.shape
+        species = self.species
+        if species is not None:
+            if len(species) != atoms:
+                raise ValueError(f"species is for {len(species)} atoms and position has {atoms}.")
+            if batch:
+                species = species.repeat(math.prod(batch))
+        name = type(self.model).__name__
+        try:
+            value: Any = self.call(position.reshape(-1, dim), edges.pairs, shifts, species)
+        except IndexError as error:
+            if species is None:
+                raise
+            raise ValueError(
+                f"{name} looks up an index that it does not have. Species are "
+                f"{int(species.min())} to {int(species.max())}; the model may know fewer."
+            ) from error
+        except RuntimeError as error:
+            known = {x.dtype for x in self.model.parameters() if x.is_floating_point()}
+            if not known or known == {position.dtype}:
+                raise
+            raise ValueError(
+                f"{name} has parameters of {_names(known)} and position is "
+                f"{_names({position.dtype})}. Wrap the potential in "
+                "InPrecision(potential, dtype), or convert the model with model.to(dtype)."
+            ) from error
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} returns {type(value).__name__} in place of a tensor. Wrap it in a module "
+                "that takes the energies of the atoms out of it."
+            )
+        if value.dtype != position.dtype:
+            raise ValueError(
+                f"{name} returns {_names({value.dtype})} for a position of "
+                f"{_names({position.dtype})}. Wrap the potential in InPrecision(potential, dtype), "
+                "or convert the model with model.to(dtype)."
+            )
+        return value
+
+
+class GraphPotential(_GraphModel, Potential):
+    """An energy from a message-passing model, with edges from the library's neighbour list.
+
+    The model is called as ``model(position, edges, shifts, species)`` and returns the energies of
+    the atoms. All systems of a batch are one graph, whose atoms are numbered one system after
+    another; no edge joins two systems. With N atoms in all systems and E edges::
+
+        position   (N, dim)
+        edges      (2, E) int64, sender and receiver, every pair in both directions, sorted by the
+                   receiver, then the sender, then the image
+        shifts     (E, dim), zero without a box:
+                   vector = position[receiver] - position[sender] + shifts
+        species    (N,) int64, or None
+
+    MACE, NequIP and SchNet take edges in this form, under names of their own, and sum energies of
+    atoms. The edges are exactly the pairs closer than the cutoff. The model must make its messages
+    vanish smoothly there, with their first two derivatives; otherwise the force or its derivative
+    jumps as a pair crosses the cutoff, and energy drifts.
+
+    In a box every periodic image within the cutoff has an edge. The cutoff may be larger than half
+    the box: two atoms then have several edges, and an atom has edges with its own images.
+
+    The neighbour list is a cache. Edges are a function of the position to the last bit, so exact
+    runs are retraced if the model itself is reproducible: on a GPU sums by atomic operations are
+    not, see ``torch.use_deterministic_algorithms``. Positions should be near the box in float32,
+    where differences of large coordinates are rounded.
+
+    Forces and products come from automatic differentiation. An evaluation of the force costs one
+    pass forward and one back; the product of an adjoint costs two to three times as much. Compiled
+    loops cannot hold a neighbour list that torch operations use: leave ``compile=True`` out.
+
+    Args:
+        model: the model. It returns ``(N,)`` or ``(N, 1)`` energies of atoms. For one system it may
+            also return the energy of the system, ``()`` or ``(1,)``.
+        cutoff: edges are shorter than this distance.
+        species: ``(atoms,)`` integers, such as types or atomic numbers; passed on.
+        box: ``(dim,)`` edge lengths or ``(dim, dim)`` rows of a periodic cell.
+        skin: how far beyond the cutoff the list reaches. None: chosen by the library. Results do
+            not depend on it, to the last bit.
+
+    Raises:
+        TypeError: a model that is not an ``nn.Module``, or does not return a tensor.
+        ValueError: a cutoff that is not positive, species for another number of atoms or that the
+            model does not know, a model that returns another shape, or another dtype than that of
+            the position.
+    """
+
+    def forward(self, position: Positions) -> Energies:
+        edges = self.edges(position)
+        return self._energy(position, edges, edges.shifts)
+
+    def virial(self, position: Positions) -> Tensor:
+        """Compute minus the derivative of the energy with respect to strain.
+
+        The result is ``(*batch, dim, dim)``. Positions and shifts are deformed.
+        """
+        edges, (*batch, atoms, dim) = self.edges(position), position.shape
+        owner = edges.pairs[1] // max(atoms, 1)
+
+        def strained(strain: Tensor) -> Tensor:
+            moved = edges.shifts
+            if self.box is not None:
+                by = strain.reshape(-1, dim, dim)[owner]
+                moved = moved + (moved.unsqueeze(-2) @ by).squeeze(-2)
+            return self._energy(position + position @ strain, edges, moved)
+
+        return -derivative(strained, position.new_zeros(*batch, dim, dim))
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        return energy_vjp(self, position, parameters, grid)
+
+    def _energy(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
+        """Sum the energies of atoms in each system."""
+        *batch, atoms, _ = position.shape
+        value, count = self.evaluate(position, edges, shifts), math.prod((*batch, atoms))
+        if value.shape in ((count,), (count, 1)):
+            energy = value.reshape(*batch, atoms).sum(-1)
+        elif value.numel() == 1 and math.prod(batch) == 1:
+            energy = value.reshape(tuple(batch))
+        else:
+            total = " It returns one energy for a whole batch." if value.numel() == 1 else ""
+            raise ValueError(
+                f"{type(self.model).__name__} returns shape {tuple(value.shape)} for {count} atoms "
+                f"in {math.prod(batch)} systems; it must be the energies of the atoms, ({count},) "
+                f"or ({count}, 1).{total}"
+            )
+        return _marked(energy, edges.finite)
+
+
+class GraphForce(_GraphModel, ForceField):
+    """A force from a message-passing model that has no energy.
+
+    The model is called as by :class:`GraphPotential` and returns the forces on the atoms, ``(N,
+    dim)``. Such a force is in general not conservative, so there is no invariant, and products
+    take the general vector-Jacobian product.
+
+    Args:
+        model: the model. Forces must not be derivatives that it takes itself: under
+            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
+            energy; give that to :class:`GraphPotential`.
+        cutoff, species, box, skin: as for :class:`GraphPotential`.
+
+    Raises:
+        TypeError, ValueError: as :class:`GraphPotential`.
+    """
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        edges = self.edges(position)
+        value = self.evaluate(position, edges, edges.shifts)
+        if value.numel() != position.numel() or value.shape[-1:] != position.shape[-1:]:
+            raise ValueError(
+                f"{type(self.model).__name__} returns shape {tuple(value.shape)}; the forces on "
+                f"the atoms are {(math.prod(position.shape[:-1]), position.shape[-1])}."
+            )
+        return _marked(value.reshape(position.shape), edges.finite)
+
+
+def _marked(value: Tensor, finite: Tensor) -> Tensor:
+    """Set the results of systems whose positions are not finite to NaN."""
+    lost = torch.where(finite, 0.0, torch.nan).to(value)
+    return value + lost.reshape(finite.shape + (1,) * (value.ndim - finite.ndim))
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(x).removeprefix("torch.") for x in dtypes))

@@ -1,0 +1,261 @@
+"""Learnt energies and forces: small networks that are smooth at their cutoff, and adapters.
+
+The networks are functions of the squared distance s. With x = s / cutoff^2 and centres c_k spread
+over [0, 1], a distance is described by ``(1 - x)^3 exp(-(n (x - c_k))^2)``, n of them, which
+vanishes at the cutoff with its first two derivatives. No square root is taken, so every derivative
+is finite where two atoms coincide.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import as_number, as_whole, refuse_uncalled
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Energies, Positions
+from adjsim.potentials.base import ForceField, Potential
+from adjsim.potentials.pairs.base import PairPotential
+from adjsim.potentials.products import Pullback, energy_vjp
+
+
+class RadialBasis(nn.Module):
+    """Describe squared distances by smooth functions that vanish at the cutoff.
+
+    The result is ``(..., number)`` for squared distances ``(...)``.
+
+    Args:
+        number: of functions.
+        cutoff: the distance at which they vanish, with their first two derivatives.
+    """
+
+    centres: Tensor
+
+    def __init__(self, number: int, cutoff: float) -> None:
+        super().__init__()
+        self.number, self.cutoff = as_whole("number", number), as_number("cutoff", cutoff)
+        if self.number < 1:
+            raise ValueError(f"number must be at least 1; got {number}.")
+        centres = torch.linspace(0, 1, self.number, dtype=torch.float64)
+        self.register_buffer("centres", centres)
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse another number than that of the centres, and a cutoff that is not positive."""
+        if self.number != len(self.centres):
+            raise ValueError(
+                f"number is {self.number}, and there are {len(self.centres)} centres: make the "
+                "basis again."
+            )
+        if not self.cutoff > 0:
+            raise ValueError(f"cutoff must be positive; got {self.cutoff}.")
+
+    def forward(self, s: Tensor) -> Tensor:
+        x = s.unsqueeze(-1) / self.cutoff**2
+        scaled = self.number * (x - self.centres.to(s))
+        return (1 - x).clamp(min=0) ** 3 * torch.exp(-scaled * scaled)
+
+
+class PairNetwork(PairPotential):
+    """A learnt pair energy, ``u(s) = w^T tanh(B b(s))``, with b the radial basis.
+
+    There are no biases, so the energy vanishes at the cutoff, with its first two derivatives. It is
+    a :class:`PairPotential`: sums, exclusions, virials and neighbour lists are those of pair
+    potentials, by torch operations. All atoms are alike; for species, or for energies that are no
+    sums over pairs, use :class:`MessagePassing`.
+
+    Args:
+        hidden: width of the hidden layer.
+        cutoff: the distance at which the energy ends.
+        box, skin: as for :class:`PairPotential`.
+        basis: number of radial functions.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        cutoff: float,
+        box: Array | None = None,
+        *,
+        basis: int = 8,
+        skin: float | None = None,
+    ) -> None:
+        super().__init__(cutoff=cutoff, box=box, skin=skin)
+        self.network = nn.Sequential(
+            RadialBasis(basis, cutoff),
+            nn.Linear(basis, hidden, bias=False, dtype=torch.float64),
+            nn.Tanh(),
+            nn.Linear(hidden, 1, bias=False, dtype=torch.float64),
+        )
+
+    def validate(self) -> None:
+        """Refuse a cutoff that is not that of the basis."""
+        super().validate()
+        basis = self.network[0]
+        if isinstance(basis, RadialBasis) and basis.cutoff != self.cutoff:
+            raise ValueError(
+                f"the basis of the network ends at {basis.cutoff:g} and the cutoff is "
+                f"{self.cutoff}: set network[0].cutoff too."
+            )
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        return self.network(s).squeeze(-1)
+
+
+class MessagePassing(nn.Module):
+    """A small message-passing model, for :class:`~adjsim.GraphPotential`.
+
+    With features h_i (one row for each species at first), radial basis b and squared lengths s_ij,
+    each layer sums messages and updates the features, and the last features give the energies::
+
+        m_i = sum over j of (F b(s_ij)) * (A h_j)
+        h_i <- h_i + C silu(B m_i)
+        e_i = w . silu(D h_i)
+
+    This is SchNet's continuous-filter convolution (Schuett et al., J. Chem. Phys. 148, 241722
+    (2018)) with a linear filter. Energies are invariant under translation, rotation and
+    permutation, and smooth at the cutoff. Angles enter from two layers on. It is an example to
+    learn from, and a model for tests; for accuracy use an equivariant one, such as MACE.
+
+    Args:
+        cutoff: the distance at which messages vanish: that of the graph.
+        species: number of species.
+        hidden: number of features.
+        layers: number of layers.
+        basis: number of radial functions.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        cutoff: float,
+        *,
+        species: int = 1,
+        hidden: int = 16,
+        layers: int = 2,
+        basis: int = 8,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        self.basis = RadialBasis(basis, cutoff)
+        self.embedding = nn.Embedding(as_whole("species", species), hidden, dtype=dtype)
+        self.layers = nn.ModuleList(
+            _Interaction(hidden, basis, dtype) for _ in range(as_whole("layers", layers))
+        )
+        self.readout = nn.Sequential(
+            nn.Linear(hidden, hidden, dtype=dtype), nn.SiLU(), nn.Linear(hidden, 1, dtype=dtype)
+        )
+
+    def forward(
+        self, position: Tensor, edges: Tensor, shifts: Tensor, species: Tensor | None
+    ) -> Tensor:
+        if species is None:
+            species = edges.new_zeros(len(position))
+        sender, receiver = edges
+        d = position.index_select(0, receiver) - position.index_select(0, sender) + shifts
+        radial = self.basis((d * d).sum(-1))
+        features = self.embedding(species)
+        for layer in self.layers:
+            features = layer(features, sender, receiver, radial)
+        return self.readout(features).squeeze(-1)
+
+
+class _Interaction(nn.Module):
+    def __init__(self, hidden: int, basis: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.filter = nn.Linear(basis, hidden, bias=False, dtype=dtype)
+        self.mix = nn.Linear(hidden, hidden, bias=False, dtype=dtype)
+        self.update = nn.Sequential(
+            nn.Linear(hidden, hidden, dtype=dtype),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden, dtype=dtype),
+        )
+
+    def forward(self, features: Tensor, sender: Tensor, receiver: Tensor, radial: Tensor) -> Tensor:
+        messages = self.filter(radial) * self.mix(features).index_select(0, sender)
+        return features + self.update(torch.zeros_like(features).index_add(0, receiver, messages))
+
+
+class ForceModel(ForceField):
+    """A force from any module, which need not come from an energy.
+
+    Every adjoint takes it, by the general vector-Jacobian product. A force that is not conservative
+    heats or cools the system, and samples no known density.
+
+    Args:
+        model: maps position ``(*batch, atoms, dim)`` to a force of the same shape, as
+            ``model(position)``, or ``model(t, position)`` if its ``forward`` has two required
+            arguments. Forces must not be derivatives that it takes itself: under
+            ``torch.no_grad``, in which forward runs are made, it could not. Such a model has an
+            energy; give that to the dynamics.
+        dtype: the precision of the model, to which positions are rounded; see
+            :class:`InPrecision`. None: that of the run.
+
+    Raises:
+        TypeError: not a module, or a ``forward`` of other arguments.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        refuse_uncalled("model", model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be an nn.Module; got {type(model).__name__}. Wrap a function in a "
+                "module."
+            )
+        found = inspect.signature(model.forward).parameters.values()
+        positional = [x for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+        required = sum(x.default is x.empty for x in positional)
+        if required not in (1, 2) and not any(x.kind is x.VAR_POSITIONAL for x in found):
+            raise TypeError(
+                f"{type(model).__name__}.forward takes {required} required arguments; a force "
+                "model takes (position) or (t, position)."
+            )
+        self.model, self.timed, self.dtype = model, required == 2, dtype
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        q = position if self.dtype is None else position.to(self.dtype)
+        value: Tensor = self.model(t, q) if self.timed else self.model(q)
+        return value if self.dtype is None else value.to(position.dtype)
+
+
+class InPrecision(Potential):
+    """An energy that is evaluated in another precision than that of the run.
+
+    A float32 network in float64 dynamics: positions are rounded to ``dtype``, and energies and
+    forces are converted back. The state, its sums and exact reversal stay in the precision of the
+    run, and gradients of the weights in that of the weights. Forces have errors of ``dtype``, so
+    energy is conserved to these only. Gradients of many steps are sums in float32; compare with
+    ``potential.double()`` once.
+
+    Args:
+        potential: maps position to energy, and has parameters of ``dtype``.
+        dtype: the precision of the evaluation.
+    """
+
+    def __init__(self, potential: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
+            raise TypeError(
+                f"potential must be a module with an energy; got {type(potential).__name__}."
+            )
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
+        self.potential, self.dtype = potential, dtype
+
+    def forward(self, position: Positions) -> Energies:
+        return self.potential(position.to(self.dtype)).to(position.dtype)
+
+    def virial(self, position: Positions) -> Tensor:
+        if not isinstance(self.potential, Potential):
+            return super().virial(position)
+        return self.potential.virial(position.to(self.dtype)).to(position.dtype)
+
+    def force_vjp(
+        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+    ) -> tuple[Tensor, Pullback]:
+        return energy_vjp(self, position, parameters, grid)

@@ -1,0 +1,1 @@
+"""Pair potentials, and the evaluation of their sums."""

@@ -1,0 +1,145 @@
+"""Sums over all pairs by torch operations.
+
+With ``s_ij = |q_i - q_j|^2`` and ``U = sum over i<j of u(s_ij)``, every derivative that the adjoint
+needs follows from u' and u'' elementwise, with d_ij = q_i - q_j and, for a vector v of the shape of
+q, w_ij = v_i - v_j::
+
+    F_i           = sum_j -2 u'(s_ij) d_ij
+    (dF/dq v)_i   = sum_j -4 u''(s_ij) (d_ij . w_ij) d_ij - 2 u'(s_ij) w_ij    (symmetric)
+    v . dF/dtheta = sum_ij -(d_ij . w_ij) du'(s_ij)/dtheta
+
+so that no automatic differentiation passes through the geometry. Excluded pairs (an atom with
+itself, pairs beyond the cutoff, exclusions) get a safe distance before any division, so that values
+and gradients stay finite. Their contribution is zero: the difference of an atom with itself is
+zero, and the others are masked. Internally coordinates come first, ``(dim, atoms, atoms)``, so that
+the last axis is long and vectorises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adjsim.core.box import differences, nearest_image
+from adjsim.core.layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.kernels.exclusions import interacting
+from adjsim.potentials.products import DeferredVJP, Pullback
+
+
+def energy(pair: PairFormula, position: Positions) -> Energies:
+    """Compute the energy."""
+    _, s, included = geometry(pair, position)
+    return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
+
+
+def force(pair: PairFormula, position: Positions, grid: Grid | None) -> Positions:
+    """Compute the force, differentiable."""
+    d, s, included = geometry(pair, position)
+    return _sum_pairs(-2 * _masked(pair, pair.truncated_slope(s), included), d, grid)
+
+
+def force_vjp(pair: PairFormula, position: Positions, grid: Grid | None) -> tuple[Tensor, Pullback]:
+    """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
+    with torch.no_grad():
+        d, s, included = geometry(pair, position)
+        slope = _masked(pair, pair.truncated_slope(s), included)
+        weight = -2 * slope
+        value = _sum_pairs(weight, d, grid)
+        weight = weight.unsqueeze(-3)
+
+    def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
+        with torch.no_grad():
+            w = split_coordinates(differences(v))
+            dw = sum_coordinates([x * y for x, y in zip(d, w, strict=True)])
+            dw = _masked(pair, dw, included)
+            curvature = (-4 * pair.truncated_curvature(s) * dw).unsqueeze(-3)
+            rows = [(curvature * x + weight * y).sum(-1) for x, y in zip(d, w, strict=True)]
+            return _join_coordinates(rows), DeferredVJP(pair, pair.truncated_slope, -dw, s)
+
+    return value, pullback
+
+
+def virial(pair: PairFormula, position: Positions) -> Tensor:
+    """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``."""
+    d, s, included = geometry(pair, position)
+    weight = -_masked(pair, pair.truncated_slope(s), included)
+    vectors = torch.cat(d, -3)
+    return torch.einsum("...ij,...aij,...bij->...ab", weight, vectors, vectors)
+
+
+def geometry(pair: PairFormula, position: Positions) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Compute differences by coordinate, squared distances, and the mask of included pairs.
+
+    Squared distances and mask are ``(*batch, atoms, atoms)``.
+    """
+    parts = split_coordinates(differences(position))
+    if pair.image_box is not None:
+        parts = nearest_image(parts, pair.image_box.to(position), exact=pair.cutoff is None)
+    s = sum_coordinates([x * x for x in parts])
+    excluded = pair.exclusions
+    included = distinct(position) if excluded is None else interacting(excluded, position)
+    if pair.cutoff is not None:
+        # A comparison of numbers is faster than two masks, which compiled loops would widen.
+        s = torch.where(included, s, torch.finfo(s.dtype).max)
+        included = s < pair.cutoff**2
+    return parts, torch.where(included, s, pair.safe_distance(s)), included
+
+
+def distinct(position: Tensor) -> Tensor:
+    """Return which pairs are of two different atoms, ``(atoms, atoms)``.
+
+    Atoms are compared by index, since two atoms may be at one position.
+    """
+    # Indices are compared in the dtype of positions and read from memory, so that a compiled loop
+    # over pairs does not convert them.
+    index = torch.arange(position.shape[-2], dtype=position.dtype, device=position.device)
+    index = materialise_contiguous(index) if is_tracing() else index
+    return index.unsqueeze(-1) != index
+
+
+def split_coordinates(d: Tensor) -> list[Tensor]:
+    """Split ``(*batch, dim, atoms, atoms)`` by coordinate if the step is traced.
+
+    The compiler then makes one loop over pairs for all coordinates, and computes common terms once.
+    """
+    return list(d.split(1, -3)) if is_tracing() else [d]
+
+
+def sum_coordinates(parts: Sequence[Tensor]) -> Tensor:
+    """Sum over coordinates, to ``(*batch, atoms, atoms)``."""
+    if len(parts) == 1:
+        return parts[0].sum(-3)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.squeeze(-3)
+
+
+def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
+    """Set excluded pairs and pairs beyond the cutoff to zero.
+
+    The pair of an atom with itself needs no mask, since its difference is zero.
+    """
+    everything = pair.cutoff is None and pair.exclusions is None
+    return x if everything else torch.where(included, x, 0.0)
+
+
+def _sum_pairs(weight: Tensor, d: Sequence[Tensor], grid: Grid | None) -> Tensor:
+    parts = [weight.unsqueeze(-3) * x for x in d]
+    if grid is not None:
+        parts = [grid.round(part) for part in parts]
+    return _join_coordinates([part.sum(-1) for part in parts])
+
+
+def _join_coordinates(rows: Sequence[Tensor]) -> Tensor:
+    """Join separate coordinates ``(*batch, dim, atoms)`` to ``(*batch, atoms, dim)``."""
+    if len(rows) == 1:
+        return rows[0].transpose(-1, -2)
+    axes, batch = rows[0].ndim, rows[0].shape[:-2]
+    dim = memory_order(axes, len(batch), batch.numel()).index(axes - 1)
+    return unpacked(torch.cat([packed(row.transpose(-1, -2), batch) for row in rows], dim), batch)

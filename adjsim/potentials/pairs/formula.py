@@ -1,0 +1,201 @@
+"""The formula of a pair potential, and the parameters that it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import as_number, describe_type, outside_inference_mode
+from adjsim.core.box import Periodic
+from adjsim.core.derived import own_tensors, replaced
+from adjsim.core.parameters import register
+from adjsim.core.typing import Array, Number
+from adjsim.potentials.pairs.kernels.exclusions import checked_exclusions
+from adjsim.potentials.pairs.truncation import Shifted, Truncation
+from adjsim.potentials.products import derivative
+
+SHIFTED = Shifted()
+
+F = TypeVar("F", bound="PairFormula")
+
+
+class PairFormula(Periodic):
+    """The energy u(s) of a pair at the squared distance s, its cutoff and its parameters.
+
+    It sums nothing: :class:`~adjsim.potentials.PairPotential`, which documents the arguments,
+    chooses how the pairs of a position are found and summed.
+    """
+
+    box: Tensor | None
+    species: Tensor | None
+    exclusions: Tensor | None
+    _operands: Mapping[str, Tensor] | None = None
+    _tables: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        *,
+        cutoff: float | None = None,
+        box: Array | None = None,
+        truncation: Truncation = SHIFTED,
+        skin: float | None = None,
+        exclusions: Array | None = None,
+    ) -> None:
+        super().__init__()
+        self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
+        self.truncation = truncation
+        if not isinstance(truncation, Truncation):
+            raise TypeError(
+                "truncation must be Shifted(), ForceShifted() or Switched(start) of "
+                f"adjsim.potentials; got {describe_type(truncation)}."
+            )
+        self.skin = None if skin is None else as_number("skin", skin)
+        self._check_cutoff()
+        with outside_inference_mode():
+            self.register_box(box)
+            self.register_buffer("species", None)
+            pairs = None if exclusions is None else checked_exclusions(exclusions)
+            self.register_buffer("exclusions", pairs)
+
+    def validate(self) -> None:
+        """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""
+        self._check_cutoff()
+        for name in self._tables:
+            _check_table(name, getattr(self, name))
+        super().validate()
+
+    def _check_cutoff(self) -> None:
+        cutoff, skin = self.cutoff, self.skin
+        if cutoff is not None and not 0 < cutoff < math.inf:
+            raise ValueError(f"cutoff must be positive and finite; got {cutoff}.")
+        if cutoff is None and self.truncation != SHIFTED:
+            raise ValueError(f"truncation={self.truncation!r} needs a cutoff.")
+        if cutoff is not None:
+            self.truncation.check(cutoff)
+        if skin is not None and (cutoff is None or not 0 <= skin < math.inf):
+            raise ValueError(
+                f"skin must be zero or positive, and finite, and needs a cutoff; got {skin}."
+            )
+
+    def pair_energy(self, s: Tensor) -> Tensor:
+        """Compute u(s), elementwise."""
+        raise TypeError(f"{type(self).__name__} has no pair_energy(s).")
+
+    def pair_slope(self, s: Tensor) -> Tensor:
+        """Compute du/ds, elementwise."""
+        return derivative(self.pair_energy, s)
+
+    def pair_curvature(self, s: Tensor) -> Tensor:
+        """Compute d2u/ds2, elementwise."""
+        return derivative(self.pair_slope, s)
+
+    def truncated_energy(self, s: Tensor) -> Tensor:
+        """Compute the energy of a pair within the cutoff, elementwise."""
+        return self.pair_energy(s) if self.cutoff is None else self.truncation.energy(self, s)
+
+    def truncated_slope(self, s: Tensor) -> Tensor:
+        """Compute the derivative of :meth:`truncated_energy`."""
+        return self.pair_slope(s) if self.cutoff is None else self.truncation.slope(self, s)
+
+    def truncated_curvature(self, s: Tensor) -> Tensor:
+        """Compute the derivative of :meth:`truncated_slope`."""
+        return self.pair_curvature(s) if self.cutoff is None else self.truncation.curvature(self, s)
+
+    def safe_distance(self, s: Tensor) -> Tensor:
+        """Return a squared distance for excluded pairs, where u, u' and u'' are finite."""
+        return torch.ones((), dtype=s.dtype, device=s.device)
+
+    def register_pair_parameter(
+        self, name: str, value: Number, *, positive: bool = False, depth: bool = False
+    ) -> None:
+        """Store a parameter of pairs: a number, or ``(atoms, atoms)`` and symmetric."""
+        register(self, name, value, positive=positive, depth=depth)
+        check_symmetric(name, getattr(self, name))
+        self._tables = (*self._tables, name)
+
+    def pair_table(self, name: str) -> Tensor:
+        """Return a parameter of pairs: a number, or a table with a row and a column a species.
+
+        Without ``species`` every atom is a species of its own. A number for each atom is returned
+        as it is.
+        """
+        value: Tensor = getattr(self, name)
+        if value.ndim == 2 and value.shape[0] == value.shape[1] > 1:
+            # An optimiser may make a matrix asymmetric. A pair has one number, and one gradient.
+            value = (value + value.T) / 2
+        return value
+
+    def pair_parameter(self, name: str, s: Tensor) -> Tensor:
+        """Return a parameter of every pair, to broadcast against the squared distances.
+
+        The squared distance may also be a scalar, the same for all pairs.
+        """
+        if self._operands is not None:
+            return self._operands[name].to(s)
+        value = self.pair_table(name)
+        if value.ndim == 2 and self.species is not None:
+            if s.ndim and len(self.species) != s.shape[-1]:
+                raise ValueError(
+                    f"species is for {len(self.species)} atoms and position has {s.shape[-1]}."
+                )
+            value = value[self.species.unsqueeze(-1), self.species]
+        if value.ndim and s.ndim and value.shape[-1] not in (1, s.shape[-1]):
+            raise ValueError(
+                f"{name} is for {value.shape[-1]} atoms and position has {s.shape[-1]}."
+            )
+        return value.to(s)
+
+    def atom_parameter(self, name: str, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a parameter of either atom of every pair, such as their charges.
+
+        The parameter is ``(atoms,)``; the results broadcast against the squared distances.
+        """
+        if self._operands is not None:
+            return self._operands[name].to(s), self._operands[f"{name} of the other"].to(s)
+        value: Tensor = getattr(self, name).to(s)
+        if s.ndim and len(value) != s.shape[-1]:
+            raise ValueError(f"{name} is for {len(value)} atoms and position has {s.shape[-1]}.")
+        return value.unsqueeze(-1), value
+
+    def with_operands(self: F, values: Mapping[str, Tensor]) -> F:
+        """Return a copy whose formulas read these values in place of its parameters.
+
+        A formula may read a parameter that is one number by its attribute. Tables and numbers of
+        atoms are read by :meth:`pair_parameter` and :meth:`atom_parameter` alone.
+        """
+        numbers = {
+            name: values[name]
+            for name, x in own_tensors(self).items()
+            if x.numel() == 1 and name in values
+        }
+        twin = replaced(self, numbers)
+        twin._operands = values
+        return twin
+
+
+def _check_table(name: str, value: Tensor) -> None:
+    if value.ndim > 2 or (value.numel() > 1 and (value.ndim < 2 or len({*value.shape}) > 1)):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must be a number or (atoms, atoms). For a "
+            "Lennard-Jones number per atom use LennardJonesMixture(species=range(atoms), ...)."
+        )
+
+
+def check_symmetric(name: str, value: Tensor) -> None:
+    """Refuse a parameter that is not one number for each pair."""
+    value = value.detach()
+    _check_table(name, value)
+    if value.numel() == 1:
+        return
+    difference, scale = float((value - value.T).abs().max()), float(value.abs().max())
+    if difference > 8 * torch.finfo(value.dtype).eps * scale:
+        i, j = divmod(int((value - value.T).abs().argmax()), len(value))
+        raise ValueError(
+            f"{name} must be symmetric, since a pair has one number; entries ({i}, {j}) and ({j}, "
+            f"{i}) are {float(value[i, j]):g} and {float(value[j, i]):g}. ({name} + {name}.T) / 2 "
+            "is symmetric."
+        )

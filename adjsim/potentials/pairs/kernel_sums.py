@@ -1,0 +1,220 @@
+"""Energies and forces by the pair operator, with their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.parameters import refuse_unknown
+from adjsim.core.rounding import Grid
+from adjsim.core.state import in_transform
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.pairs import dense
+from adjsim.potentials.pairs.kernels.kernel import ENERGY, FORCE, NUMBER, PRODUCT, SLOPES
+from adjsim.potentials.pairs.operator import PairOperator
+from adjsim.potentials.products import DeferredVJP, Pullback
+
+
+def energy(operator: PairOperator, position: Positions) -> Energies:
+    """Compute the energy, differentiable."""
+    differentiable = torch.is_grad_enabled() and operator.differentiable(position)
+    modes = (ENERGY, SLOPES) if differentiable else (ENERGY,)
+    if operator.printed or not operator.has(*modes):
+        return dense.energy(operator.by_torch(operator.operands), position)
+    if differentiable:
+        return PairEnergy.apply(operator, position, *operator.settings, *operator.operands)
+    return operator.evaluate(ENERGY, position)[0]
+
+
+def force(operator: PairOperator, position: Positions, grid: Grid | None) -> Positions:
+    """Compute the force, differentiable."""
+    differentiable = torch.is_grad_enabled() and operator.differentiable(position)
+    modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
+    if operator.printed or not operator.has(*modes, grid=grid is not None):
+        return dense.force(operator.by_torch(operator.operands), position, grid)
+    if differentiable:
+        return PairForce.apply(operator, grid, position, *operator.settings, *operator.operands)
+    return operator.evaluate(FORCE, position, grid=grid)[0]
+
+
+def force_vjp(
+    operator: PairOperator,
+    position: Positions,
+    parameters: Sequence[Tensor],
+    grid: Grid | None,
+) -> tuple[Tensor, Pullback]:
+    """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
+    if operator.printed or not operator.has(FORCE, PRODUCT, grid=grid is not None):
+        value, product = dense.force_vjp(operator.by_torch(operator.operands), position, grid)
+
+        def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+            along, found = product(v)
+            assert isinstance(found, DeferredVJP)
+            return along, _propagate(operator, _gradients_by_rows(operator, found), parameters)
+
+        return value, pullback_by_rows
+    value = operator.evaluate(FORCE, position, grid=grid)[0]
+
+    def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        _, along, *found = operator.evaluate(PRODUCT, position, vector=v, grid=grid)
+        return along, _propagate(operator, found, parameters)
+
+    return value, pullback
+
+
+def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Tensor]:
+    """Compute the cotangents of operands, with numbers expanded over the rows of pairs.
+
+    The compiler then fuses the sum over each row with the loop over pairs of the compiled step,
+    while a sum over all pairs would need another loop.
+    """
+    rows = (*deferred.x.shape[:-1], 1)
+    leaves = [
+        (x.detach().expand(rows) if kind == NUMBER else x.detach()).requires_grad_()
+        for x, kind in zip(operator.operands, operator.form.layout.kinds, strict=True)
+    ]
+    with torch.enable_grad():
+        slope = operator.by_torch(leaves).truncated_slope(deferred.x)
+        total = (deferred.weight * slope).sum()
+    wanted = [leaves[k] for k in operator.wanted]
+    if not wanted:
+        return []
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    found: list[Tensor] = []
+    for k, grad in zip(operator.wanted, grads, strict=True):
+        like = operator.operands[k]
+        if grad is None:
+            found.append(torch.zeros_like(like))
+        else:
+            found.append(grad.sum().reshape(like.shape) if like.numel() == 1 else grad)
+    return found
+
+
+def _propagate(
+    operator: PairOperator, found: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Propagate the cotangents of operands to parameters."""
+    grads: list[Tensor | None] = [None] * len(parameters)
+
+    def add(k: int, grad: Tensor) -> None:
+        old = grads[k]
+        grads[k] = grad if old is None else old + grad
+
+    rest: list[tuple[Tensor, Tensor]] = []
+    for k, grad in zip(operator.wanted, found, strict=True):
+        operand = operator.operands[k]
+        same = [i for i, p in enumerate(parameters) if p is operand]
+        if same:
+            add(same[0], grad)
+        else:
+            what = f"the force of {type(operator.pair).__name__}"
+            refuse_unknown(operand, operator.pair, parameters, what)
+            rest.append((operand, grad))
+    if rest and parameters:
+        outputs, cotangents = zip(*rest, strict=True)
+        more = torch.autograd.grad(
+            outputs, parameters, cotangents, allow_unused=True, retain_graph=True
+        )
+        for k, grad in enumerate(more):
+            if grad is not None:
+                add(k, grad)
+    return grads
+
+
+class PairForce(torch.autograd.Function):
+    """The force, whose derivative is the product of the operator.
+
+    A derivative that is to be differentiated itself is computed by torch operations.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: PairOperator,
+        grid: Grid | None,
+        position: Tensor,
+        box: Tensor | None,
+        species: Tensor | None,
+        exclusions: Tensor | None,
+        *operands: Tensor,
+    ) -> Tensor:
+        ctx.operator = operator
+        # With box, species and exclusions, so that a change in place is an error.
+        ctx.save_for_backward(position, box, species, exclusions, *operands)
+        return operator.evaluate(FORCE, position, grid=grid)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (v,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
+        operator: PairOperator = ctx.operator
+        if torch.is_grad_enabled() or _is_batched(v):
+            along, *rest = _product(
+                lambda q, *values: dense.force(operator.by_torch(values), q, None),
+                (position, *operands),
+                v,
+            )
+            return None, None, along, None, None, None, *rest
+        _, along, *found = operator.evaluate(PRODUCT, position, vector=v)
+        grads: list[Tensor | None] = [None] * len(operands)
+        for k, grad in zip(operator.wanted, found, strict=True):
+            grads[k] = grad
+        return None, None, along, None, None, None, *grads
+
+
+class PairEnergy(torch.autograd.Function):
+    """The energy, whose derivative with respect to positions is minus the force."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: PairOperator,
+        position: Tensor,
+        box: Tensor | None,
+        species: Tensor | None,
+        exclusions: Tensor | None,
+        *operands: Tensor,
+    ) -> Tensor:
+        ctx.operator = operator
+        ctx.save_for_backward(position, box, species, exclusions, *operands)
+        return operator.evaluate(ENERGY, position)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,), (position, _, _, _, *operands) = cotangents, ctx.saved_tensors
+        operator: PairOperator = ctx.operator
+        if torch.is_grad_enabled() or _is_batched(weight):
+            along, *rest = _product(
+                lambda q, *values: dense.energy(operator.by_torch(values), q),
+                (position, *operands),
+                weight,
+            )
+            return None, along, None, None, None, *rest
+        along, grads = None, list[Tensor | None]([None] * len(operands))
+        if ctx.needs_input_grad[1]:
+            along = -operator.evaluate(FORCE, position)[0] * weight[..., None, None]
+        if operator.wanted:
+            found = operator.evaluate(SLOPES, position, weight=weight)
+            for k, grad in zip(operator.wanted, found, strict=True):
+                grads[k] = grad
+        return None, along, None, None, None, *grads
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Return whether a cotangent has a batch that torch hides, as in ``is_grads_batched``."""
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return in_transform() or functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
+
+
+def _product(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], cotangent: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute a vector-Jacobian product that can be differentiated.
+
+    Inputs may depend on each other (a position on the parameters of earlier steps), which
+    ``torch.autograd.grad`` would follow.
+    """
+    pullback = torch.func.vjp(function, *inputs)[1]
+    return pullback(cotangent)

@@ -1,0 +1,103 @@
+"""Pairs of atoms that do not interact, such as those that a bond holds together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from adjsim.compiler.invariants import ONCE
+from adjsim.core.arguments import as_tensor
+from adjsim.core.layout import is_tracing
+from adjsim.core.typing import Array
+
+
+def checked_exclusions(value: Array) -> Tensor | None:
+    """Convert a list of excluded pairs to ``(n, 2)`` int64: i < j, sorted, each once.
+
+    An empty list is None.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: another shape, fractions, negative numbers, or an atom paired with itself.
+    """
+    given = as_tensor("exclusions", value).detach()
+    if given.numel() == 0:
+        return None
+    if given.ndim != 2 or given.shape[1] != 2:
+        raise ValueError(
+            "exclusions must be (n, 2), the numbers of two atoms in each row; got shape "
+            f"{tuple(given.shape)}."
+        )
+    for wrong, rule in (
+        (~torch.isfinite(given) | (given != given.round()), "must be integers"),
+        (given < 0, "must be the numbers of atoms, from 0"),
+        ((given[:, :1] == given[:, 1:]), "must pair two different atoms"),
+    ):
+        rows = wrong.any(-1).nonzero()
+        if len(rows):
+            k = int(rows[0])
+            i, j = given[k].tolist()
+            raise ValueError(f"exclusions {rule}; row {k} is ({i:g}, {j:g}).")
+    return torch.unique(given.long().sort(-1).values, dim=0)
+
+
+def check_exclusions(exclusions: Tensor, atoms: int) -> None:
+    """Refuse exclusions of atoms that a position does not have.
+
+    Raises:
+        ValueError: names the pair and the number of atoms.
+    """
+    beyond = ((exclusions >= atoms) | (exclusions < 0)).any(-1).nonzero()
+    if len(beyond):
+        i, j = exclusions[int(beyond[0])].tolist()
+        raise ValueError(
+            f"exclusions have the pair ({i}, {j}), and position has {atoms} atoms, from 0 to "
+            f"{atoms - 1}."
+        )
+
+
+def interacting(exclusions: Tensor, position: Tensor) -> Tensor:
+    """Return which pairs of atoms interact: different atoms that are not excluded.
+
+    Args:
+        exclusions: pairs, ``(n, 2)``.
+        position: ``(*batch, atoms, dim)``.
+
+    Returns:
+        a symmetric matrix ``(atoms, atoms)`` of bools.
+
+    Raises:
+        ValueError: exclusions of atoms that position does not have.
+    """
+    atoms = position.shape[-2]
+    if not is_tracing():
+        return _matrix(exclusions, atoms, torch.bool)
+    # A compiled loop over pairs reads numbers of one type. It is faster with atoms side by side in
+    # vectors than with the neighbours of one atom, and is made so where memory is read in that
+    # order. The matrix is symmetric.
+    return torch.ops.adjsim.interacting(exclusions.detach(), atoms, position.dtype).mT > 0
+
+
+def _matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    if not torch.compiler.is_compiling():
+        check_exclusions(exclusions, atoms)
+    i, j = exclusions.unbind(-1)
+    own = torch.arange(atoms, device=exclusions.device)
+    found = torch.ones(atoms, atoms, dtype=dtype, device=exclusions.device)
+    rows, columns = torch.cat([i, j, own]), torch.cat([j, i, own])
+    return found.index_put((rows, columns), found.new_zeros(()))
+
+
+@torch.library.custom_op("adjsim::interacting", mutates_args=())
+def matrix(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    """Return 1 for the pairs that interact and 0 for others, see :func:`interacting`."""
+    return _matrix(exclusions, atoms, dtype)
+
+
+@matrix.register_fake
+def _(exclusions: Tensor, atoms: int, dtype: torch.dtype) -> Tensor:
+    return exclusions.new_empty((atoms, atoms), dtype=dtype)
+
+
+# Exclusions do not change in a loop.
+ONCE.add(matrix._opoverload)

@@ -1,0 +1,265 @@
+"""The formulas of a pair potential, traced and printed as C++ on vectors of pairs.
+
+A formula is elementwise in the squared distance and in the operands of a pair: numbers, entries of
+tables by species, and numbers of either atom. It is traced on tensors with one element a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from adjsim.compiler.operations import BITWISE, LOGICAL
+from adjsim.compiler.pointwise import pointwise
+from adjsim.compiler.values import UnprintableError, Value
+from adjsim.potentials.pairs.kernels.kernel import ATOM, NUMBER, TABLE
+
+# The number of the second atom of a pair, where that of the first is of the kind ATOM.
+OTHER = "OTHER"
+Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+# Operations that return their operand.
+_COPIES = {"detach", "alias", "clone", "contiguous", "lift_fresh", "lift_fresh_copy"}
+# Operations that create a tensor of one number; None where the number is an argument.
+_FILLED: dict[str, float | None] = {
+    "zeros_like": 0, "zeros": 0, "new_zeros": 0, "ones_like": 1, "ones": 1, "new_ones": 1,
+    "full_like": None, "full": None, "scalar_tensor": None,
+}  # fmt: skip
+_BOOLEAN = {"where", *LOGICAL, *BITWISE}
+
+
+# The lengths of the axes of pairs for which the same formulas are expected.
+_SIZES = (6, 11)
+
+
+def check_elementwise(
+    formulas: Sequence[Formula], kinds: Mapping[str, str], dtype: torch.dtype
+) -> None:
+    """Refuse formulas that depend on the shape of the squared distances or of operands.
+
+    A kernel evaluates one pair at a time. So the formulas have to be the same for one row of pairs
+    and for matrices of pairs of different sizes, where numbers are scalars.
+
+    Raises:
+        UnprintableError: a formula that is not elementwise.
+    """
+
+    def shapes(size: int) -> list[tuple[int, ...]]:
+        shape = {NUMBER: (), TABLE: (size, size), ATOM: (size, 1), OTHER: (size,)}
+        return [(size, size), *(shape[kind] for kind in kinds.values())]
+
+    found = {
+        printed(_traced(formulas, None, list(kinds), (), {}, made, dtype), dtype)
+        for made in ([(8,)] * (1 + len(kinds)), *map(shapes, _SIZES))
+    }
+    if len(found) > 1:
+        raise UnprintableError("its formulas depend on the shape of their operands")
+
+
+def trace(
+    formulas: Sequence[Formula],
+    differentiated: Formula | None,
+    names: Sequence[str],
+    wanted: Sequence[str],
+    swap: Mapping[str, str],
+    dtype: torch.dtype,
+) -> GraphModule:
+    """Trace formulas, and the derivatives of one of them.
+
+    Args:
+        formulas: functions of the squared distance and the operands by name.
+        differentiated: the formula to differentiate; None: no derivatives.
+        names: the names of the operands.
+        wanted: the operands with respect to which it is differentiated.
+        swap: for each operand of one atom of a pair, that of the other. The derivative with respect
+            to a wanted one is the sum over both atoms: that of the other one has the two exchanged.
+        dtype: the type of all numbers.
+
+    Raises:
+        UnprintableError: a formula that is not elementwise, or depends on values.
+    """
+    shapes = [(8,)] * (1 + len(names))
+    return _traced(formulas, differentiated, names, wanted, swap, shapes, dtype)
+
+
+def _traced(
+    formulas: Sequence[Formula],
+    differentiated: Formula | None,
+    names: Sequence[str],
+    wanted: Sequence[str],
+    swap: Mapping[str, str],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> GraphModule:
+    # Importing the tracer takes a second, and a run by operations of torch does not need it.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def derivative(s: Tensor, values: dict[str, Tensor], name: str) -> Tensor:
+        assert differentiated is not None
+        leaves = {key: x.detach().requires_grad_() for key, x in values.items()}
+        with torch.enable_grad():
+            total = differentiated(s, leaves).sum()
+        if not total.requires_grad:
+            return torch.zeros_like(s)
+        (found,) = torch.autograd.grad(total, leaves[name], allow_unused=True)
+        return torch.zeros_like(s) if found is None else found.expand(s.shape)
+
+    def outputs(s: Tensor, *operands: Tensor) -> list[Tensor]:
+        values = dict(zip(names, operands, strict=True))
+        with torch.no_grad():
+            found = [formula(s, values) for formula in formulas]
+            for name in wanted:
+                grad = derivative(s, values, name)
+                if name in swap:
+                    other = {key: values[swap.get(key, key)] for key in values}
+                    grad = grad + derivative(s, other, swap[name])
+                found.append(grad)
+        for x in found:
+            if x.ndim > s.ndim or torch.broadcast_shapes(x.shape, s.shape) != s.shape:
+                raise UnprintableError("its formulas are not elementwise")
+        return found
+
+    # A kernel may be made while a step is traced, which must not see this trace.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        examples = [torch.full(shape, 1.1, dtype=dtype, device="cpu") for shape in shapes]
+        try:
+            graph = make_fx(outputs, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        except UnprintableError:
+            raise
+        except Exception as error:
+            reason = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+            raise UnprintableError(f"its formulas could not be traced: {reason}") from error
+    graph.graph.eliminate_dead_code()
+    # The derivative of abs is not finite at the distances of masked pairs.
+    if any("sgn" in str(node.target) for node in graph.graph.nodes):
+        raise UnprintableError("its formulas have derivatives of abs")
+    return graph
+
+
+def printed(graph: GraphModule, dtype: torch.dtype) -> str:
+    """Print a trace as the C++ function ``functions(s, operands, results)``.
+
+    Raises:
+        UnprintableError: an operation without a translation, or a captured tensor.
+    """
+    lines: list[str] = []
+    texts: dict[Node, str] = {}
+    constants: dict[Node, str] = {}
+    inputs = iter(["s"])
+    number = 0
+    needed = _needed(graph)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node not in needed:
+            continue
+        if node.op == "placeholder":
+            text = next(inputs, None)
+            texts[node] = text if text is not None else f"operands[{number}]"
+            number += text is None
+        elif node.op == "get_attr":
+            constants[node] = _constant(graph, node)
+        elif node.op == "call_function":
+            if node.args and node.args[0] in constants:
+                texts[node] = constants[node.args[0]]
+                continue
+            text = _expression(node, texts, dtype)
+            name = f"t{len(lines)}"
+            kind = "Mask" if node.meta["val"].dtype == torch.bool else "V"
+            lines.append(f"  const {kind} {name} = {text};")
+            texts[node] = name
+        elif node.op == "output":
+            results = [texts[x] for x in node.args[0]]
+            lines += [f"  results[{i}] = {text};" for i, text in enumerate(results)]
+    return "\n".join(
+        [
+            "static inline __attribute__((always_inline))",
+            "void functions(const V s, const V* operands, V* results) {",
+            *lines,
+            "}",
+        ]
+    )
+
+
+def _needed(graph: GraphModule) -> set[Node]:
+    """Collect the nodes that results depend on; a tensor like another needs only its shape."""
+    found: set[Node] = set()
+    todo = [node for node in graph.graph.nodes if node.op == "output"]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if _base(node) not in _FILLED:
+                todo.extend(node.all_input_nodes)
+    return found
+
+
+def _base(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _constant(graph: GraphModule, node: Node) -> str:
+    """Print a tensor of one number that the formula itself creates."""
+    value = getattr(graph, str(node.target))
+    fresh = all(str(user.target).startswith("aten.lift_fresh") for user in node.users)
+    if not fresh or value.numel() != 1 or value.requires_grad or value.dtype == torch.bool:
+        raise UnprintableError(
+            f"its formulas read a tensor of shape {tuple(value.shape)} that is not a number or a "
+            "parameter of pairs"
+        )
+    return f"splat({float(value)!r})"
+
+
+def _expression(node: Any, texts: Mapping[Node, str], dtype: torch.dtype) -> str:
+    name, base = str(node.target).removeprefix("aten."), _base(node)
+    meta = node.meta.get("val")
+    if not isinstance(meta, Tensor) or meta.dtype not in (dtype, torch.bool):
+        raise UnprintableError(f"its formulas use {name}")
+    tensors = [x for x in node.args if isinstance(x, Node)]
+    masks = [x for x in tensors if x.meta["val"].dtype == torch.bool]
+    if base in _COPIES or (
+        base in ("expand", "view", "_to_copy", "to") and meta.dtype == tensors[0].meta["val"].dtype
+    ):
+        return texts[tensors[0]]
+    if base in _FILLED:
+        value = _FILLED[base]
+        if value is None:
+            value = node.args[0] if base == "scalar_tensor" else node.args[1]
+        if meta.dtype == torch.bool or not isinstance(value, (int, float)):
+            raise UnprintableError(f"its formulas use {name}")
+        return f"splat({float(value)!r})"
+    if masks and base == "_to_copy":
+        return f"{texts[masks[0]]} ? splat(1) : splat(0)"
+    ordered = base in ("lt", "le", "gt", "ge")  # True is -1 in a vector of conditions.
+    if masks and (
+        ordered or base not in _BOOLEAN or (base == "where" and tensors[0] is not masks[0])
+    ):
+        raise UnprintableError(f"its formulas use {name} of conditions")
+    if base == "pow" and node.args[1] == 0:
+        return "splat(1)"
+    if base == "sign":
+        x = texts[tensors[0]]
+        return f"{x} > 0 ? splat(1) : {x} < 0 ? splat(-1) : {x}"
+    names: dict[int, str] = {}
+
+    def operand(x: Any) -> Any:
+        if isinstance(x, Node):
+            value = Value((8,), x.meta["val"].dtype)
+            names[id(value)] = texts[x]
+        elif isinstance(x, (int, float)) and base != "pow":
+            value = Value((8,), dtype)
+            names[id(value)] = f"splat({float(x)!r})"
+        else:
+            return x
+        kept.append(value)
+        return value
+
+    kept: list[Value] = []
+    factors = node.args[2:] if base in ("add", "sub", "rsub") else ()
+    arguments = [*map(operand, node.args[: len(node.args) - len(factors)]), *factors]
+    operands, expression = pointwise(base, name, arguments, node.kwargs, dtype)
+    return expression(*(names[id(x)] for x in operands))

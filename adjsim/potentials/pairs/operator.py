@@ -1,0 +1,203 @@
+"""The operator that evaluates a pair potential on the CPU.
+
+Its kernels are made from the formulas of the potential (:mod:`adjsim.potentials.pairs.kernels`),
+and evaluate all pairs of a small system and a neighbour list of a large one. Each atom sums its
+neighbours in the order of their numbers, so the result has the same bits with a list and without,
+whatever its skin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from adjsim.compiler.values import UnprintableError
+from adjsim.core.derived import own_tensors, replaced
+from adjsim.core.layout import is_tracing
+from adjsim.core.reading import read
+from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import Grid
+from adjsim.potentials.pairs.conditions import unsupported
+from adjsim.potentials.pairs.form import PairForm, form_of, formula_key, operand_of
+from adjsim.potentials.pairs.formula import PairFormula
+from adjsim.potentials.pairs.kernels.formulas import OTHER, check_elementwise, printed, trace
+from adjsim.potentials.pairs.kernels.kernel import (
+    ATOM,
+    ENERGY,
+    FORCE,
+    PRODUCT,
+    SLOPES,
+    TABLE,
+    Kernel,
+    Layout,
+)
+from adjsim.potentials.pairs.kernels.operator import evaluate as evaluate_kernel
+
+
+@dataclass(frozen=True)
+class PairOperator:
+    """The operator of a potential for positions of one shape and type.
+
+    Attributes:
+        pair: what is computed of the potential, whatever becomes of it.
+        operands: the values of its operands, to which gradients are taken.
+        form: the names of the operands, and the kernels.
+    """
+
+    pair: PairFormula
+    operands: tuple[Tensor, ...]
+    form: PairForm
+
+    @classmethod
+    def of(cls, potential: PairFormula, position: Tensor) -> PairOperator | Refusal:
+        """Return the operator, or the reason why there is none."""
+        refusal = unsupported(potential, position)
+        if refusal is not None:
+            return refusal
+        pair = read(potential)
+        form = form_of(pair, position)
+        if isinstance(form, Refusal):
+            return form
+        operands = tuple(operand_of(pair, name, position) for name in form.names)
+        operator = cls(pair, operands, form)
+        found = operator._kernel(FORCE)
+        return found if isinstance(found, Refusal) else operator
+
+    @property
+    def printed(self) -> bool:
+        """Whether all pairs are evaluated by loops of a compiled step, which are faster.
+
+        The loops cannot sum gradients of a table over the pairs of two species.
+        """
+        return (
+            self.form.layout.skin is None and is_tracing() and TABLE not in self.form.layout.kinds
+        )
+
+    @property
+    def settings(self) -> tuple[Tensor | None, ...]:
+        """The tensors other than operands."""
+        return self.pair.image_box, self.pair.species, self.pair.exclusions
+
+    @cached_property
+    def wanted(self) -> tuple[int, ...]:
+        """The operands that require grad."""
+        return tuple(k for k, x in enumerate(self.operands) if x.requires_grad)
+
+    def has(self, *modes: str, grid: bool = False) -> bool:
+        """Return whether there are kernels for these modes."""
+        return all(
+            isinstance(self._kernel(mode, grid and mode in (FORCE, PRODUCT)), Kernel)
+            for mode in modes
+        )
+
+    def differentiable(self, position: Tensor) -> bool:
+        """Return whether a derivative to the position or an operand may be asked for."""
+        return position.requires_grad or bool(self.wanted)
+
+    def evaluate(
+        self,
+        mode: str,
+        position: Tensor,
+        *,
+        vector: Tensor | None = None,
+        grid: Grid | None = None,
+        weight: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Evaluate the kernel of a mode, see :class:`~.kernels.kernel.Kernel`."""
+        kernel = self._kernel(mode, grid is not None)
+        if isinstance(kernel, Refusal):
+            raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel.reason}.")
+        box = self.pair.image_box
+        box = None if box is None else box.to(position)
+        spacing = None if grid is None else grid.spacing
+        return evaluate_kernel(
+            kernel,
+            position,
+            self.operands,
+            box,
+            self.pair.species,
+            self.pair.exclusions,
+            vector=vector,
+            spacing=spacing,
+            weight=weight,
+        )
+
+    def _kernel(self, mode: str, grid: bool = False) -> Kernel | Refusal:
+        gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
+        known = self.form.kernels.get((mode, grid, gradients))
+        if known is None:
+            if formula_key(self.pair) != self.form.key:
+                raise RuntimeError(
+                    f"a value that {type(self.pair).__name__} reads has changed since the force "
+                    "was evaluated, and its gradient had not been compiled yet. Call backward "
+                    "before the change."
+                )
+            try:
+                known = self._compiled(
+                    replace(self.form.layout, mode=mode, grid=grid, gradients=gradients)
+                )
+            except UnprintableError as error:
+                known = Refusal(str(error))
+            self.form.kernels[mode, grid, gradients] = known
+        return known
+
+    def _compiled(self, layout: Layout) -> Kernel:
+        if not self.form.kernels:
+            kinds: dict[str, str] = {}
+            for name, kind in zip(self.form.names, layout.kinds, strict=True):
+                kinds[name] = kind
+                if kind == ATOM:
+                    kinds[f"{name} of the other"] = OTHER
+            methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
+            check_elementwise([self._formula(x) for x in methods], kinds, layout.dtype)
+        slope = self._functions(replace(layout, mode=FORCE, gradients=()))
+        functions = slope if layout.mode == FORCE else self._functions(layout)
+        return Kernel(layout, functions, slope)
+
+    def _formula(self, method: str) -> Any:
+        # Potentials of one class share kernels. So the values of tensors other than operands
+        # cannot be read: a trace that reads one is an error.
+        tensors = own_tensors(self.pair) | {"exclusions": None}
+        bare = replaced(
+            self.pair,
+            {name: None if x is None else x.detach().to("meta") for name, x in tensors.items()},
+        )
+        return lambda s, values: getattr(bare.with_operands(values), method)(s)
+
+    def _functions(self, layout: Layout) -> str:
+        """Print the formulas that a kernel needs."""
+        names, swap = list[str](), dict[str, str]()
+        for name, kind in zip(self.form.names, layout.kinds, strict=True):
+            names.append(name)
+            if kind == ATOM:
+                names.append(f"{name} of the other")
+                swap |= {name: names[-1], names[-1]: name}
+
+        slope, energy = self._formula("truncated_slope"), self._formula("truncated_energy")
+        curvature = self._formula("truncated_curvature")
+        formulas = {
+            FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
+        }[layout.mode]  # fmt: skip
+        differentiated = {PRODUCT: slope, SLOPES: energy}.get(layout.mode)
+        wanted = [self.form.names[k] for k in layout.gradients]
+        graph = trace(formulas, differentiated, names, wanted, swap, layout.dtype)
+        return printed(graph, layout.dtype)
+
+    def by_torch(self, operands: Sequence[Tensor]) -> PairFormula:
+        """Return the potential with these operands, for torch operations over all pairs."""
+        values: dict[str, Tensor] = {}
+        species = self.pair.species
+        for name, kind, value in zip(
+            self.form.names, self.form.layout.kinds, operands, strict=True
+        ):
+            if kind == TABLE and species is not None:
+                value = value[species.unsqueeze(-1), species]
+            if kind == ATOM:
+                values[f"{name} of the other"] = value
+                value = value.unsqueeze(-1)
+            values[name] = value
+        return self.pair.with_operands(values)

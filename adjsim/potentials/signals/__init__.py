@@ -1,0 +1,1 @@
+"""Functions of time, and what they drive: actuators and controls."""

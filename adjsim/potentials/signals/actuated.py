@@ -1,0 +1,178 @@
+"""Potentials whose parameters are functions of time: actuators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import describe_type, refuse_uncalled, refuse_uncalled_class
+from adjsim.core.derived import has_values, replaced
+from adjsim.core.layout import is_tracing, materialise_contiguous
+from adjsim.core.parameters import check_numbers, refuse_unknown
+from adjsim.core.reading import read
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Energies, Positions
+from adjsim.potentials.base import ForceField, force, force_vjp
+from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
+
+
+class Actuated(ForceField):
+    """The force of a potential whose parameters follow signals, ``F(t, q) = -dU/dq (q; x(t))``.
+
+    Muscles are rest shapes or rest lengths that depend on time::
+
+        Actuated(NeoHookean(mesh, 1e5, 0.3, rest_stretch=torch.ones(3)), rest_stretch=signal)
+        Actuated(HarmonicBond(index, 10.0, length=1.0), length=signal)
+
+    Gradients reach the numbers of the signals and the other parameters of the potential, in closed
+    form where the potential has one: with x a leaf, its cotangent is that of a parameter, and the
+    chain rule takes it to the signal. The energy is not conserved, since actuators do work.
+
+    A value outside of the range of its parameter stops a run at the step where it is reached. A
+    condition between several numbers, such as a radius within the reach of a list of neighbours, is
+    checked in each step that is not compiled, and at the start of each compiled run.
+
+    Args:
+        potential: an energy module. The parameters that signals replace are numbers without a
+            gradient; their values are not read.
+        signals: for each parameter, by its name in the potential, a module that maps a time to a
+            value, of the shape of the parameter or one that broadcasts to it; see
+            :mod:`adjsim.potentials.signals.signals`.
+
+    Raises:
+        TypeError: a potential without an energy, a signal that is not a module.
+        ValueError: no signals, a name that is no parameter of the potential itself, a parameter
+            that is None or requires grad, a value of another shape.
+    """
+
+    def __init__(self, potential: nn.Module, **signals: nn.Module) -> None:
+        super().__init__()
+        refuse_uncalled("potential", potential)
+        if not isinstance(potential, nn.Module) or isinstance(potential, ForceField):
+            raise TypeError(
+                f"potential must be a module with an energy; got {type(potential).__name__}."
+            )
+        if not signals:
+            raise ValueError(
+                "Actuated needs a signal for at least one parameter, such as length=signal."
+            )
+        self.potential = potential
+        for name, signal in signals.items():
+            refuse_uncalled_class(name, signal)
+            if not isinstance(signal, nn.Module):
+                raise TypeError(
+                    f"{name} must be a module that maps a time to a value; got "
+                    f"{describe_type(signal)}. Signals such as PiecewiseLinear(times, values) do."
+                )
+        self.signals = nn.ModuleDict(signals)
+        self.validate()
+        with torch.no_grad():
+            self._values(0.0)
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        return self.force(t, position)
+
+    def energy(self, t: Any, position: Positions) -> Energies:
+        """Compute the energy of the potential at a time, ``(*batch,)``."""
+        return self._driven(self._values(t))(position)
+
+    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
+        return force(self._driven(self._values(t)), position, grid=grid)
+
+    def force_vjp(
+        self,
+        t: Any,
+        position: Positions,
+        parameters: Sequence[Tensor],
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Pullback]:
+        with torch.enable_grad():
+            values = self._values(t)
+        for name, x in values.items():
+            what = f"the signal of {name} of {type(self.potential).__name__}"
+            refuse_unknown(x, self, parameters, what)
+        leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in values.items()}
+        wanted = [name for name, x in values.items() if x.requires_grad]
+        known = [*parameters, *(leaves[name] for name in wanted)]
+        value, inner = force_vjp(self._driven(leaves), position, known, grid=grid)
+
+        def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
+            along, found = inner(v)
+            grads = found if isinstance(found, list) else found.gradient(known)
+            direct, cotangents = grads[: len(parameters)], grads[len(parameters) :]
+            pairs = [
+                (values[name], x)
+                for name, x in zip(wanted, cotangents, strict=True)
+                if x is not None
+            ]
+            if not pairs or not parameters:
+                return along, direct
+            through = torch.autograd.grad(
+                [x for x, _ in pairs], list(parameters), [y for _, y in pairs], allow_unused=True
+            )
+            return along, VJPSum((direct, list[Tensor | None](through)))
+
+        return value, pullback
+
+    def validate(self) -> None:
+        """Refuse to replace a parameter that is trained."""
+        for name in self.signals:
+            if self._replaced(name).requires_grad:
+                raise ValueError(
+                    f"{name} of {type(self.potential).__name__} requires grad, and a signal "
+                    "replaces it: give the potential a number, and train the signal."
+                )
+
+    def _replaced(self, name: str) -> Tensor:
+        """Return the parameter of the potential that a signal replaces."""
+        potential = self.potential
+        # Buffers that are not saved, such as volumes, follow from the arguments.
+        derived = potential._non_persistent_buffers_set
+        found = {**potential._parameters, **potential._buffers}
+        numbers = [
+            key
+            for key, x in found.items()
+            if x is not None and x.is_floating_point() and key not in derived
+        ]
+        if name not in numbers:
+            if getattr(potential, name, False) is None:
+                raise ValueError(
+                    f"{name} of {type(potential).__name__} is None: give it a number of the shape "
+                    "of the signal, such as torch.ones(...), which the signal replaces."
+                )
+            raise ValueError(
+                f"{name} is no parameter of {type(potential).__name__} that a signal can replace; "
+                f"these are {', '.join(numbers) or 'none'}. For a part of a sum actuate the part: "
+                "Actuated(part, ...) + rest."
+            )
+        return cast(Tensor, found[name])
+
+    def _values(self, t: Any) -> dict[str, Tensor]:
+        """Compute the values of the signals at a time."""
+        values: dict[str, Tensor] = {}
+        for name, signal in self.signals.items():
+            x, shape = signal(t), self._replaced(name).shape
+            try:
+                x = x.expand(shape)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the signal of {name} gives shape {tuple(x.shape)}, and {name} of "
+                    f"{type(self.potential).__name__} has shape {tuple(shape)}: give the "
+                    "potential a value of the shape of the signal."
+                ) from error
+            rule = vars(self.potential).get("_rules", {}).get(name)
+            if rule is not None and not has_values():
+                # NaN stops a compiled loop, and its steps are then repeated one by one.
+                x = rule.marked(x)
+            values[name] = materialise_contiguous(x) if is_tracing() else x
+        return values
+
+    def _driven(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """Return a copy of the potential with these values of its parameters."""
+        twin = replaced(read(self.potential), values)
+        if has_values():
+            check_numbers(twin)
+        return twin

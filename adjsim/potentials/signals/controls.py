@@ -1,0 +1,188 @@
+"""Controls: forces that are functions of time, and of the state if they are feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.core.arguments import (
+    as_indices,
+    describe_type,
+    outside_inference_mode,
+    refuse_uncalled_class,
+)
+from adjsim.core.parameters import register
+from adjsim.core.rounding import Grid
+from adjsim.core.typing import Array, Number, Positions
+from adjsim.potentials.base import ForceField
+from adjsim.potentials.bonded.selection import Selection
+from adjsim.potentials.products import Pullback
+
+
+class _Placed(nn.Module):
+    """Place rows of forces at chosen vertices, with zero at all others.
+
+    Args:
+        index: ``(vertices,)`` integers without repetition; None for all vertices.
+    """
+
+    def __init__(self, index: Array | None) -> None:
+        super().__init__()
+        self.count: int | None = None
+        if index is None:
+            return
+        with outside_inference_mode():
+            found = as_indices("index", index)
+            if found.ndim != 1 or len(found) == 0 or int(found.min()) < 0:
+                raise ValueError(
+                    "index must be (vertices,) integers from 0, at least one; got "
+                    f"{found.tolist()}."
+                )
+            if len(found.unique()) != len(found):
+                raise ValueError(f"index must not repeat a vertex; got {found.tolist()}.")
+            self.count, self.reach = len(found), int(found.max()) + 1
+            self.vertices = Selection(found, self.reach)
+
+    def forward(self, value: Tensor, position: Tensor) -> Tensor:
+        """Place ``(*batch, vertices, dim)``, or values that broadcast to it."""
+        *batch, atoms, dim = position.shape
+        value = value.to(position)
+        if self.count is None:
+            return self._rows(value, position.shape)
+        if self.reach > atoms:
+            raise ValueError(
+                f"index names vertex {self.reach - 1} and position has {atoms} vertices, numbered "
+                "from 0."
+            )
+        rows = self._rows(value, (*batch, self.count, dim)).transpose(-1, -2)
+        placed = self.vertices.transpose(rows)
+        if atoms > self.reach:
+            # Vertices behind the last one that the index names.
+            none = torch.zeros_like(placed[..., :1]).expand(*batch, dim, atoms - self.reach)
+            placed = torch.cat([placed, none], -1)
+        return placed.transpose(-1, -2)
+
+    @staticmethod
+    def _rows(value: Tensor, shape: Sequence[int]) -> Tensor:
+        try:
+            return value.expand(*shape)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the force of a control must be {tuple(shape[-2:])}, a row for each of its "
+                f"vertices; got shape {tuple(value.shape)}."
+            ) from error
+
+
+class OpenLoop(ForceField):
+    """A force that is a function of time alone, ``F_i(t) = signal(t)_i``.
+
+    Args:
+        signal: maps a time to ``(vertices, dim)``, or to a shape that broadcasts to it; see
+            :mod:`adjsim.potentials.signals.signals`. Its numbers are the parameters of the control.
+        index: ``(vertices,)`` integers, the vertices on which the force acts; None for all of them.
+
+    Raises:
+        ValueError: an index that is negative or repeats a vertex; at evaluation, one that the
+            position does not have.
+    """
+
+    def __init__(self, signal: nn.Module, index: Array | None = None) -> None:
+        super().__init__()
+        self.signal = _checked_module("signal", signal)
+        self.placed = _Placed(index)
+
+    def forward(self, t: Any, position: Positions) -> Positions:
+        return self.placed(self.signal(t), position)
+
+
+class Controller(ForceField):
+    """A feedback force, ``u(t, q, v)``. Subclasses write ``forward(t, position, velocity)``.
+
+    The dynamics gives it the velocity: ``Mechanics(potential, mass, control=controller)``. It is no
+    part of a sum of forces, which do not see velocities. Fixed and prescribed vertices have no
+    velocity there.
+    """
+
+    def forward(self, t: Any, position: Positions, velocity: Positions | None = None) -> Positions:
+        raise TypeError(
+            f"{type(self).__name__} has no force: write forward(t, position, velocity)."
+        )
+
+    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
+        raise TypeError(self._without_velocity())
+
+    def force_vjp(
+        self,
+        t: Any,
+        position: Positions,
+        parameters: Sequence[Tensor],
+        grid: Grid | None = None,
+    ) -> tuple[Tensor, Pullback]:
+        raise TypeError(self._without_velocity())
+
+    def _without_velocity(self) -> str:
+        return (
+            f"{type(self).__name__} reads velocities, which a potential does not see: give it to "
+            "the dynamics, Mechanics(potential, mass, control=...)."
+        )
+
+
+class NeuralController(Controller):
+    """Feedback by a network, ``u = scale * network([t, q, v])``.
+
+    The network sees one row of ``1 + 2 atoms dim`` numbers for each system: the time, the positions
+    and the velocities, each from the first vertex to the last one. It returns ``vertices dim``
+    numbers, the forces on the vertices that the index names.
+
+    The network is not bounded, unless it ends with a bounded function such as ``nn.Tanh``; then
+    the scale is the largest force.
+
+    Args:
+        network: maps ``(*batch, 1 + 2 atoms dim)`` to ``(*batch, vertices dim)``, in the dtype of
+            the run; in float64, ``network.double()``.
+        index: ``(vertices,)`` integers, the vertices on which the force acts; None for all of them.
+        scale: a number, or ``(vertices, dim)``, or a shape that broadcasts to it; zero for
+            coordinates without an actuator.
+
+    Raises:
+        ValueError: at evaluation, a network whose result has another shape.
+    """
+
+    scale: Tensor
+
+    def __init__(
+        self, network: nn.Module, *, index: Array | None = None, scale: Number = 1.0
+    ) -> None:
+        super().__init__()
+        self.network = _checked_module("network", network)
+        self.placed = _Placed(index)
+        register(self, "scale", scale)
+
+    def forward(self, t: Any, position: Positions, velocity: Positions | None = None) -> Positions:
+        if velocity is None:
+            raise TypeError(self._without_velocity())
+        *batch, atoms, dim = position.shape
+        time = position.new_zeros((*batch, 1)) + t
+        seen = torch.cat([time, position.flatten(-2), velocity.flatten(-2)], -1)
+        found: Tensor = self.network(seen)
+        vertices = atoms if self.placed.count is None else self.placed.count
+        if found.shape != (*batch, vertices * dim):
+            raise ValueError(
+                f"the network of {type(self).__name__} maps {tuple(seen.shape)} to "
+                f"{tuple(found.shape)}; it must be {(*batch, vertices * dim)}, a force on each of "
+                f"{vertices} vertices in {dim} dimensions."
+            )
+        return self.placed(self.scale.to(found) * found.unflatten(-1, (vertices, dim)), position)
+
+
+def _checked_module(name: str, value: Any) -> nn.Module:
+    refuse_uncalled_class(name, value)
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"{name} must be an nn.Module; got {describe_type(value)}. Write a function as the "
+            "forward method of a module."
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Minima of the energy, their derivatives and their Hessians."""

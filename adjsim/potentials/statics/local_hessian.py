@@ -1,0 +1,184 @@
+"""Sparse Hessians of atoms that interact with near atoms alone, found by products and factorised.
+
+Two atoms that share no neighbour can be displaced in one product, since their responses do not
+overlap (Curtis, Powell and Reid, J. Inst. Math. Appl. 13, 117 (1974)). So a Hessian costs dim
+products for each colour of a colouring in which such atoms may share a colour. The range of the
+interaction is not known: a range is assumed, and the matrix that follows from it is compared with
+the Hessian on random vectors. A matrix that fails is discarded, and a longer range is tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import scipy.sparse as sparse
+import torch
+from scipy.sparse.linalg import LinearOperator, splu
+from scipy.spatial import KDTree
+
+from adjsim.potentials.statics.curvature import Hessian, IterativeInverse, extreme
+
+# Assumed ranges, in units of the largest distance of an atom to its nearest neighbour.
+RANGES = (1.8, 2.7, 4.0)
+# Largest allowed difference between the matrix and the Hessian on a random vector, in epsilons of
+# the product.
+AGREEMENT = 2**16
+
+
+def local_hessian(hessian: Hessian, pattern: Any = None) -> Any:
+    """Find the Hessian as a sparse matrix, or return None if that does not spare products.
+
+    Args:
+        hessian: the Hessian of one system.
+        pattern: a matrix ``(free, free)`` that is nonzero where atoms are taken to interact; None:
+            take it from distances.
+    """
+    if pattern is not None:
+        found = _recovered(hessian, pattern)
+        if found is not None:
+            return found
+    q = hessian.restrict(hessian.q).reshape(-1, hessian.q.shape[-1])
+    if not len(q) > 1:
+        return None
+    tree = KDTree(q)
+    spacing = float(tree.query(q, k=2)[0][:, 1].max())
+    for multiple in RANGES:
+        pairs = tree.query_pairs(multiple * spacing, output_type="ndarray")
+        if not 2 * len(pairs) < len(q) ** 2 / 4:
+            return None
+        found = _recovered(hessian, _symmetric(pairs, len(q)))
+        if found is not None:
+            return found
+    return None
+
+
+def atom_pattern(matrix: Any, dim: int) -> Any:
+    """Return the matrix ``(atoms, atoms)`` that is nonzero where the blocks of a matrix are."""
+    entries = matrix.tocoo()
+    kept = entries.data != 0
+    rows, columns = entries.row[kept] // dim, entries.col[kept] // dim
+    shape = (matrix.shape[0] // dim, matrix.shape[0] // dim)
+    return sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), shape=shape)
+
+
+def _symmetric(pairs: np.ndarray, atoms: int) -> Any:
+    i, j = np.concatenate([pairs, pairs[:, ::-1], np.repeat(np.arange(atoms)[:, None], 2, 1)]).T
+    return sparse.csr_matrix((np.ones(len(i)), (i, j)), shape=(atoms, atoms))
+
+
+def _recovered(hessian: Hessian, pattern: Any) -> Any:
+    """Recover a matrix of this pattern from products; None if the Hessian is not of it."""
+    atoms, dim = pattern.shape[0], hessian.q.shape[-1]
+    colour = _colouring(pattern @ pattern)
+    count = int(colour.max()) + 1
+    if count > atoms / 2:
+        return None
+    probes = np.zeros((count, dim, atoms, dim))
+    for axis in range(dim):
+        probes[colour, axis, np.arange(atoms), axis] = 1.0
+    found = hessian.products(probes.reshape(count * dim, -1)).reshape(count, dim, atoms, dim)
+    entries = pattern.tocoo()
+    i, j = entries.row, entries.col
+    # Rows are coordinates of atom i, columns those of atom j.
+    values = found[colour[j], :, i, :]
+    axes = np.arange(dim)
+    rows = np.broadcast_to(i[:, None, None] * dim + axes, values.shape)
+    columns = np.broadcast_to(j[:, None, None] * dim + axes[:, None], values.shape)
+    shape = hessian.shape
+    matrix = sparse.csc_matrix((values.ravel(), (rows.ravel(), columns.ravel())), shape=shape)
+    matrix.eliminate_zeros()
+    matrix = 0.5 * (matrix + matrix.T)
+    tests = np.random.default_rng(0).standard_normal((2, shape[0]))
+    expected = hessian.products(tests)
+    allowed = AGREEMENT * float(torch.finfo(hessian.q.dtype).eps)
+    error = np.linalg.norm((matrix @ tests.T).T - expected)
+    return matrix.tocsc() if error <= allowed * np.linalg.norm(expected) else None
+
+
+def _colouring(conflicts: Any) -> np.ndarray:
+    """Give each atom the first colour that none of those in conflict with it has."""
+    colour = np.full(conflicts.shape[0], -1)
+    starts, others = conflicts.indptr, conflicts.indices
+    for i in range(len(colour)):
+        taken = set(colour[others[starts[i] : starts[i + 1]]].tolist())
+        mine = 0
+        while mine in taken:
+            mine += 1
+        colour[i] = mine
+    return colour
+
+
+def positive_factor(matrix: Any, shift: float) -> Any:
+    """Factorise a symmetric matrix plus a multiple of the unit matrix; None if it is not positive.
+
+    By Sylvester's law of inertia the pivots on the diagonal have the signs of the eigenvalues.
+    """
+    shifted = matrix + shift * sparse.identity(matrix.shape[0])
+    symmetric = {"SymmetricMode": True}
+    factor = splu(
+        cast(Any, shifted.tocsc()),
+        permc_spec="MMD_AT_PLUS_A",
+        diag_pivot_thresh=0.0,
+        options=symmetric,
+    )
+    diagonal = np.array_equal(factor.perm_r, factor.perm_c)
+    return factor if diagonal and bool((factor.U.diagonal() > 0).all()) else None
+
+
+class LocalInverse(IterativeInverse):
+    """The pseudo-inverse of a sparse Hessian by a factorisation.
+
+    With the flat directions N as columns, the least-norm solution is x of::
+
+        [ H    N ] [x]   [b]
+        [ N^T  0 ] [y] = [0]
+    """
+
+    def __init__(self, hessian: Hessian, matrix: Any) -> None:
+        self.matrix, self._factor = matrix, None
+        super().__init__(hessian)
+
+    def estimate(self, b: np.ndarray) -> np.ndarray:
+        b = self.project(b)
+        x = self.solution(b)
+        # One refinement brings the residual to rounding.
+        return self.project(x + self.solution(b - self.matrix @ x))
+
+    def _largest(self) -> float:
+        return abs(extreme(self.matrix, "LM", 1e-2)[0])
+
+    def check(self) -> None:
+        if positive_factor(self.matrix, self.soft_limit) is None:
+            self._check_lowest(extreme(self.matrix, "SA", 1e-3)[0])
+        super().check()
+
+    def _softest(self) -> np.ndarray:
+        # No curvature is far below zero, so the lowest one is the one nearest to zero, whose
+        # inverse is the largest.
+        return extreme(_Solution(self), "LM", 1e-3)[1]
+
+    def solution(self, b: np.ndarray) -> np.ndarray:
+        """Solve the system above without refinement."""
+        columns = self.flat.shape[1]
+        if self._factor is None or self._factor[0] != columns:
+            # The shift is below the rounding of the matrix. It keeps a matrix regular that has
+            # flat directions which are not known yet.
+            shift = self.epsilon * self.largest_curvature
+            whole = self.matrix + shift * sparse.identity(self.hessian.shape[0])
+            if columns:
+                whole = sparse.bmat([[whole, self.flat], [self.flat.T, None]])
+            self._factor = columns, splu(cast(Any, whole.tocsc()))
+        solved = self._factor[1].solve(np.concatenate([b.ravel(), np.zeros(columns)]))
+        return solved[: b.size]
+
+
+class _Solution(LinearOperator):
+    """The pseudo-inverse as a linear operator."""
+
+    def __init__(self, inverse: LocalInverse) -> None:
+        super().__init__(np.dtype(np.float64), inverse.hessian.shape)
+        self.inverse = inverse
+
+    def _matvec(self, x: np.ndarray) -> np.ndarray:
+        return self.inverse.solution(x)

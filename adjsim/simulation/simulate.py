@@ -1,0 +1,309 @@
+"""The function :func:`simulate`, which checks its arguments and runs the adjoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adjsim.adjoints.base import Adjoint
+from adjsim.adjoints.direct import DirectAdjoint
+from adjsim.adjoints.durable.run_end import check_continues
+from adjsim.adjoints.reversible import ReversibleAdjoint
+from adjsim.core.arguments import (
+    as_flag,
+    as_number,
+    describe_type,
+    outside_inference_mode,
+    refuse_uncalled,
+)
+from adjsim.core.durable.manifest import Saving
+from adjsim.core.durable.store import Store
+from adjsim.core.noise import Noise, as_generator, seed_from
+from adjsim.core.state import State, as_state, detached, in_transform
+from adjsim.core.trajectory import (
+    Record,
+    RunEnd,
+    TimeAverage,
+    Trajectory,
+    check_record,
+    check_times,
+)
+from adjsim.core.typing import Seed, Times
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.moves import Map
+from adjsim.potentials.pairs.base import pair_paths
+from adjsim.simulation.manifest import rates_at_start, run_manifest
+from adjsim.simulation.start_checks import check_rates
+from adjsim.solvers.base import Problem, SteppingSolver
+from adjsim.solvers.continuous.base import ContinuousSolver
+
+Solver = SteppingSolver | ContinuousSolver
+LEAVE_OUT = "Leave compile=True out, use CheckpointAdjoint(), or run under torch.no_grad()."
+
+
+def simulate(
+    dynamics: Dynamics[State],
+    state: State | None,
+    ts: Times,
+    *,
+    solver: Solver,
+    adjoint: Adjoint = DirectAdjoint(),
+    record: Record[State] = None,
+    generator: Seed = None,
+    compile: bool = False,
+    progress: bool = False,
+    store: str | Path | None = None,
+    every: float | int = 60.0,
+    continues: Trajectory[State] | None = None,
+) -> Trajectory[State]:
+    """Run the dynamics from a state and return its trajectory, connected to autograd.
+
+    The adjoint propagates gradients from the trajectory to the start and to every parameter of the
+    dynamics that requires grad. If neither the start nor a parameter requires grad, the trajectory
+    has no graph, and its repr contains "no gradient": make the number of interest an
+    ``nn.Parameter``. The path does not depend on the save times, on the record or on the adjoint.
+    Under ``torch.inference_mode`` a run equals a run under ``torch.no_grad``.
+
+    Args:
+        dynamics: the physics.
+        state: the start, from ``dynamics.init``. The run has its dtype and device. Fields may be
+            arrays or lists.
+        ts: save times, a list, array, range or tensor. ``ts[0]`` is the time of the start, and the
+            start is the first frame. With a fixed-step solver each save time must be an integer
+            number of steps after ``ts[0]``, to a thousandth of a step. There is no gradient with
+            respect to times (:func:`~adjsim.solve_ivp` has one).
+        solver: how the equations are integrated.
+        adjoint: how the gradient is taken.
+        record: a function of the state, whose values are saved instead of the states, or a
+            :class:`TimeAverage`. It may depend on the parameters of the dynamics.
+        generator: seeds the noise of stochastic dynamics, as a generator or an integer; None:
+            torch's default generator. The seed of the start may be used again, since starts and
+            steps have separate streams. The noise is a function of the seed, the step and the
+            replica alone. (In ``torch.func.vmap`` every sample gets the same noise; give the state
+            a batch axis instead.)
+        compile: run forward and backward in compiled loops of steps. It works for
+            steps of a fixed size, with any adjoint that the solver goes with, except for implicit
+            steps of a Hamiltonian or a body. The gradient then has no graph of its own. It needs a
+            C++ compiler. The first run of a kind compiles for a few seconds, or up to a minute
+            where torch's Inductor has to compile it
+            (``trajectory.stats["compiled_forward"]`` and ``["compile_seconds"]``), and the
+            result is kept across processes. A different number of steps, seed, parameter
+            value or save time does not compile again. Anything else that a potential or a record
+            reads (numbers, arrays, functions, tensors that are not registered, globals) is baked
+            in, and a change of it compiles again. A change that no inspection finds, such as that
+            of a patched function, is found by a comparison with one step without compilation. The
+            first call after the compilation makes the comparison, and later ones make it so rarely
+            that it takes at most a fortieth of the time of the loops; with an object that cannot be
+            inspected, every call makes it.
+            Gradients agree with uncompiled ones to rounding. Exact runs agree to the last bit,
+            unless the force has functions such as exp, or powers above the third.
+        progress: show a progress bar, on a terminal.
+        store: a folder in which the run saves itself, forward and backward. Called again with the
+            same arguments, also by another process, it goes on from its last save, and ends with
+            the same bits as without an interruption, if the number of threads is the same. Ctrl-C
+            and SIGTERM then end the process after the current step, with a save. The run needs
+            steps of a solver and a gradient without a graph: :class:`ReversibleAdjoint`,
+            :class:`CheckpointAdjoint`, or none. Give ``generator`` a seed. Remove the folder when
+            the gradient has been taken.
+        every: seconds between two saves.
+        continues: a trajectory from whose end the run goes on, by the same steps, on the same noise
+            and lattice; ``state`` is then None, and ``ts[0]`` the trajectory's last time. Two
+            halves have the frames of one whole run to the last bit. Gradients flow through both
+            halves, and differ from those of a whole run in the order of sums alone.
+
+    Raises:
+        ValueError: times off the grid, wrong shapes, NaN or infinite input, a start without a
+            finite energy (such as two atoms at one place), a scheme that misses a term, a step
+            that is too long for the stiffness of a body (the message has the bound), a body that
+            penetrates a surface during the run (it names the step), a tensor that requires grad
+            and is not registered, a module that draws random numbers or writes to its buffers (it
+            names the module).
+        TypeError: a solver and an adjoint that do not go together; a class or a function in place
+            of an object; a record that cannot be called.
+        FloatingPointError: the run reached NaN or infinity; the message names the step.
+        OverflowError: an exact run left its lattice; the message names the step.
+        StoreError: the store is of another computation, in use, damaged or not writable.
+    """
+    check_dynamics(dynamics)
+    as_flag("compile", compile)
+    as_flag("progress", progress)
+    generator = as_generator(generator)
+    end, noise = None, None
+    if continues is not None:
+        end = check_continues(continues.end, state, ts, solver, generator)
+        state = continues.final
+        if dynamics.stochastic and end.seed is not None:
+            noise = Noise(end.seed, end.first, end.step)
+    elif dynamics.stochastic:
+        noise = Noise(seed_from(generator))
+    if state is None:
+        raise TypeError("state must be a start, such as dynamics.init(position); got None.")
+    kept = None if store is None else (Store(store), _seconds(every))
+    return run(
+        dynamics,
+        state,
+        ts,
+        solver,
+        adjoint,
+        record,
+        noise,
+        progress,
+        compile,
+        kept,
+        end,
+    )
+
+
+@outside_inference_mode()
+def run(
+    dynamics: Dynamics[State],
+    state: State,
+    ts: Times,
+    solver: Solver,
+    adjoint: Adjoint,
+    record: Record[State],
+    noise: Noise | None,
+    progress: bool = False,
+    compile: bool = False,
+    store: tuple[Store, float] | None = None,
+    continues: RunEnd | None = None,
+) -> Trajectory[State]:
+    """Run :func:`simulate` on given noise.
+
+    A chunk of a larger batch passes its own part of the noise.
+    """
+    _check_pair(solver, adjoint)
+    check_record(record)
+    if in_transform() and not isinstance(adjoint, DirectAdjoint):
+        raise RuntimeError(
+            f"{type(adjoint).__name__} does not go through torch.func transforms (grad, vmap, "
+            "jvp): use DirectAdjoint() there. For many replicas, give the state a leading batch "
+            "axis instead of vmap."
+        )
+    times, state = check_times(ts), as_state(state)
+    problem = assemble(dynamics, state, times, solver, record, noise, progress, compile)
+    problem = replace(problem, continues=continues)
+    if compile:
+        _check_compiled(problem, adjoint)
+    adjoint.check(problem)
+    if not in_transform():
+        check_start(problem)
+    if store is not None:
+        function = record.function if isinstance(record, TimeAverage) else record
+        problem.saving = Saving(
+            *store,
+            run_manifest(problem, adjoint),
+            partial(rates_at_start, problem.dynamics, state, float(times[0]), function),
+        )
+        problem.stats["resumed_at"] = None
+    try:
+        states, saved, final, end = adjoint.run(problem)
+    except FloatingPointError:
+        # The error of rates that are not finite at the start is clearer.
+        with torch.no_grad():
+            problem.dynamics.check_rates(float(times[0]), detached(state))
+        raise
+    return Trajectory(times, states, saved, final, problem.stats, end)
+
+
+def assemble(
+    dynamics: Dynamics[State],
+    state: State,
+    times: torch.Tensor,
+    solver: Solver,
+    record: Record[State],
+    noise: Noise | None,
+    progress: bool = False,
+    compile: bool = False,
+) -> Problem[State]:
+    """Check the parts of a run against each other, and return them as one problem."""
+    reading, tensors, dynamics, key = check_rates(dynamics, state, float(times[0]), record, compile)
+    if isinstance(solver, SteppingSolver):
+        reason = solver.no_loop(dynamics, state) if compile else ""
+        if reason:
+            raise TypeError(
+                f"compile=True is not for {solver!r} of {type(dynamics).__name__}: {reason}. Leave "
+                "compile=True out."
+            )
+        solver = solver.resolved(dynamics, state, times)
+    problem = Problem(
+        reading, tensors, dynamics, state, times, solver, record, noise, progress, compile, key=key
+    )
+    if noise is not None:
+        problem.stats["seed"] = noise.seed
+    paths = pair_paths(dynamics.potential, state[0].detach())
+    if paths:
+        problem.stats["pairs"] = paths
+    return problem
+
+
+@torch.no_grad()
+def check_start(problem: Problem[State]) -> None:
+    """Refuse a start that does not fit its time, and a step that is too long for the start."""
+    dynamics, start, t = problem.dynamics, detached(problem.state), float(problem.times[0])
+    dynamics.check_start(t, start)
+    if isinstance(problem.solver, SteppingSolver):
+        problem.solver.check(dynamics, start, t)
+
+
+def _seconds(every: Any) -> float:
+    if not as_number("every", every) > 0:
+        raise ValueError(f"every must be a positive number of seconds; got {every}.")
+    return float(every)
+
+
+def check_dynamics(dynamics: Any) -> None:
+    """Refuse anything that is not a dynamics."""
+    refuse_uncalled("dynamics", dynamics)
+    if not isinstance(dynamics, Dynamics):
+        raise TypeError(
+            f"dynamics must be one such as Hamiltonian(potential); got {describe_type(dynamics)}."
+        )
+
+
+def _check_pair(solver: Any, adjoint: Any) -> None:
+    refuse_uncalled("solver", solver)
+    refuse_uncalled("adjoint", adjoint)
+    if not isinstance(solver, Solver):
+        raise TypeError(
+            f"solver must be a solver such as VelocityVerlet(dt) or ODESolver(); got {solver!r}."
+        )
+    if not isinstance(adjoint, Adjoint):
+        raise TypeError(f"adjoint must be an adjoint such as ReversibleAdjoint(); got {adjoint!r}.")
+    if not isinstance(solver, adjoint.accepts):
+        fitting = sorted(
+            kind.__name__ for kind in Adjoint.__subclasses__() if isinstance(solver, kind.accepts)
+        )
+        raise TypeError(
+            f"{type(adjoint).__name__} does not go with {type(solver).__name__}; these do: "
+            f"{', '.join(fitting)}."
+        )
+
+
+def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
+    if not isinstance(problem.solver, SteppingSolver):
+        raise TypeError(
+            "compile=True is for solvers of fixed steps, such as Splitting; not for "
+            f"{problem.solver!r}."
+        )
+    if in_transform():
+        raise RuntimeError(
+            "compile=True does not go through torch.func transforms (grad, vmap, jvp): leave it "
+            "out there."
+        )
+    if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
+        reason = problem.solver.no_loop(problem.dynamics, problem.state, undone=True)
+        if reason:
+            raise TypeError(
+                f"compile=True cannot undo the steps of {problem.solver!r}: {reason}. {LEAVE_OUT}"
+            )
+        for stage, move in problem.program.moves:
+            if isinstance(move, Map) and move.no_loop:
+                raise TypeError(
+                    f"compile=True cannot undo term {stage.letter!r} of "
+                    f"{type(problem.dynamics).__name__}: {move.no_loop}. {LEAVE_OUT}"
+                )

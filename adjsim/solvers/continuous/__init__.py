@@ -1,0 +1,1 @@
+"""Solvers of torchdiffeq and torchsde."""

@@ -1,0 +1,235 @@
+"""The base of solvers from other libraries, which take the summed drift and diffusion.
+
+These libraries have both gradients: backpropagation through the solve, and the continuous adjoint.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic
+
+import torch
+from torch import Tensor
+
+from adjsim.core.parameters import refuse_captured
+from adjsim.core.state import State, stack
+from adjsim.core.trajectory import (
+    TimeAverage,
+    check_shape,
+    first_averaged_step,
+    floating,
+    step_numbers,
+    sum_dtype,
+)
+from adjsim.dynamics.forces import counted_backward
+from adjsim.solvers.base import Problem
+
+
+class ContinuousSolver(ABC):
+    """The base class of solvers that return the states at given times.
+
+    ``dt`` is the step, or None if the solver chooses its steps. A time average is the integral of
+    its function, solved as an additional component of the equation. Stages of a step with noise
+    have other moments than the state, so there (:attr:`averages_ends`) the average is the mean over
+    the ends of steps.
+    """
+
+    dt: float | None
+    #: Whether a time average is the mean over the ends of all steps.
+    averages_ends: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
+        """Refuse, before any work, a problem that this solver or adjoint cannot take."""
+
+    @abstractmethod
+    def integrate(
+        self,
+        field: VectorField[State],
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
+    ) -> tuple[Tensor, ...]:
+        """Solve, and return the fields at the times, along a new leading axis.
+
+        ``backsolve`` has the options of the continuous adjoint, or is None.
+        """
+
+    def solve(
+        self, problem: Problem[State], backsolve: dict[str, Any] | None
+    ) -> tuple[State | None, Tensor | None, State]:
+        """Return frames, record and final state."""
+        record = problem.bound_record
+        average = record if isinstance(record, TimeAverage) else None
+        times, saves = self.times(problem)
+        integrated = None if self.averages_ends else average
+        field = VectorField(problem, integrated, self.dt, backsolve is not None)
+        start = tuple(problem.state)
+        if integrated is not None:
+            value = floating(integrated.function(problem.state), problem.state)
+            start = (*start, torch.zeros_like(value))
+        frames = self.integrate(field, start, times, backsolve)
+        _check_finite(frames, problem, saves)
+        kind, count = type(problem.state), len(problem.state)
+        frame = [kind._make(x[i] for x in frames[:count]) for i in range(len(times))]
+        states = [frame[i] for i in saves]
+        problem.stats["steps"] = None if self.dt is None else round(float(times[-1]))
+        if integrated is not None:
+            quadrature = frames[-1]
+            first = int((times - times[0] - self._in_units(integrated.burn_in)).abs().argmin())
+            span = float(problem.times[-1] - problem.times[0]) - integrated.burn_in
+            return None, (quadrature[-1] - quadrature[first]) / span, states[-1]
+        if average is not None:
+            assert self.dt is not None
+            first = first_averaged_step(average.burn_in, self.dt, round(float(times[-1])))
+            ends = {round(t): x for t, x in zip(times.tolist(), frame, strict=True) if t >= first}
+            return None, _mean(average, ends), states[-1]
+        if record is not None and not isinstance(record, TimeAverage):
+            values = [record(state) for state in states]
+            for t, value in zip(problem.times.tolist(), values, strict=True):
+                check_shape(value, values[0].shape, f"at t = {t:g}")
+            return None, torch.stack(values), states[-1]
+        return stack(states), None, states[-1]
+
+    def times(self, problem: Problem[State]) -> tuple[Tensor, list[int]]:
+        """Return the times to solve for, and which of them are save times.
+
+        Where the step is fixed, times are in steps from the start.
+        """
+        times, record = problem.times, problem.record
+        if self.dt is not None:
+            times = torch.tensor(step_numbers(times, self.dt), dtype=torch.float64)
+        if not isinstance(record, TimeAverage):
+            return times, list(range(len(times)))
+        if self.averages_ends:
+            assert self.dt is not None
+            last = round(float(times[-1]))
+            more = list(map(float, range(first_averaged_step(record.burn_in, self.dt, last), last)))
+        else:
+            more = [self._burnt_in(record.burn_in, times)]
+        all_times = sorted({*times.tolist(), *more})
+        number = {t: i for i, t in enumerate(all_times)}
+        return torch.tensor(all_times, dtype=torch.float64), [number[t] for t in times.tolist()]
+
+    def _burnt_in(self, burn_in: float, times: Tensor) -> float:
+        """Return the time from which a function is integrated, in the units of the times."""
+        begin = float(times[0]) + self._in_units(burn_in)
+        if begin >= float(times[-1]):
+            raise ValueError(f"burn_in = {burn_in:g} leaves nothing of the run to average.")
+        if self.dt is None:
+            return begin
+        if abs(begin - round(begin)) > 1e-3:
+            raise ValueError(
+                f"burn_in = {burn_in:g} is not an integer number of steps of dt = {self.dt:g}."
+            )
+        return float(round(begin))
+
+    def _in_units(self, time: float) -> float:
+        return time / self.dt if self.dt is not None else time
+
+
+class VectorField(torch.nn.Module, Generic[State]):
+    """The drift on tuples of fields, which counts passes over the energy.
+
+    Time is in units of the step if the step is fixed. A continuous adjoint evaluates the drift
+    again in the backward solve, and differentiates it with respect to its parameters at every
+    evaluation. Those are the values of the run. So autograd passes one accumulated gradient to the
+    user's parameters, and their hooks run once.
+
+    Args:
+        problem: the problem with the drift.
+        average: a time average, which is integrated with the drift.
+        unit: the step, if time is counted in steps.
+        checked: whether the drift is refused if it depends on tensors that are not registered.
+    """
+
+    def __init__(
+        self,
+        problem: Problem[State],
+        average: TimeAverage | None,
+        unit: float | None,
+        checked: bool,
+    ) -> None:
+        super().__init__()
+        # In a list, so that the module does not register the dynamics.
+        self._problem, self.average, self.unit = [problem], average, unit
+        self.checked = checked
+
+    @property
+    def problem(self) -> Problem[State]:
+        return self._problem[0]
+
+    @property
+    def parameters_of_adjoint(self) -> tuple[Tensor, ...]:
+        """The values of the parameters that require grad."""
+        return tuple(self.problem.reading.trainable(self.problem.tensors).values())
+
+    def state(self, fields: tuple[Tensor, ...]) -> State:
+        return type(self.problem.state)._make(fields[: len(self.problem.state)])
+
+    def time(self, t: Tensor) -> Any:
+        return t if self.unit is None else self.problem.times[0] + t * self.unit
+
+    def diffusion(self, t: Tensor, state: State) -> State:
+        """Compute the amplitudes of the noise."""
+        return self.problem.dynamics.diffusion(self.time(t), state)
+
+    def forward(self, t: Tensor, fields: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        state, stats = self.state(fields), self.problem.stats
+        rates: tuple[Tensor, ...] = tuple(self.problem.dynamics.drift(self.time(t), state))
+        if self.average is not None:
+            value = self.average.function(state)
+            check_shape(value, fields[-1].shape, f"at t = {float(t.detach()):g}")
+            rates = (*rates, value.to(fields[-1].dtype))
+        if self.checked and torch.is_grad_enabled():
+            known = [*fields, t, *self.parameters_of_adjoint]
+            for rate in rates:
+                refuse_captured(
+                    rate, self.problem.dynamics, known, "the drift, or the averaged function,"
+                )
+        stats["energy_evaluations"] += 1
+        tracked = next((rate for rate in rates if rate.requires_grad), None)
+        if tracked is not None:
+            # The vector-Jacobian product, taken when the cotangent arrives, is one more pass.
+            tracked.register_hook(counted_backward(stats))
+        return rates if self.unit is None else tuple(rate * self.unit for rate in rates)
+
+
+def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:
+    """Compute the mean of an averaged function over the states after steps."""
+    total, value = None, None
+    for step, state in ends.items():
+        value = floating(average.function(state), state)
+        if total is None:
+            total = torch.zeros_like(value, dtype=sum_dtype(value))
+        check_shape(value, total.shape, f"after step {step}")
+        total = total + value.to(total.dtype)
+    assert total is not None
+    assert value is not None
+    return (total / len(ends)).to(value.dtype)
+
+
+def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:
+    """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
+    for letter, term in problem.dynamics.terms.items():
+        if term.no_equation:
+            raise TypeError(
+                f"{type(solver).__name__} cannot take term {letter!r} of "
+                f"{type(problem.dynamics).__name__}: {term.no_equation}. Use a splitting."
+            )
+
+
+def asks_gradient(problem: Problem[State]) -> bool:
+    """Return whether a gradient of this run may be needed."""
+    return torch.is_grad_enabled() and (
+        bool(problem.reading.wanted) or any(x.requires_grad for x in problem.state)
+    )
+
+
+def _check_finite(frames: tuple[Tensor, ...], problem: Problem[State], saves: list[int]) -> None:
+    for i, save in enumerate(saves):
+        if not all(bool(torch.isfinite(x[save].detach()).all()) for x in frames):
+            raise FloatingPointError(
+                f"the solution is not finite at t = {float(problem.times[i]):g}; shorten dt or "
+                "tighten the tolerances."
+            )

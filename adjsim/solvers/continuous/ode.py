@@ -1,0 +1,154 @@
+"""ODE solvers, by torchdiffeq: the summed drift of all terms as one vector field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint, odeint_adjoint
+
+from adjsim.core.arguments import as_number
+from adjsim.core.state import State
+from adjsim.solvers.base import Problem
+from adjsim.solvers.clock import check_dt
+from adjsim.solvers.continuous.base import (
+    ContinuousSolver,
+    VectorField,
+    asks_gradient,
+    refuse_without_equation,
+)
+
+ADAPTIVE = ("dopri8", "dopri5", "bosh3", "fehlberg2", "adaptive_heun")
+ONE_STEP = ("euler", "midpoint", "heun2", "heun3", "rk4")
+MULTISTEP = ("explicit_adams", "implicit_adams", "fixed_adams")
+SCIPY = ("scipy_solver",)
+
+
+class ODESolver(ContinuousSolver):
+    """Solve ``dy/dt = drift(t, y)`` with a method of torchdiffeq.
+
+    Adaptive methods (dopri8, dopri5, bosh3, fehlberg2, adaptive_heun, and scipy_solver, which is
+    SciPy's LSODA) choose their steps from the tolerances and interpolate at save times. Fixed-step
+    methods (euler, midpoint, heun2, heun3, rk4, explicit_adams, implicit_adams, fixed_adams) take
+    steps of dt from ts[0], and save times must lie on them. In both cases the path does not depend
+    on the save times. Interpolation is of fourth order, coarser than the steps of dopri8 at tight
+    tolerances: prefer dopri5 there. explicit_adams is limited to order 4.
+
+    For long molecular runs prefer a splitting: it conserves the invariants of the physics, costs
+    one force a step, and has an exact gradient in constant memory.
+
+    Args:
+        method: a name of torchdiffeq.
+        rtol, atol: error tolerances of adaptive methods (and of the corrector of implicit_adams).
+        dt: the step of fixed-step methods, time; required for them, refused for adaptive methods.
+    """
+
+    def __init__(
+        self,
+        method: str = "dopri5",
+        *,
+        rtol: float = 1e-7,
+        atol: float = 1e-9,
+        dt: float | None = None,
+    ) -> None:
+        known = ADAPTIVE + SCIPY + ONE_STEP + MULTISTEP
+        if method not in known:
+            raise ValueError(f"unknown ODE method {method!r}; torchdiffeq has {', '.join(known)}.")
+        self.rtol, self.atol = as_number("rtol", rtol), as_number("atol", atol)
+        if not (self.rtol > 0 and self.atol > 0):
+            raise ValueError(f"rtol and atol must be positive; got {rtol} and {atol}.")
+        self.fixed_step = method in ONE_STEP + MULTISTEP
+        if self.fixed_step and dt is None:
+            raise ValueError(f"{method!r} takes fixed steps: give dt.")
+        if not self.fixed_step and dt is not None:
+            raise ValueError(
+                f"{method!r} chooses its own steps: leave dt out and set rtol and atol."
+            )
+        self.method = method
+        self.dt = None if dt is None else check_dt(dt)
+
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, problem)
+        if problem.dynamics.stochastic:
+            raise TypeError(
+                f"ODESolver has no noise, and {type(problem.dynamics).__name__} has: use "
+                "SDESolver(dt=...) or a splitting."
+            )
+        if backsolve is None and self.method in SCIPY and asks_gradient(problem):
+            raise TypeError(
+                "scipy_solver cannot be backpropagated through: use BacksolveAdjoint(), or "
+                "another method."
+            )
+
+    def integrate(
+        self,
+        field: VectorField[State],
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
+    ) -> tuple[Tensor, ...]:
+        problem = field.problem
+        options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
+        if self.method == "explicit_adams":
+            # The default is order 12, whose region of stability is too small to be useful.
+            options["max_order"] = 4
+        if self.method not in SCIPY:
+            options["norm"] = _state_norm(len(problem.state))
+        common: dict[str, Any] = {"rtol": self.rtol, "atol": self.atol, "method": self.method}
+        times = times.to(start[0].device)
+        try:
+            if backsolve is not None:
+                return cast(
+                    "tuple[Tensor, ...]",
+                    odeint_adjoint(
+                        field,
+                        start,
+                        times,
+                        options=options,
+                        adjoint_params=field.parameters_of_adjoint,
+                        adjoint_rtol=backsolve["rtol"],
+                        adjoint_atol=backsolve["atol"],
+                        **common,
+                    ),
+                )
+            if self.method in ONE_STEP:
+                # torchdiffeq writes frames into one tensor, whose backward is quadratic in their
+                # number. One-step methods have no memory, so solving from save to save gives the
+                # same path.
+                frames = [start]
+                for pair in pairwise(times):
+                    ends = odeint(field, frames[-1], torch.stack(pair), options=options, **common)
+                    frames.append(tuple(x[1] for x in ends))
+                return tuple(
+                    torch.stack(field_frames) for field_frames in zip(*frames, strict=True)
+                )
+            return cast(
+                "tuple[Tensor, ...]", odeint(field, start, times, options=options, **common)
+            )
+        except AssertionError as failure:
+            raise FloatingPointError(
+                f"{self.method} failed ({failure}): the solution reaches NaN or infinity, or is "
+                "stiff. Loosen the tolerances, shorten the run, or use a splitting."
+            ) from failure
+
+    def __repr__(self) -> str:
+        settings = (
+            f"dt={self.dt:g}" if self.dt is not None else f"rtol={self.rtol:g}, atol={self.atol:g}"
+        )
+        return f"ODESolver({self.method!r}, {settings})"
+
+
+def _state_norm(count: int) -> Callable[[tuple[Tensor, ...]], Tensor]:
+    """Return the norm of the step-size control: the largest root mean square over the fields.
+
+    The component of a time average is left out. The norm is detached, since the choice of steps is
+    not differentiated.
+    """
+
+    def norm(fields: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([x.detach().abs().pow(2).mean().sqrt() for x in fields[:count]]).amax()
+
+    return norm

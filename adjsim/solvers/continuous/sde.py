@@ -1,0 +1,268 @@
+"""SDE solvers, by torchsde, for the summed drift and diffusion of all terms.
+
+Time is counted in steps, and step k has the same noise as in every other solver
+(:class:`adjsim.core.noise.Noise`). So no noise is stored, and forward and backward get the same
+numbers to the last bit at any dt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchsde import BaseBrownian, sdeint, sdeint_adjoint
+
+from adjsim.core.noise import Noise
+from adjsim.core.state import AnyState, State, in_transform
+from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
+from adjsim.solvers.base import Problem
+from adjsim.solvers.clock import check_dt
+from adjsim.solvers.continuous.base import ContinuousSolver, VectorField, refuse_without_equation
+
+STRATONOVICH = ("midpoint", "heun", "euler_heun", "reversible_heun")
+ITO = ("euler", "milstein", "srk")
+BACKSOLVE_LIMIT = 5.0
+REVERSIBLE_HEUN_LIMIT = 2.0
+
+
+class InstabilityError(ValueError):
+    """Raised before a run if friction would make the run or its gradient unstable."""
+
+
+class SDESolver(ContinuousSolver):
+    """Solve ``dy = drift dt + diffusion dW`` with a method of torchsde.
+
+    Methods of Stratonovich: midpoint, heun, euler_heun, reversible_heun. Methods of Ito: euler,
+    milstein, srk. In molecular dynamics the amplitude of the noise does not depend on the state, so
+    both solve one equation; for an :class:`~adjsim.SDE` they differ. The noise of
+    molecular dynamics is diagonal, so no matrix is formed. milstein and srk are not for general
+    noise. (log_ode needs the areas of the noise, which are not drawn.) Steps have length dt, and
+    save times must lie on them. The path does not depend on the save times.
+
+    reversible_heun has the parasitic root -(1 + friction dt), so its error grows as
+    exp(friction T) over a run of length T, also in the forward run. It is refused beyond
+    friction T = 2.
+
+    For molecular runs prefer a splitting (:func:`~adjsim.BAOAB`): it samples far better at the same
+    dt, costs one force a step, and has an exact gradient at any friction.
+
+    Args:
+        method: a name of torchsde.
+        dt: the step, time.
+    """
+
+    averages_ends: ClassVar[bool] = True
+
+    def __init__(self, method: str = "midpoint", *, dt: float) -> None:
+        if method not in STRATONOVICH + ITO:
+            raise ValueError(
+                f"unknown SDE method {method!r}; choose from {', '.join(STRATONOVICH + ITO)}."
+            )
+        self.method, self.dt = method, check_dt(dt)
+
+    def check(self, problem: Problem[State], backsolve: dict[str, Any] | None) -> None:
+        refuse_without_equation(self, problem)
+        name = type(problem.dynamics).__name__
+        if not problem.dynamics.stochastic:
+            raise TypeError(
+                f"SDESolver is for dynamics with noise, and {name} has none: use ODESolver() or a "
+                "splitting."
+            )
+        if backsolve is not None and any(value is not None for value in backsolve.values()):
+            raise ValueError(
+                "BacksolveAdjoint takes no tolerances with SDESolver, whose steps are fixed: make "
+                "its dt smaller."
+            )
+        if isinstance(problem.dynamics, SDE):
+            self._check_noise(problem.dynamics, float(problem.times[0]), problem.state)
+        if self.method != "reversible_heun" and backsolve is None:
+            return
+        rate = problem.dynamics.damping(problem.state)
+        times = problem.times
+        total, gap = float(times[-1] - times[0]), float((times[1:] - times[:-1]).max())
+        what = problem.dynamics.damping_name
+        instead = (
+            "the steps of a splitting such as BAOAB(dt) (LeimkuhlerMatthews(dt) for overdamped "
+            "dynamics)"
+        )
+        if self.method == "reversible_heun" and rate * total > REVERSIBLE_HEUN_LIMIT:
+            raise InstabilityError(
+                f"reversible_heun is unstable under friction: {what} x time is {rate * total:.3g} "
+                f"here and the limit {REVERSIBLE_HEUN_LIMIT:g}. Use {instead}, or another method "
+                "such as 'midpoint'."
+            )
+        if backsolve is not None and rate * gap > BACKSOLVE_LIMIT:
+            raise InstabilityError(
+                f"errors of the continuous adjoint grow as exp({what} x time) between save "
+                f"times: {what} x time is {rate * gap:.3g} here and the limit {BACKSOLVE_LIMIT:g}. "
+                f"Save at least every {BACKSOLVE_LIMIT / rate:.3g}, or use {instead} with "
+                "ReversibleAdjoint() or CheckpointAdjoint()."
+            )
+
+    def _check_noise(self, sde: SDE, t: float, state: AnyState) -> None:
+        """Refuse a method that is wrong for the noise of an equation."""
+        if self.method not in ("milstein", "srk"):
+            return
+        rest = "euler (Ito), or midpoint, heun or euler_heun (Stratonovich)"
+        if sde.noise == "general":
+            raise TypeError(
+                f"{self.method} is for diagonal, scalar and additive noise; general noise takes "
+                f"{rest}."
+            )
+        if sde.noise == "diagonal" and not in_transform():
+            name = describe_cross_terms(sde, t, state)
+            if name is not None:
+                raise ValueError(
+                    f"{self.method} needs diagonal noise whose entry g_i depends on y_i alone, and "
+                    f"the diffusion of {name} mixes entries: use {rest}."
+                )
+
+    def integrate(
+        self,
+        field: VectorField[State],
+        start: tuple[Tensor, ...],
+        times: Tensor,
+        backsolve: dict[str, Any] | None,
+    ) -> tuple[Tensor, ...]:
+        problem = field.problem
+        assert problem.noise is not None
+        equation = _Equation(field, start, "ito" if self.method in ITO else "stratonovich")
+        noise = _StepNoise(problem.noise, equation, draws=2 if self.method == "srk" else 1)
+        options: dict[str, Any] = {"bm": noise, "method": self.method, "dt": 1.0}
+        if backsolve is None:
+            frames = sdeint(equation, equation.flat(start), times, **options)
+        else:
+            parameters = field.parameters_of_adjoint
+            frames = sdeint_adjoint(
+                equation, equation.flat(start), times, adjoint_params=parameters, **options
+            )
+        assert isinstance(frames, Tensor)
+        return equation.fields(frames)
+
+    def __repr__(self) -> str:
+        return f"SDESolver({self.method!r}, dt={self.dt:g})"
+
+
+class _Equation(torch.nn.Module):
+    """The equation for torchsde, in units of the step.
+
+    Diagonal noise has one flat row for the whole batch. Other noise has one row for each system, so
+    that its diffusion is one matrix a system.
+    """
+
+    def __init__(self, field: VectorField[State], start: tuple[Tensor, ...], sde_type: str) -> None:
+        super().__init__()
+        self._field, self.sde_type = field, sde_type
+        dynamics = field.problem.dynamics
+        self.noise_type = dynamics.noise if isinstance(dynamics, SDE) else "diagonal"
+        batch = dynamics.batch_shape(field.problem.state)
+        self.rows = 1 if self.noise_type == "diagonal" else batch.numel()
+        self.shapes = [x.shape for x in start]
+        self.sizes = [x.numel() // self.rows for x in start]
+        assert field.unit is not None
+        self._root = math.sqrt(field.unit)
+
+    def flat(self, fields: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([x.reshape(self.rows, -1) for x in fields], 1)
+
+    def fields(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Split rows into fields; time may lead."""
+        parts = flat.split(self.sizes, -1)
+        return tuple(
+            x.reshape((*flat.shape[:-2], *shape))
+            for x, shape in zip(parts, self.shapes, strict=True)
+        )
+
+    def f(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.flat(self._field(t, self.fields(y)))
+
+    def g(self, t: Tensor, y: Tensor) -> Tensor:
+        field = self._field
+        amplitudes = tuple(field.diffusion(t, field.state(self.fields(y))))
+        if self.noise_type == "diagonal":
+            return self.flat(amplitudes) * self._root
+        matrices = [
+            g.reshape(self.rows, size, -1) for g, size in zip(amplitudes, self.sizes, strict=True)
+        ]
+        return torch.cat(matrices, 1) * self._root
+
+    def noisy(self) -> list[bool]:
+        """Return which fields have noise."""
+        problem = self._field.problem
+        return problem.dynamics.noisy_fields(problem.times[0], problem.state)
+
+
+class _StepNoise(BaseBrownian):
+    """The increments of a Brownian motion over whole steps.
+
+    They are a function of the step number. Each replica gets the same numbers as in a splitting in
+    which each stochastic letter occurs once, so that both follow one path.
+    """
+
+    def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
+        super().__init__()
+        problem = equation._field.problem
+        dynamics, state = problem.dynamics, problem.state
+        self._noise, self._draws, self._like = noise, draws, state[0]
+        self._replicas = dynamics.batch_shape(state).numel()
+        draw = dynamics.draw_shape(float(problem.times[0]), state).numel()
+        self._width = draw * sum(term.draws for term in dynamics.terms.values())
+        # Diagonal noise has an entry for each entry of the state. Other noise has its own columns.
+        self._layout = (
+            list(zip(equation.sizes, equation.noisy(), strict=True))
+            if equation.noise_type == "diagonal"
+            else None
+        )
+
+    def __call__(
+        self, ta: Any, tb: Any = None, return_U: bool = False, return_A: bool = False
+    ) -> Any:
+        step = round(float(ta))
+        if tb is None or abs(float(ta) - step) > 1e-9 or abs(float(tb) - step - 1) > 1e-9:
+            raise ValueError(f"noise is defined over whole steps, not from {float(ta)} to {tb}.")
+        drawn = self._noise(step, (self._replicas, self._draws * self._width), self._like)
+        rows = [self._row(part) for part in drawn.split(self._width, 1)]
+        if not return_U:
+            return rows[0]
+        # int_0^1 W ds given W(1): half of W(1), plus an independent Gaussian of variance 1/12.
+        return rows[0], 0.5 * rows[0] + rows[1] / math.sqrt(12)
+
+    def _row(self, drawn: Tensor) -> Tensor:
+        """Return one flat row in the layout of the state, zero for fields without noise.
+
+        Noise that is not diagonal has a row for each system.
+        """
+        if self._layout is None:
+            return drawn
+        parts, used = [], 0
+        for size, noisy in self._layout:
+            if noisy:
+                width = size // self._replicas
+                parts.append(drawn[:, used : used + width].reshape(size))
+                used += width
+            else:
+                parts.append(self._like.new_zeros(size))
+        return torch.cat(parts).unsqueeze(0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(seed={self._noise.seed})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        if self._layout is None:
+            return (self._replicas, self._width)
+        return (1, sum(size for size, _ in self._layout))
+
+    @property
+    def levy_area_approximation(self) -> str:
+        return "space-time"

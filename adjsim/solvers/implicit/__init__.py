@@ -1,0 +1,1 @@
+"""Implicit steps of stiff systems, and their solution by Newton's method."""

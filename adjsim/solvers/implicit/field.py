@@ -1,0 +1,359 @@
+"""Implicit steps of any vector field, by Newton's method and the implicit function theorem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from adjsim.compiler.systems import has_negative_eigenvalue, solve
+from adjsim.core.layout import is_tracing, outside_tracing
+from adjsim.core.state import AnyState, State
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.sources import MoveContext, Time
+from adjsim.solvers.base import Program, Stage
+from adjsim.solvers.implicit.newton import UnsolvedStepError
+
+# Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
+# one before.
+ITERATIONS, HALVINGS = 60, 12
+COUPLED = (
+    "implicit steps solve each system of the batch alone, and in this field systems depend on each "
+    "other: put what is coupled on the last axis of y."
+)
+
+
+class Linear(NamedTuple):
+    """The field near a point, and the matrix of the equation there.
+
+    Attributes:
+        point: x, a leaf, ``(*batch, n)``.
+        rate: f(t, x), with its graph.
+        matrix: ``1 - a J`` for each system.
+    """
+
+    point: Tensor
+    rate: Tensor
+    matrix: Tensor
+
+    def coupled(self, a: float) -> Tensor:
+        """Return whether systems of the batch depend on each other.
+
+        J then has entries outside of the blocks of single systems, and its product with a random
+        vector differs from that of the blocks.
+        """
+        if not self.rate.requires_grad:
+            return torch.zeros((), dtype=torch.bool, device=self.rate.device)
+        with outside_tracing():
+            generator = torch.Generator().manual_seed(0)
+            vector = torch.randn(self.point.shape, generator=generator, dtype=torch.float64)
+            vector = vector.to(self.point.dtype).to(self.point.device)
+        whole = vector - a * product(self.rate, self.point, vector)
+        blocks = (vector.unsqueeze(-1) * self.matrix).sum(-2)
+        allowed = torch.finfo(whole.dtype).eps ** 0.5 * (1 + self.matrix.abs().sum(-2))
+        return (~((whole - blocks).abs() <= allowed)).any()
+
+
+@dataclass(frozen=True)
+class ImplicitField:
+    """The implicit step of a field f::
+
+        x = y + a f(t, x)        y' = x + (1/theta - 1) (x - y)        a = theta h
+
+    at the time t = t_n + theta h. Its inverse has the same x. With J = df/dx and the cotangent
+    lambda of y', the implicit function theorem gives::
+
+        (1 - a J)^T w = lambda/theta      lambda_y = w - (1/theta - 1) lambda
+        lambda_p = a (df/dp)^T w
+
+    The Jacobian of each system is dense: an iteration costs n products of f, and memory for n^2
+    numbers a system. The systems of a batch must not depend on each other.
+
+    Attributes:
+        dynamics: the dynamics, whose drift is f.
+        kind: the type of its states.
+        widths: the number of entries of each field.
+        h: the step.
+        theta: the place of x inside of the step.
+        tol: the allowed error of x, relative to the size of the state.
+    """
+
+    dynamics: FieldDynamics
+    kind: type[Any]
+    widths: tuple[int, ...]
+    h: float
+    theta: float
+    tol: float
+
+    @property
+    def a(self) -> float:
+        """The time from the state before the step to x."""
+        return self.theta * self.h
+
+    def joined(self, state: AnyState) -> Tensor:
+        """Return the fields of a state, joined along their last axis."""
+        return torch.cat(tuple(state), -1)
+
+    def state(self, y: Tensor) -> Any:
+        """Return the state of joined fields."""
+        return self.kind._make(y.split(self.widths, -1))
+
+    def end(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute y', the end of the step."""
+        return x + (1 / self.theta - 1) * (x - y)
+
+    def inner(self, t: Tensor, end: Tensor) -> tuple[Tensor, int]:
+        """Compute x from the end of the step, and the number of evaluations of f."""
+        b = (1 - self.theta) * self.h
+        return (end, 0) if b == 0 else self._newton(t, end, -b)
+
+    def solve(self, t: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        """Solve ``x = y + a f(t, x)``, with the derivative of the solution.
+
+        It returns the number of evaluations of f too.
+        """
+        x, evaluations = self._newton(t, y.detach(), self.a)
+        if not torch.is_grad_enabled() or not bool(torch.isfinite(x).all()):
+            return x, evaluations
+        linear = self.linear(t, x, self.a)
+        if bool(linear.coupled(self.a)):
+            raise ValueError(COUPLED)
+        inverse = torch.linalg.inv(linear.matrix)
+        # Equal to x, with the derivative of the theorem: x and J are constants here.
+        correction = y + self.a * self.rate(t, x) - x
+        moved = _OnceDifferentiable.apply(correction)
+        return x + (inverse @ moved.unsqueeze(-1)).squeeze(-1), evaluations + y.shape[-1] + 1
+
+    @torch.no_grad()
+    def _newton(self, t: Tensor, y: Tensor, a: float) -> tuple[Tensor, int]:
+        x, evaluations = y, 1
+        residual = a * self.rate(t, x)
+        scale = largest(y)
+        if not bool(torch.isfinite(residual).all()):
+            return y + residual, evaluations  # The run refuses the state, and names the step.
+        for _ in range(ITERATIONS):
+            matrix = self.linear(t, x, a).matrix
+            change, singular = solve(matrix, residual)
+            evaluations += y.shape[-1]
+            if bool(singular) or not bool(torch.isfinite(change).all()):
+                break
+            size, rounded = residual.norm(dim=-1), self.rounded(y, x, matrix, residual)
+            share, tried, new = torch.ones_like(size), x, residual
+            for _ in range(HALVINGS):
+                tried = x + share.unsqueeze(-1) * change
+                new = y + a * self.rate(t, tried) - tried
+                evaluations += 1
+                worse = ~(new.norm(dim=-1) <= size) & ~self.near(scale, x, change, rounded)
+                if not bool(worse.any()):
+                    break
+                share = torch.where(worse, share / 2, share)
+            x, residual = tried, new
+            if bool(self.ends(scale, x, change, rounded).all()):
+                # An inverse step (a < 0) is compared with the forward run by its adjoint. In a
+                # forward step all eigenvalues of the matrix are 1 at a = 0. Along the branch of
+                # solutions that begins there, a real one changes its sign only where the matrix is
+                # singular: the branch folds back there, or passes through infinity.
+                if a > 0 and bool(has_negative_eigenvalue(matrix)):
+                    raise UnsolvedStepError(
+                        f"the implicit step at t = {float(t):g} does not continue those of smaller "
+                        "dt: the field grows too fast for the time of the step (1 - theta h J has "
+                        "a negative eigenvalue), or its solution blows up. Use a smaller dt (it is "
+                        f"{self.h:g}), or end the run before this time."
+                    )
+                return x, evaluations
+        left = (largest(residual) / self.allowed(scale, x)).flatten()
+        worst = int(torch.where(torch.isfinite(left), left, torch.inf).argmax())
+        system = f" of system {worst}" if len(left) > 1 else ""
+        raise UnsolvedStepError(
+            f"the implicit step{system} at t = {float(t):g} did not converge: its equation has no "
+            f"solution near the state, or Newton's method misses it. Use a smaller dt (it is "
+            f"{self.h:g})."
+        )
+
+    def ends(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
+        """Return for each system whether a change is its last.
+
+        It is as small as is allowed, or comes from a residual that is rounding.
+
+        Args:
+            scale: the largest number of the state.
+            x: the iterate.
+            change: the change.
+            rounded: whether the residual is rounding.
+        """
+        return (largest(change) <= self.allowed(scale, x)) | rounded
+
+    def near(self, scale: Tensor, x: Tensor, change: Tensor, rounded: Tensor) -> Tensor:
+        """Return for each system whether a change is taken whole.
+
+        Rounding may decide about it, or it is the last.
+        """
+        allowed = self.allowed(scale, x)
+        small = torch.minimum(1e3 * allowed, torch.finfo(x.dtype).eps ** 0.5 * scale)
+        return (largest(change) <= torch.maximum(allowed, small)) | rounded
+
+    def rounded(self, y: Tensor, x: Tensor, matrix: Tensor, residual: Tensor) -> Tensor:
+        """Return for each system whether its residual is rounding.
+
+        A small relative change of the entries of the matrix and of y would then make the residual
+        zero (Oettli and Prager, Numer. Math. 6, 405 (1964)). If J is stiff, the rounding of x alone
+        gives such residuals, and their changes stay larger than is allowed.
+        """
+        terms = y.abs() + (matrix.abs() * x.abs().unsqueeze(-2)).sum(-1)
+        return (residual.abs() - 8 * torch.finfo(x.dtype).eps * terms).amax(-1) <= 0
+
+    def allowed(self, scale: Tensor, x: Tensor) -> Tensor:
+        """Return the largest change of each system by which x counts as converged."""
+        eps = 4 * torch.finfo(x.dtype).eps
+        return max(self.tol, eps) * torch.maximum(scale, largest(x)) + torch.finfo(x.dtype).tiny
+
+    def rate(self, t: Tensor, y: Tensor) -> Tensor:
+        """Evaluate f at joined fields."""
+        return self.joined(self.dynamics.drift(t, self.state(y)))
+
+    def linear(self, t: Tensor, x: Tensor, a: float) -> Linear:
+        """Evaluate f and ``1 - a J`` for each system, row by row."""
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            rate = self.rate(t, point)
+            columns = rate.unbind(-1)
+        with outside_tracing():
+            unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        if not rate.requires_grad:
+            return Linear(point, rate, unit.expand(*x.shape, -1))
+        rows = [product(column, point, torch.ones_like(column)) for column in columns]
+        return Linear(point, rate, unit - a * torch.stack(rows, -2))
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The identity, which refuses to be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of an implicit step comes from a linear system and has no graph of "
+                "its own, so it cannot be differentiated again (create_graph=True, double "
+                "backward). Use explicit steps for that."
+            )
+        return cotangents[0]
+
+
+def product(value: Tensor, y: Tensor, vector: Tensor) -> Tensor:
+    """Compute the vector-Jacobian product of a value, and keep its graph."""
+    (found,) = torch.autograd.grad(
+        value, y, vector, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return found
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest absolute value along the last axis."""
+    return x.abs().amax(-1)
+
+
+@dataclass(frozen=True)
+class ImplicitFieldMove:
+    """A whole implicit step as one move, which counts its evaluations."""
+
+    steps: ImplicitField
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.steps.kind._fields
+
+    @property
+    def invertible(self) -> bool:
+        return True
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        """Return the state after the step."""
+        steps, t, y = self.steps, self._time(state, context), self.steps.joined(state)
+        x, evaluations = steps.solve(t, y)
+        context.forces.count(evaluations)
+        return steps.state(steps.end(y, x))
+
+    def check(self, before: State, after: State, context: MoveContext) -> None:
+        """Refuse a step in which systems depend on each other, whose gradient would be wrong."""
+        steps, t = self.steps, self._time(after, context)
+        x = self._between(before, after)
+        # The run refuses a state that is not finite, and names the step.
+        if bool(torch.isfinite(x).all()) and bool(steps.linear(t, x, steps.a).coupled(steps.a)):
+            raise ValueError(COUPLED)
+
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
+        """Propagate state and cotangents back through the step.
+
+        If the state before it is given, one linear system is solved, and no step.
+        """
+        steps, t, end = self.steps, self._time(after, context), self.steps.joined(after)
+        if before is None:
+            x, evaluations = steps.inner(t, end)
+            context.forces.count(evaluations)
+        else:
+            x = self._between(before, after)
+        linear = steps.linear(t, x, steps.a)
+        context.forces.count(x.shape[-1] + 2)
+        start = steps.state(end - steps.h * linear.rate.detach()) if before is None else before
+        outer = torch.cat([cotangents[name] for name in self.writes], -1)
+        w, singular = solve(linear.matrix.mT, outer / steps.theta)
+        # In a compiled loop w is NaN for a singular matrix, and the forward run has refused systems
+        # that depend on each other.
+        if not is_tracing():
+            if bool(singular):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(t):g} has no derivative: 1 - theta h J is "
+                    "singular. Use a smaller dt."
+                )
+            if bool(linear.coupled(steps.a)):
+                raise ValueError(COUPLED)
+        along = steps.state(w - (1 / steps.theta - 1) * outer)
+        for name, cotangent in zip(self.writes, along, strict=True):
+            cotangents[name] = cotangent
+        if linear.rate.requires_grad:
+            context.forces.refuse_unknown(linear.rate, [linear.point], "the vector field")
+            self._add_parameters(linear.rate, steps.a * w, context, cotangents)
+        return start
+
+    def _add_parameters(
+        self, rate: Tensor, cotangent: Tensor, context: MoveContext, cotangents: Cotangents
+    ) -> None:
+        """Add the product of f with a cotangent to the cotangents of the parameters."""
+        parameters = context.forces.parameters
+        if not parameters:
+            return
+        inputs = list(parameters.values())
+        found = torch.autograd.grad(rate, inputs, cotangent, allow_unused=True)
+        for name, grad in zip(parameters, found, strict=True):
+            if grad is not None:
+                cotangents.add_parameter(name, grad)
+
+    def _between(self, before: AnyState, after: AnyState) -> Tensor:
+        """Return x of the step from one state to another."""
+        y = self.steps.joined(before)
+        return y + self.steps.theta * (self.steps.joined(after) - y)
+
+    def _time(self, state: AnyState, context: MoveContext) -> Tensor:
+        return Time().value(state, context).to(state[0])
+
+
+def field_program(
+    dynamics: FieldDynamics, state: AnyState, h: float, theta: float, tol: float, order: int
+) -> Program:
+    """Write the implicit step of a vector field as a program."""
+    widths = tuple(x.shape[-1] for x in state)
+    steps = ImplicitField(dynamics, type(state), widths, h, theta, tol)
+    return Program((Stage("Y", (ImplicitFieldMove(steps),), theta),), h, order)

@@ -1,0 +1,349 @@
+"""Newton's method for the position of an implicit step, and the linear systems of its matrix.
+
+With inverse masses c, s = sqrt(c) and a time a, the position x and a vector w solve::
+
+    x = z + a^2 c F(x),         (1 - a^2 s J s) w = b,         J = dF/dx
+
+In the second equation the mass is divided out from both sides, so its matrix is symmetric for a
+force from an energy, and atoms of infinite mass (c = 0) keep x = z. Systems of a batch are solved
+side by side, each to its own convergence.
+
+The matrix of a small system is made from one product of as many copies of the system as it has
+coordinates, and factorised. A larger one is used by its products. Conjugate gradients that have not
+converged after some of them are preconditioned by factors of a sparse Hessian, where there is one
+(:mod:`adjsim.solvers.implicit.step_factors`). Newton's next step uses the same factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adjsim.dynamics.forces import ForceEvaluator
+from adjsim.potentials.base import ForceField, force_vjp
+from adjsim.solvers.implicit.step_factors import StepFactors, step_factors
+
+NEWTON_STEPS = 50
+# Halvings of a Newton step that makes the residual larger.
+HALVINGS = 12
+# Largest number of coordinates of a system, and of entries of its copies (16 megabytes of float64),
+# for which the matrix is made.
+DENSE, ENTRIES = 300, 2**21
+# Products after which conjugate gradients get factors, which cost as much as 85 on a beam of 3,000
+# tetrahedra.
+PATIENCE = 50
+# Vectors of GMRES between restarts, and restarts.
+KRYLOV, RESTARTS = 50, 40
+
+Product = Callable[[Tensor], Tensor]
+
+
+class StepMatrix:
+    """The matrix ``1 - a^2 s J s`` at one position.
+
+    Args:
+        forces: evaluates the force, and counts.
+        x: position, ``(*batch, atoms, dim)``.
+        t: the time of the force.
+        a: the time a.
+        inverse_mass: c, a scalar or ``(atoms, 1)``.
+        near: the matrix at a position nearby, whose factors are tried first.
+    """
+
+    def __init__(
+        self,
+        forces: ForceEvaluator,
+        x: Tensor,
+        t: Any,
+        a: float,
+        inverse_mass: Tensor,
+        near: StepMatrix | None = None,
+    ) -> None:
+        self.forces, self.x, self.t, self.a = forces, x, t, a
+        self.root = inverse_mass.sqrt()
+        self.factors: StepFactors | None = None if near is None else near.factors
+        # The Jacobian of a force without an energy need not be symmetric.
+        self.symmetric = not isinstance(forces.potential, ForceField)
+
+    def solve(self, b: Tensor, share: float, transposed: bool = False) -> tuple[Tensor, Tensor]:
+        """Solve the linear system, by products to a residual that is this share of b.
+
+        Returns:
+            The solution, and a mask ``(*batch, 1, 1)`` of the systems in which a symmetric matrix
+            was found not to be positive. There it is some direction in which the residual shrinks.
+        """
+        size = b.shape[-1] * b.shape[-2]
+        if size <= DENSE and size * b.numel() <= ENTRIES:
+            return self._factorised(b, transposed)
+        if self.symmetric:
+            return self._iterated(b, share)
+        product = self._transposed if transposed else self._product
+        return gmres(product, b, share), torch.zeros_like(dot(b, b), dtype=torch.bool)
+
+    def residual(self, w: Tensor, b: Tensor) -> float:
+        """Compute the residual of a solution of the transposed system, relative to b."""
+        left = (b - self._transposed(w)).norm()
+        return float(left / b.norm().clamp(min=torch.finfo(b.dtype).tiny))
+
+    def _factorised(self, b: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        *batch, atoms, dim = b.shape
+        size = atoms * dim
+        units = torch.eye(size).to(b).reshape(size, *(1 for _ in batch), atoms, dim)
+        copies = self.x.expand(size, *b.shape)
+        _, pullback = force_vjp(self.forces.potential, copies, [], self.t)
+        rows, _ = pullback((self.root * units).expand_as(copies))
+        for _ in range(2 * size):
+            self.forces.count()
+        rows = (units - self.a**2 * self.root * rows).movedim(0, -3).reshape(*batch, size, size)
+        right = b.reshape(*batch, size, 1)
+        if not self.symmetric:
+            matrix = rows.mT if transposed else rows
+            w = torch.linalg.solve(matrix, right)
+            return w.reshape(b.shape), torch.zeros_like(dot(b, b), dtype=torch.bool)
+        matrix = 0.5 * (rows + rows.mT)
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        refused = (info > 0)[..., None, None]
+        w = torch.cholesky_solve(right, factor)
+        if bool(refused.any()):
+            values, vectors = torch.linalg.eigh(matrix)
+            shrinking = vectors @ ((vectors.mT @ right) / values.abs().clamp(min=1e-8)[..., None])
+            w = torch.where(refused, shrinking, w)
+        return w.reshape(b.shape), refused
+
+    def _iterated(self, b: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        found = conjugate_gradients(self._transposed, b, share, self.factors, limit=PATIENCE)
+        if not found.left:
+            return found.x, found.refused
+        own = step_factors(self.forces, self.x, self.a, self.root)
+        self.factors = self.factors if own is None else own
+        again = conjugate_gradients(self._transposed, b, share, self.factors, start=found.x)
+        return again.x, found.refused | again.refused
+
+    def _transposed(self, w: Tensor) -> Tensor:
+        _, pullback = force_vjp(self.forces.potential, self.x, [], self.t)
+        along, _ = pullback(self.root * w)
+        self.forces.count()
+        self.forces.count()
+        return w - self.a**2 * self.root * along
+
+    def _product(self, w: Tensor) -> Tensor:
+        along = jacobian_product(self.forces.potential, self.x, self.t, self.root * w)
+        self.forces.count()
+        self.forces.count()
+        return w - self.a**2 * self.root * along
+
+
+class UnsolvedStepError(RuntimeError):
+    """Raised if the equation of an implicit step, or of its derivative, cannot be solved."""
+
+
+def solve_position(
+    forces: ForceEvaluator,
+    t: Any,
+    a: float,
+    inverse_mass: Tensor,
+    z: Tensor,
+    guess: Tensor,
+    tol: float,
+) -> Tensor:
+    """Solve ``x = z + a^2 c F(x)`` for x.
+
+    Args:
+        forces: evaluates the force.
+        t: its time.
+        a: the time a.
+        inverse_mass: c, a scalar or ``(atoms, 1)``.
+        z: ``(*batch, atoms, dim)``.
+        guess: where to start, of the same shape.
+        tol: the largest error of x, relative to the largest coordinate of its system.
+
+    Raises:
+        UnsolvedStepError: Newton's method did not converge, or the solution is not unique.
+    """
+    mobile = inverse_mass > 0
+    over_root = torch.where(mobile, torch.where(mobile, inverse_mass, 1.0).rsqrt(), 0.0)
+    root, epsilon = inverse_mass.sqrt(), torch.finfo(z.dtype).eps
+    share, allowed = epsilon**0.5, max(tol, 4 * epsilon)
+    x = torch.where(mobile, guess, z)
+
+    def residual(at: Tensor) -> Tensor:
+        return over_root * (z - at) + a**2 * root * forces.force(at, t)
+
+    left, scale = residual(x), largest(x)
+    done, before = torch.zeros_like(scale, dtype=torch.bool), torch.zeros_like(scale)
+    indefinite = done
+    length, matrix = scale, None
+    for _ in range(NEWTON_STEPS):
+        matrix = StepMatrix(forces, x, t, a, inverse_mass, matrix)
+        w, refused = matrix.solve(torch.where(done, 0.0, left), share)
+        indefinite = torch.where(done, indefinite, refused)
+        step = root * w
+        x, left, length, whole = _advance(x, step, left, residual)
+        scale = torch.maximum(scale, largest(x))
+        # The next correction is smaller than this one by the rate of the last two, or by the error
+        # of the linear solution.
+        rate = torch.where(length < before, length / before, 1.0).clamp(min=share)
+        done, before = done | (whole & (rate * length <= allowed * scale)), length
+        if bool(done.all()):
+            if bool(indefinite.any()):
+                raise UnsolvedStepError(
+                    f"the implicit step at t = {float(t):g} has no unique solution: the energy has "
+                    "a negative curvature that is too large for the time of the step. Use a "
+                    "smaller dt."
+                )
+            return x
+    worst = float((length / scale).max())
+    raise UnsolvedStepError(
+        f"the implicit step at t = {float(t):g} did not converge: after {NEWTON_STEPS} Newton "
+        f"steps positions still change by {worst:.1e} of their size ({allowed:.1e} is allowed). "
+        "Use a smaller dt, or start from a configuration with smaller forces."
+    )
+
+
+def _advance(
+    x: Tensor, step: Tensor, left: Tensor, residual: Product
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Take a step, halved where it would make the residual larger.
+
+    Returns:
+        The position, its residual, the length of the step, and whether the step was not halved.
+    """
+    share = torch.ones_like(largest(x))
+    # Below this length the residual is rounding.
+    short = largest(step) <= torch.finfo(x.dtype).eps ** 0.5 * largest(x)
+    size = dot(left, left)
+    trial = x + step
+    found = residual(trial)
+    for _ in range(HALVINGS):
+        worse = ~short & ~(dot(found, found) <= size)
+        if not bool(worse.any()):
+            break
+        share = torch.where(worse, 0.5 * share, share)
+        trial = x + share * step
+        found = residual(trial)
+    return trial, found, largest(step), share == 1
+
+
+class Iterated(NamedTuple):
+    """A solution by conjugate gradients.
+
+    Attributes:
+        x: the solution, ``(*batch, atoms, dim)``.
+        refused: the systems whose matrix is not positive, ``(*batch, 1, 1)``.
+        left: whether a system has not converged.
+    """
+
+    x: Tensor
+    refused: Tensor
+    left: bool
+
+
+def conjugate_gradients(
+    product: Product,
+    b: Tensor,
+    share: float,
+    precondition: Product | None = None,
+    *,
+    start: Tensor | None = None,
+    limit: int | None = None,
+) -> Iterated:
+    """Solve a symmetric positive system for each system of a batch, ``(*batch, atoms, dim)``.
+
+    It stops where the matrix has a direction of no positive curvature; see
+    :meth:`StepMatrix.solve`.
+
+    Args:
+        product: the product with the matrix.
+        b: the right-hand side.
+        share: the largest residual, relative to b.
+        precondition: the product with an approximate inverse, symmetric and positive.
+        start: where to start; None: from zero.
+        limit: the largest number of products; None: 20 for each coordinate, and 100.
+    """
+    nearly: Product = (lambda r: r) if precondition is None else precondition
+    x = torch.zeros_like(b) if start is None else start
+    r = b if start is None else b - product(start)
+    z = nearly(r)
+    d, size, along_z = z, dot(r, r), dot(r, z)
+    target, refused = share**2 * dot(b, b), torch.zeros_like(size, dtype=torch.bool)
+    for _ in range(limit or 100 + 20 * b.shape[-1] * b.shape[-2]):
+        active = (size > target) & ~refused
+        if not bool(active.any()):
+            break
+        along = product(d)
+        curvature = dot(d, along)
+        refused = refused | (active & ~(curvature > 0))
+        active = active & ~refused
+        alpha = torch.where(active, along_z / torch.where(active, curvature, 1.0), 0.0)
+        x, r = x + alpha * d, r - alpha * along
+        z = nearly(r)
+        found = dot(r, z)
+        d = torch.where(active, z + found / torch.where(active, along_z, 1.0) * d, 0.0)
+        size, along_z = dot(r, r), torch.where(active, found, along_z)
+    # Without any step, b itself is the direction of steepest descent.
+    x = torch.where(refused & (dot(x, x) == 0), b, x)
+    return Iterated(x, refused, bool(((size > target) & ~refused).any()))
+
+
+def gmres(product: Product, b: Tensor, share: float) -> Tensor:
+    """Solve a general linear system, all systems of a batch together.
+
+    See Saad and Schultz, SIAM J. Sci. Stat. Comput. 7, 856 (1986).
+    """
+    x, r = torch.zeros_like(b), b
+    target = share * float(b.norm())
+    for _ in range(RESTARTS):
+        size = float(r.norm())
+        if size <= target:
+            break
+        basis, rows = [r / size], torch.zeros(KRYLOV + 1, KRYLOV, dtype=torch.float64)
+        first = torch.zeros(KRYLOV + 1, dtype=torch.float64)
+        first[0] = size
+        weights = first[:0]
+        for k in range(KRYLOV):
+            v = product(basis[k])
+            for _again in range(2):
+                for i, other in enumerate(basis):
+                    overlap = (other * v).sum()
+                    rows[i, k] += overlap.double().cpu()
+                    v = v - overlap * other
+            rows[k + 1, k] = float(v.norm())
+            part = rows[: k + 2, : k + 1]
+            weights = torch.linalg.lstsq(part, first[: k + 2, None]).solution[:, 0]
+            left = float((part @ weights - first[: k + 2]).norm())
+            if left <= target or float(rows[k + 1, k]) <= 1e-300:
+                break
+            basis.append(v / rows[k + 1, k].to(v))
+        for weight, direction in zip(weights, basis, strict=False):
+            x = x + weight.to(x) * direction
+        r = b - product(x)
+    return x
+
+
+def jacobian_product(potential: nn.Module, x: Tensor, t: Any, v: Tensor) -> Tensor:
+    """Compute ``dF/dx v`` for a force field, as the derivative of ``u^T dF/dx`` in u."""
+    with torch.enable_grad():
+        q, u = x.detach().requires_grad_(), torch.zeros_like(x).requires_grad_()
+        value = potential(t, q)
+        if not value.requires_grad:
+            return torch.zeros_like(v)
+        (along,) = torch.autograd.grad(
+            value, q, u, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        if not along.requires_grad:
+            return torch.zeros_like(v)
+        (found,) = torch.autograd.grad(along, u, v, allow_unused=True, materialize_grads=True)
+    return found
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum the products of each system's entries, ``(*batch, 1, 1)``."""
+    return (a * b).sum((-1, -2), keepdim=True)
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest absolute entry of each system, ``(*batch, 1, 1)``."""
+    return x.abs().amax((-1, -2), keepdim=True)

@@ -1,0 +1,1 @@
+"""Runge-Kutta and Heun steps that are reversed by algebra."""

@@ -1,0 +1,154 @@
+"""The increment of a Runge-Kutta step as a source of shears, and the growth of reversed steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.state import AnyState, State, detached
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.cotangents import Cotangents
+from adjsim.dynamics.sources import Accumulate, MoveContext, Time
+from adjsim.solvers.runge_kutta.runge_kutta import increment
+from adjsim.solvers.runge_kutta.tableaus import Tableau
+
+# Parts of the first steps, of which the strongest contraction counts.
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class Increment:
+    """The increment of a Runge-Kutta step of one field, as a function of other fields::
+
+        sign step_h(x)  or, with a coefficient w,  w x + sign step_h(x)
+
+    It is differentiated automatically, with respect to the fields and to the parameters of the
+    dynamics.
+
+    Attributes:
+        dynamics: the dynamics, whose drift is evaluated.
+        tableau: the method.
+        h: the size of the step; None: the coefficient "h" of the step.
+        kind: the type of the states of the dynamics.
+        reads: the fields that stand for the fields of such a state, in order.
+        index: the number of the field whose increment it is.
+        direction: 1 for a step forward in time, -1 for one backward.
+        sign: 1 or -1.
+        weight: the name of the coefficient w.
+    """
+
+    dynamics: Dynamics[Any]
+    tableau: Tableau
+    h: float | None
+    kind: type[Any]
+    reads: tuple[str, ...]
+    index: int
+    direction: int = 1
+    sign: int = 1
+    weight: str | None = None
+
+    def value(self, state: AnyState, context: MoveContext) -> Tensor:
+        fields = [getattr(state, name) for name in self.reads]
+        value = self._evaluate(fields, state, context)
+        context.forces.count_backward((value,), len(self.tableau.b))
+        return value
+
+    def vjp(
+        self, state: AnyState, context: MoveContext, cotangents: Cotangents
+    ) -> tuple[Tensor, Accumulate]:
+        parameters = context.forces.parameters
+        fields = [getattr(state, name).detach().requires_grad_() for name in self.reads]
+        with torch.enable_grad():
+            value = self._evaluate(fields, state, context)
+        if not value.requires_grad:
+            return value, None
+        context.forces.refuse_unknown(value, fields, "the vector field")
+
+        def accumulate(cotangent: Tensor) -> None:
+            context.forces.count(len(self.tableau.b))
+            inputs = [*fields, *parameters.values()]
+            found = torch.autograd.grad(value, inputs, cotangent, allow_unused=True)
+            for name, grad in zip(self.reads, found, strict=False):
+                if grad is not None:
+                    cotangents.add(name, grad)
+            for name, grad in zip(parameters, found[len(fields) :], strict=True):
+                if grad is not None:
+                    cotangents.add_parameter(name, grad)
+
+        return value.detach(), accumulate
+
+    def _evaluate(self, fields: list[Tensor], state: AnyState, context: MoveContext) -> Tensor:
+        context.forces.count(len(self.tableau.b))
+        t, inner = Time().value(state, context), self.kind._make(fields)
+        # A size is a constant of a run, so a coefficient of it is read as a number.
+        h = self.direction * (float(context.coefficients["h"]) if self.h is None else self.h)
+        step = increment(self.dynamics, self.tableau, t, h, inner)[self.index]
+        if self.weight is None:
+            return step if self.sign > 0 else -step
+        return torch.add(
+            context.coefficients[self.weight] * fields[self.index], step, alpha=self.sign
+        )
+
+
+def reversed_growth(
+    dynamics: Dynamics[State], tableau: Tableau, sizes: Sequence[float], state: State, t: float
+) -> float:
+    """Estimate the growth exponent (1/time) of the reversed linear flow along the next steps.
+
+    The steps have the given sizes. A perturbation d of reversed steps obeys ``d <- DPhi_{-h}(y_n)
+    d``. Its growth is that of the transposed products from the last state to the first, over parts
+    of the run and systems of the batch, of which the largest counts.
+    """
+    states: list[Any] = []
+    y: Any = detached(state)
+    times = [t + x for x in accumulate(sizes, initial=0.0)]
+    with torch.no_grad():
+        for n, h in enumerate(sizes):
+            after = added(y, increment(dynamics, tableau, times[n], h, y))
+            if not all(bool(torch.isfinite(x).all()) for x in after):
+                break
+            states.append(after)
+            y = after
+    generator = torch.Generator().manual_seed(0)
+    w = [torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in y]
+    w = _normalised(dynamics, y, w)[0]
+    exponents, length = [], max(1, math.ceil(len(states) / PARTS))
+    for end in range(len(states), 0, -length):
+        part, total = range(max(0, end - length), end), 0.0
+        for n in reversed(part):
+            leaves = type(y)._make(x.detach().requires_grad_() for x in states[n])
+            with torch.enable_grad():
+                step = increment(dynamics, tableau, times[n + 1], -sizes[n], leaves)
+                before = added(leaves, step)
+            w = list(torch.autograd.grad(before, tuple(leaves), w, materialize_grads=True))
+            w, size = _normalised(dynamics, y, w)
+            total = total + size.log()
+        time = times[part.stop] - times[part.start]
+        exponents.append(float(torch.as_tensor(total).amax()) / time)
+    finite = [x for x in exponents if math.isfinite(x)]
+    return max(finite, default=0.0)
+
+
+def added(state: Any, step: tuple[Tensor, ...]) -> Any:
+    return type(state)._make(y + x for y, x in zip(state, step, strict=True))
+
+
+def system_squares(dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares over all fields, for each system of the batch."""
+    batch = dynamics.batch_shape(state)
+    return torch.stack([x.reshape(*batch, -1).square().sum(-1) for x in w]).sum(0)
+
+
+def _normalised(
+    dynamics: Dynamics[Any], state: AnyState, w: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Divide by the norm over all fields, for each system of the batch, and return the norm."""
+    batch = dynamics.batch_shape(state)
+    size = system_squares(dynamics, state, w).sqrt()
+    return [x / size.reshape(*batch, *[1] * (x.ndim - size.ndim)) for x in w], size

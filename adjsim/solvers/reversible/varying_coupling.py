@@ -1,0 +1,108 @@
+"""The coupling of reversible Runge-Kutta steps that differ in size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adjsim.dynamics.lattice import BufferGrowth
+from adjsim.dynamics.sources import Coefficients
+from adjsim.solvers.base import Program
+from adjsim.solvers.clock import VaryingClock
+from adjsim.solvers.runge_kutta.runge_kutta import LETTER
+
+# The denominator of all couplings.
+DENOMINATOR = 4096
+
+
+@dataclass(frozen=True)
+class VaryingCoupling:
+    """The coupling c of steps of a size h, a fraction with the denominator 4096::
+
+        c = 1 - m/4096        m = ceil(4096 (1 - exp(-rate h)))
+
+    So c is at most exp(-rate h), between 1/4096 and 4095/4096. Where rate h exceeds ln 4096 = 8.3,
+    c stays 1/4096, and only smaller steps help.
+
+    Args:
+        rate: the rate, 1/time.
+        like: a field, for dtype and device.
+        exact: whether the steps run on a lattice, which needs numerator and denominator.
+    """
+
+    rate: float
+    like: Tensor
+    exact: bool
+
+    def coefficients(self, h: float) -> dict[str, Coefficients]:
+        c = Fraction(DENOMINATOR - int(_gaps(self.rate, h)), DENOMINATOR)
+        values: dict[str, Tensor] = {
+            # A number for Python, so it stays on the CPU.
+            "h": torch.tensor(h, dtype=torch.float64),
+            "c": self._tensor(float(c), self.like.dtype),
+            "1-c": self._tensor(float(1 - c), self.like.dtype),
+        }
+        if self.exact:
+            values["c n"] = self._tensor(c.numerator, torch.int64)
+            values["c d"] = self._tensor(c.denominator, torch.int64)
+        return {LETTER: values}
+
+    def growth(self, program: Program, clock: VaryingClock) -> BufferGrowth | None:
+        if not self.exact:
+            return None
+        fastest = self._fastest(program)
+        assert fastest.bits is not None
+        mean = float(decays(self.rate, clock.sizes).mean())
+        bits = torch.tensor(mean / np.log(2.0), dtype=torch.float64)
+        return replace(fastest, bits=dict.fromkeys(fastest.bits, bits))
+
+    def limit(self, program: Program) -> float:
+        """Return the upper bound of the buffers at a check."""
+        return self._fastest(program).limit if self.exact else 0.0
+
+    def _fastest(self, program: Program) -> BufferGrowth:
+        """Return the growth at the smallest coupling.
+
+        It bounds that of any step, so a check needs no knowledge of the sizes to come.
+        """
+        assert program.lattice is not None
+        coefficients = self.coefficients(float("inf"))
+        moves = [(stage.letter, move) for stage, move in program.moves]
+        growth = program.lattice.growth(coefficients, moves)
+        return replace(growth, check_every=1)
+
+    def _tensor(self, value: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=self.like.device)
+
+
+def _gaps(rate: float, h: Any) -> Any:
+    """Return 4096 (1 - c) for steps of size h."""
+    return np.clip(np.ceil(-DENOMINATOR * np.expm1(-rate * h)), 1, DENOMINATOR - 1)
+
+
+def decays(rate: float, h: np.ndarray) -> np.ndarray:
+    """Return -ln c for steps of size h."""
+    return -np.log1p(-_gaps(rate, h) / DENOMINATOR)
+
+
+def steps_within(rate: float, sizes: np.ndarray, damping: np.ndarray, growth: float) -> int:
+    """Return how many consecutive steps undo at most a decay of exp(-growth).
+
+    The count holds for the parts of a run that are each as many steps long.
+
+    Args:
+        rate: the rate of the coupling.
+        sizes: the sizes of the steps.
+        damping: the decay of the dynamics in each step.
+        growth: the largest exponent of a part.
+    """
+    total = np.concatenate([[0.0], np.cumsum(decays(rate, sizes) + damping)])
+    count = len(sizes)
+    while count > 1 and np.diff(total[[*range(0, len(sizes), count), -1]]).max() > growth:
+        count = count * 3 // 4
+    return count

@@ -1,0 +1,1 @@
+"""Explicit Runge-Kutta steps: their coefficients, and steps of fixed and varying size."""

@@ -1,0 +1,180 @@
+"""Adaptive steps of an embedded Runge-Kutta pair, run once without a gradient to record them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.state import AnyState, State, detached
+from adjsim.dynamics.base import Dynamics
+from adjsim.solvers.reversible.increment import added, system_squares
+from adjsim.solvers.runge_kutta.runge_kutta import add_rates, stage_rates
+from adjsim.solvers.runge_kutta.step_sizes import Adaptive
+from adjsim.solvers.runge_kutta.tableaus import Tableau
+
+# SciPy's controller.
+SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
+# A step that would end this close before a save time, as a multiple of its size, ends at it.
+REACH = 1.01
+
+# Takes the number of a step, its beginning and end, the state, and the plain step of its error
+# estimate. Returns the state after the step.
+TakeStep = Callable[[int, float, float, Any, AnyState], Any]
+
+
+class AdaptiveSteps:
+    """Steps of a dynamics whose sizes follow from the error of an embedded pair.
+
+    Args:
+        dynamics: the dynamics.
+        tableau: the method, with an error estimate.
+        adaptive: the tolerances.
+
+    Attributes:
+        rejected: number of attempts that were repeated with a smaller size.
+        evaluations: number of evaluations of the drift in attempts.
+    """
+
+    def __init__(self, dynamics: Dynamics[Any], tableau: Tableau, adaptive: Adaptive) -> None:
+        self.dynamics, self.tableau, self.adaptive = dynamics, tableau, adaptive
+        self.rejected, self.evaluations = 0, 0
+        self._power = -1 / (tableau.error_order + 1)
+
+    @torch.no_grad()
+    def run(
+        self,
+        state: Any,
+        ends: Sequence[float],
+        take: TakeStep,
+        plain: Callable[[Any], AnyState] = lambda state: state,
+        most: float = math.inf,
+    ) -> list[float]:
+        """Run steps that end at the given times, and return the times of all steps.
+
+        Args:
+            state: the start.
+            ends: the time of the start, and the times at which a step has to end.
+            take: takes a step.
+            plain: converts a state of the steps to that from which the error is estimated.
+            most: the largest number of steps.
+
+        Raises:
+            FloatingPointError: the error of a step stays too large at the smallest size.
+        """
+        t, times = ends[0], [ends[0]]
+        size = self.adaptive.first or self._first_size(plain(state), t, ends[-1])
+        for end in ends[1:]:
+            while t < end and len(times) <= most:
+                after, size, y = self._attempt(plain(state), t, size, end, len(times))
+                state = take(len(times) - 1, t, after, state, y)
+                t = after
+                times.append(t)
+        return times
+
+    def _attempt(
+        self, y: AnyState, t: float, size: float, end: float, number: int
+    ) -> tuple[float, float, AnyState]:
+        """Attempt a step until its error is small.
+
+        Returns the time after it, the size of the next step, and the state after it.
+        """
+        shortest, retried = 10 * math.ulp(t), False
+        size = max(size, shortest)
+        while True:
+            after = _reached(t, size, end)
+            state, error = self._try(y, t, after - t)
+            factor = SHRINK if not error < math.inf else SAFETY * max(error, 1e-30) ** self._power
+            if error <= 1:
+                grown = (after - t) * min(1.0 if retried else GROW, max(SHRINK, factor))
+                # A step that a save time made shorter says little about longer steps.
+                return after, max(grown, size) if after - t < size else grown, state
+            self.rejected, retried = self.rejected + 1, True
+            size = (after - t) * max(SHRINK, factor)
+            if size < shortest:
+                raise FloatingPointError(
+                    f"the error of step {number} (t = {t:g}) is {error:.1g} of the tolerances at "
+                    f"the smallest size, {after - t:.1g}: the solution blows up, or the rates are "
+                    "not finite or jump there. End the run before this time, or change the "
+                    "equation."
+                )
+
+    def _try(self, y: Any, t: float, h: float) -> tuple[AnyState, float]:
+        """Return the state after a plain step, and its error as a share of the tolerances."""
+        tableau, weights = self.tableau, self.tableau.error
+        assert weights is not None
+        rates = stage_rates(self.dynamics, tableau, t, h, y)
+        fields = range(len(y))
+        after = added(
+            y, tuple(add_rates(None, h, tableau.b, [k[i] for k in rates]) for i in fields)
+        )
+        if len(weights) > len(rates):
+            rates.append(tuple(self.dynamics.drift(t + h, after)))
+        self.evaluations += len(rates)
+        error = [add_rates(None, h, weights, [k[i] for k in rates]) for i in fields]
+        sizes = [torch.maximum(a.abs(), b.abs()) for a, b in zip(y, after, strict=True)]
+        return after, self._norm(y, error, sizes)
+
+    def _norm(self, y: AnyState, parts: Sequence[Tensor], sizes: Sequence[Tensor]) -> float:
+        """Return the norm of the controller, the largest over the batch."""
+        rtol, atol = self.adaptive.rtol, self.adaptive.atol
+        shares = [x / (atol + rtol * size) for x, size in zip(parts, sizes, strict=True)]
+        squares = system_squares(self.dynamics, y, shares)
+        entries = sum(x.numel() for x in y) / squares.numel()
+        return float((squares / entries).amax().sqrt())
+
+    def _first_size(self, y: Any, t: float, end: float) -> float:
+        """Estimate the size of the first step from the rates at the start and near it."""
+        self.evaluations += 2
+        sizes = [x.abs() for x in y]
+        rates = self.dynamics.drift(t, y)
+        d0, d1 = self._norm(y, y, sizes), self._norm(y, rates, sizes)
+        h0 = 1e-6 if not min(d0, d1) >= 1e-5 else 0.01 * d0 / d1
+        h0 = min(h0, end - t)
+        near = self.dynamics.drift(t + h0, added(y, tuple(h0 * k for k in rates)))
+        change = tuple(b - a for a, b in zip(rates, near, strict=True))
+        d2 = max(d1, self._norm(y, change, sizes) / h0)
+        h1 = max(1e-6, 1e-3 * h0) if not d2 > 1e-15 else (0.01 / d2) ** -self._power
+        found = min(100 * h0, h1, end - t)
+        return found if found > 0 else h0
+
+
+def _reached(t: float, size: float, end: float) -> float:
+    """Return the end of a step of a size, where a step has to end at ``end``."""
+    left = end - t
+    if left <= REACH * size:
+        return end
+    # Two steps of half the time that is left, instead of one and a very short one.
+    return t + left / 2 if left < 2 * size else t + size
+
+
+@torch.no_grad()
+def look_ahead(
+    dynamics: Dynamics[State],
+    tableau: Tableau,
+    adaptive: Adaptive,
+    state: State,
+    ends: Sequence[float],
+    count: int,
+) -> list[float]:
+    """Return the sizes of the next plain steps, at most ``count``, at least one.
+
+    They end at the last of ``ends``, whose first is the time of the start, or where the solution
+    blows up.
+    """
+    steps, sizes = AdaptiveSteps(dynamics, tableau, adaptive), list[float]()
+
+    def take(number: int, begin: float, after: float, before: Any, y: AnyState) -> AnyState:
+        sizes.append(after - begin)
+        return y
+
+    try:
+        steps.run(detached(state), ends, take, most=count)
+    except FloatingPointError:
+        # The run itself stops there, with the number of its step.
+        if not sizes:
+            raise
+    return sizes

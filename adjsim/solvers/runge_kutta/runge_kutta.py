@@ -1,0 +1,158 @@
+"""Explicit Runge-Kutta steps of a fixed size, for any dynamics without noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adjsim.core.arguments import describe_type
+from adjsim.core.state import State
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.sources import Coefficients, Time
+from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.clock import check_dt
+from adjsim.solvers.runge_kutta.tableaus import TABLEAUS, Tableau
+from adjsim.solvers.stochastic.drift_move import DriftMove
+
+LETTER = "Y"
+
+
+def increment(
+    dynamics: Dynamics[State], tableau: Tableau, t: Any, h: float, state: State
+) -> tuple[Tensor, ...]:
+    """Compute ``h sum_i b_i k_i``, the increment of a step of size h, by field.
+
+    The size may be negative.
+    """
+    rates = stage_rates(dynamics, tableau, t, h, state)
+    return tuple(
+        add_rates(None, h, tableau.b, [rate[i] for rate in rates]) for i in range(len(state))
+    )
+
+
+def stage_rates(
+    dynamics: Dynamics[State], tableau: Tableau, t: Any, h: float, state: State
+) -> list[tuple[Tensor, ...]]:
+    """Compute the rates k of all stages, by field."""
+    rates: list[tuple[Tensor, ...]] = []
+    for row, node in zip(tableau.a, tableau.nodes, strict=True):
+        inner = type(state)._make(
+            add_rates(y, h, row, [rate[i] for rate in rates]) for i, y in enumerate(state)
+        )
+        rates.append(tuple(dynamics.drift(t + node * h, inner)))
+    return rates
+
+
+def add_rates(y: Tensor | None, h: float, weights: Sequence[float], rates: list[Tensor]) -> Any:
+    """Compute ``y + h sum_j weights_j rates_j``; without a y, the sum alone."""
+    for weight, rate in zip(weights, rates, strict=True):
+        if weight != 0:
+            y = h * weight * rate if y is None else torch.add(y, rate, alpha=h * weight)
+    return y
+
+
+class RungeKutta(SteppingSolver):
+    """Take explicit Runge-Kutta steps of size dt::
+
+        k_i = f(t + c_i dt, y + dt sum_{j<i} a_ij k_j)        y' = y + dt sum_i b_i k_i
+
+    f is the drift of the dynamics, so any dynamics without noise is taken, :class:`~adjsim.ODE` as
+    well as :class:`~adjsim.Hamiltonian`. A step has no inverse: gradients come from
+    :class:`~adjsim.DirectAdjoint`, or from :class:`~adjsim.CheckpointAdjoint` in a memory that
+    grows as the root of the number of steps. Both are exact for the discrete steps.
+
+    ==================== ======= ===== =========================================
+    method               stages  order source
+    ==================== ======= ===== =========================================
+    "euler"              1       1     Euler (1768)
+    "midpoint"           2       2     Runge (1895)
+    "heun"               2       2     Heun (1900)
+    "ralston"            2       2     Ralston (1962), smallest error bound
+    "ssp3"               3       3     Shu and Osher (1988), keeps stability
+    "bogacki-shampine"   3       3     Bogacki and Shampine (1989)
+    "rk4"                4       4     Kutta (1901)
+    "dormand-prince"     6       5     Dormand and Prince (1980), order five
+    ==================== ======= ===== =========================================
+
+    Steps are explicit, so stiff equations need steps below about two over their fastest rate. For
+    Newton's equations prefer a splitting, whose energy does not drift.
+    :class:`~adjsim.ODESolver` chooses the steps from an error.
+
+    Args:
+        method: a name from the table, or a :class:`Tableau`.
+        dt: the step, time.
+
+    Raises:
+        ValueError: an unknown method.
+        TypeError: dynamics with noise, or with a term that is not an equation (when a run begins).
+    """
+
+    def __init__(self, method: str | Tableau, dt: float) -> None:
+        self.method, self.tableau, self.dt = method, find_tableau(method), check_dt(dt)
+
+    @property
+    def order(self) -> int:
+        return self.tableau.order
+
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+        refuse_no_drift(self, dynamics)
+        kind, tableau, dt = type(state), self.tableau, self.dt
+
+        def step(coefficients: Coefficients, t: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
+            added = increment(dynamics, tableau, t, dt, kind._make(fields))
+            return tuple(y + x for y, x in zip(fields, added, strict=True))
+
+        move = DriftMove(
+            state._fields,
+            step,
+            None,
+            (Time(),),
+            "the stages of an explicit step",
+            reads_parameters=True,
+            evaluations=len(tableau.b),
+        )
+        return Program((Stage(LETTER, (move,), 0.0),), self.dt, self.order)
+
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        return {LETTER: {}}
+
+    def __repr__(self) -> str:
+        return f"RungeKutta({self.method!r}, dt={self.dt:g})"
+
+
+def find_tableau(method: str | Tableau) -> Tableau:
+    """Return the tableau of a method.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a name nor a tableau.
+    """
+    if isinstance(method, str) and method not in TABLEAUS:
+        raise ValueError(
+            f"unknown Runge-Kutta method {method!r}; choose from {', '.join(TABLEAUS)}, or "
+            "give a Tableau(a, b, c)."
+        )
+    if not isinstance(method, str | Tableau):
+        raise TypeError(
+            f"method must be a name such as 'rk4' or a Tableau; got {describe_type(method)}."
+        )
+    return TABLEAUS[method] if isinstance(method, str) else method
+
+
+def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:
+    """Refuse dynamics that are not an ordinary differential equation."""
+    name = type(dynamics).__name__
+    for letter, term in dynamics.terms.items():
+        if term.no_equation:
+            raise TypeError(
+                f"{type(solver).__name__} cannot take term {letter!r} of {name}: "
+                f"{term.no_equation}. Use a splitting."
+            )
+    if dynamics.stochastic:
+        raise TypeError(
+            f"{type(solver).__name__} has no noise, and {name} has: use EulerMaruyama(dt), "
+            "SDESolver(dt=...) or a splitting."
+        )

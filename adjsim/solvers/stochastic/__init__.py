@@ -1,0 +1,1 @@
+"""Steps of stochastic differential equations without an inverse."""

@@ -1,0 +1,120 @@
+"""Steps for overdamped dynamics, which have no inverse in closed form."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from adjsim.core.state import AnyState, State, position_of
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.fields.sde import SDE
+from adjsim.dynamics.masses import per_atom
+from adjsim.dynamics.moves import Map, Shear
+from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source, Time
+from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
+from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.clock import check_dt
+from adjsim.solvers.stochastic.drift_move import DriftMove
+
+
+class EulerMaruyama(SteppingSolver):
+    """The simplest step of overdamped Langevin dynamics::
+
+        q' = q + dt F(q)/friction + sqrt(2 kT dt/friction) xi
+
+    It is first order in averages: <x^2> of a harmonic well of stiffness k is too large by
+    the factor 1/(1 - k dt/(2 friction)). Since the noise is additive, it is also first
+    order in the path.
+    :class:`LeimkuhlerMatthews` costs the same and has better averages. A step has no inverse, so
+    gradients come from DirectAdjoint or CheckpointAdjoint.
+
+    It also solves an :class:`~adjsim.SDE` in the sense of Ito, for every noise::
+
+        y' = y + dt drift(t, y) + sqrt(dt) diffusion(t, y) xi
+
+    Averages are then first order in dt, and the path is of order 1/2, or 1 where the diffusion does
+    not depend on y.
+
+    Args:
+        dt: the step, time.
+    """
+
+    order: ClassVar[int] = 1
+    weights: ClassVar[tuple[float, ...]] = (1.0,)
+
+    def __init__(self, dt: float) -> None:
+        self.dt = check_dt(dt)
+
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+        if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
+            return self._program_of_sde(dynamics, state)
+        if not isinstance(dynamics, OverdampedLangevin):
+            fits = (
+                "OverdampedLangevin and SDE"
+                if type(self) is EulerMaruyama
+                else ("OverdampedLangevin")
+            )
+            raise TypeError(
+                f"{type(self).__name__} is for {fits}; "
+                f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
+            )
+        drift = Map(
+            ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
+        )
+        draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
+        noise = Shear("position", Combination("weights", draws), "noise")
+        stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
+        return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
+
+    def _program_of_sde(self, sde: SDE, state: AnyState) -> Program:
+        kind, dt = type(state), self.dt
+
+        def step(
+            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
+        ) -> tuple[Tensor, ...]:
+            before = kind._make(fields)
+            noise = sde.noise_increments(t, before, math.sqrt(dt) * xi)
+            rates = sde.drift(t, before)
+            return tuple(
+                torch.add(y, rate, alpha=dt) + x
+                for y, rate, x in zip(fields, rates, noise, strict=True)
+            )
+
+        move = DriftMove(
+            state._fields, step, None, (Time(), Random()), "the state", reads_parameters=True
+        )
+        return Program((Stage("Y", (move,), 0.0, 0, 1),), self.dt, self.order, draws=1)
+
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        if isinstance(dynamics, SDE):
+            return {"Y": {}}
+        assert isinstance(dynamics, OverdampedLangevin)
+        friction = per_atom(dynamics.friction, position_of(state))
+        noise = torch.sqrt(2 * dynamics.kT.to(position_of(state)) * self.dt / friction)
+        weights = torch.tensor(self.weights, dtype=torch.float64).to(position_of(state))
+        return {"D": {"mobility": self.dt / friction, "noise": noise, "weights": weights}}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(dt={self.dt:g})"
+
+
+class LeimkuhlerMatthews(EulerMaruyama):
+    """Euler-Maruyama with the noise of two steps averaged::
+
+        q_{k+1} = q_k + dt F(q_k)/friction + sqrt(2 kT dt/friction) (xi_k + xi_{k+1})/2
+
+    Stationary averages are second order, and exact for harmonic forces: BAOAB in the limit of large
+    friction (Leimkuhler and Matthews 2013; Leimkuhler, Matthews and Tretyakov, Proc. R. Soc. A 470,
+    20140120 (2014)). The path is of order 1/2, since at either end it differs by half a
+    step's noise from the exact path. Averages from a start out of equilibrium are of first
+    order.
+
+    Args:
+        dt: the step, time.
+    """
+
+    order: ClassVar[int] = 2
+    weights: ClassVar[tuple[float, ...]] = (0.5, 0.5)

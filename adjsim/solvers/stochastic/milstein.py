@@ -1,0 +1,104 @@
+"""The Milstein step of stochastic differential equations in the sense of Ito."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adjsim.core.state import State, in_transform
+from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
+from adjsim.dynamics.sources import Coefficients, Random, Time
+from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.clock import check_dt
+from adjsim.solvers.runge_kutta.runge_kutta import LETTER
+from adjsim.solvers.stochastic.drift_move import DriftMove
+
+
+class Milstein(SteppingSolver):
+    """Take Milstein steps of an SDE in the sense of Ito::
+
+        y' = y + drift dt + diffusion dW + (Dg g) (dW^2 - dt)/2
+
+    at (t, y), where g is the diffusion and Dg g its derivative along itself (Milstein, Theory
+    Probab. Appl. 19, 557 (1975)). The path is of order 1 and averages are of first order. This
+    holds for scalar noise, and for diagonal noise whose entry g_i depends on y_i alone; other noise
+    needs double integrals of the path, which are not drawn. For noise that does not depend on y
+    :class:`~adjsim.EulerMaruyama` is the same step. A step has no inverse: gradients come from
+    DirectAdjoint or CheckpointAdjoint. For the equation of Stratonovich use
+    :class:`~adjsim.StochasticHeun`.
+
+    Args:
+        dt: the step, time.
+
+    Raises:
+        TypeError: dynamics that are not an SDE (when a run begins).
+        ValueError: noise that is neither scalar nor diagonal, or diagonal noise whose entries
+            depend on other entries than their own near the start (when a run begins).
+    """
+
+    order = 1
+
+    def __init__(self, dt: float) -> None:
+        self.dt = check_dt(dt)
+
+    def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
+        if not isinstance(dynamics, SDE) or dynamics.noise != "diagonal" or in_transform():
+            return
+        # A derivative may vanish at the start itself, so a state beside it is tested too.
+        generator = torch.Generator().manual_seed(0)
+        beside = type(state)._make(
+            y + (0.1 + y.abs()) * torch.randn(y.shape, generator=generator, dtype=y.dtype).to(y)
+            for y in state
+        )
+        name = describe_cross_terms(dynamics, t, state) or describe_cross_terms(dynamics, t, beside)
+        if name is not None:
+            raise ValueError(
+                f"Milstein with noise='diagonal' needs an entry g_i that depends on y_i alone, and "
+                f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
+            )
+
+    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+        if not isinstance(dynamics, SDE):
+            raise TypeError(
+                f"Milstein is for SDE; for {type(dynamics).__name__} use a splitting or "
+                "SDESolver(dt=...)."
+            )
+        if dynamics.matrix:
+            raise ValueError(
+                f"Milstein takes diagonal and scalar noise, not noise={dynamics.noise!r}: use "
+                "EulerMaruyama(dt)."
+            )
+        sde, kind, dt = dynamics, type(state), self.dt
+
+        def step(
+            coefficients: Coefficients, t: Tensor, xi: Tensor, *fields: Tensor
+        ) -> tuple[Tensor, ...]:
+            dW = math.sqrt(dt) * xi
+            at = kind._make(fields)
+
+            def diffusion(*y: Tensor) -> tuple[Tensor, ...]:
+                return tuple(sde.amplitudes(t, kind._make(y)))
+
+            g = diffusion(*fields)
+            along = torch.func.jvp(diffusion, fields, g)[1]
+            half = 0.5 * (dW.square() - dt)
+            added = sde.times_increment(g, dW, at)
+            corrections = sde.times_increment(along, half, at)
+            return tuple(
+                torch.add(y, rate, alpha=dt) + x + z
+                for y, rate, x, z in zip(fields, sde.drift(t, at), added, corrections, strict=True)
+            )
+
+        move = DriftMove(
+            state._fields, step, None, (Time(), Random()), "the state", reads_parameters=True
+        )
+        return Program((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
+
+    def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        return {LETTER: {}}
+
+    def __repr__(self) -> str:
+        return f"Milstein(dt={self.dt:g})"
