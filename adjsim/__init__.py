@@ -1,5 +1,8 @@
 """adjsim: gradients through physical simulation."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from adjsim import meshes
 from adjsim.adjoints import (
     BacksolveAdjoint,
@@ -48,8 +51,6 @@ from adjsim.estimators import (
     Simulation,
     lyapunov_spectrum,
 )
-from adjsim.estimators.compare import Comparison, compare
-from adjsim.ivp import GrazingError, OdeResult, solve_ivp
 from adjsim.observables import (
     aligned,
     angular_distribution,
@@ -148,7 +149,6 @@ from adjsim.potentials import (
     Yukawa,
     force,
 )
-from adjsim.potentials.statics.minimum import minimize
 from adjsim.simulation.simulate import simulate
 from adjsim.solvers import (
     BAOAB,
@@ -171,7 +171,30 @@ from adjsim.solvers import (
     VelocityVerlet,
 )
 
+if TYPE_CHECKING:
+    from adjsim.estimators.compare import Comparison, compare
+    from adjsim.ivp import GrazingError, OdeResult, solve_ivp
+    from adjsim.potentials.statics.minimum import minimize
+
 __version__ = "0.1.0"
+
+# Names whose modules import SciPy's solvers, and which are therefore imported when first used.
+_LATE = {
+    "Comparison": "adjsim.estimators.compare",
+    "GrazingError": "adjsim.ivp",
+    "OdeResult": "adjsim.ivp",
+    "compare": "adjsim.estimators.compare",
+    "minimize": "adjsim.potentials.statics.minimum",
+    "solve_ivp": "adjsim.ivp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'adjsim' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_LATE[name]), name)
+    return found
+
 
 # Grouped by layer, as the documentation is.
 

@@ -32,7 +32,7 @@ def forth_and_back(
     problem = Problem(reading, tensors, dynamics, start, times, solver, None, Noise(seed))
     stepper, inputs = prepare(problem)
     history = Fingerprints(stepper, None, problem)
-    forces = stepper.program.forces(dynamics.potential)
+    forces = stepper.plan.forces(dynamics.potential)
     before, driver = stepper.to_lattice(start), EagerDriver(stepper, inputs, forces)
     after = stepper.run(before, inputs, driver, [history], problem)
     nothing = {name: torch.zeros_like(x) for name, x in start._asdict().items()}

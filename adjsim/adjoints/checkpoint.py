@@ -23,7 +23,7 @@ from adjsim.adjoints.sweep.history import (
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_whole
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -88,13 +88,13 @@ class Checkpoints(History):
     def count(self) -> int:
         return len(self.stored)
 
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         return states_tree(self.stored, first)
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         return None
 
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         self.stored = states_from_tree(parts, state)
 
     def rewind(
@@ -161,7 +161,7 @@ class Recompute(StatesRewind):
         stepper, state = self.stepper, self.history.stored[start]
         for k in range(start, stop):
             t, noise = stepper.clock.time_in_step(k), stepper.noise_of(k)
-            *before, state = stepper.program.intermediate_states(
+            *before, state = stepper.plan.intermediate_states(
                 t, state, stepper.coefficients_of(k, self.inputs), noise, self.forces
             )
             self.segment.append(before)

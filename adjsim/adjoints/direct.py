@@ -55,7 +55,7 @@ class DirectAdjoint(Adjoint):
             driver = EagerDriver(
                 stepper,
                 inputs,
-                stepper.program.forces(problem.dynamics.potential, stats=problem.stats),
+                stepper.plan.forces(problem.dynamics.potential, stats=problem.stats),
             )
         start = stepper.to_lattice(inputs.state)
         with forward_saves(problem, stepper.clock.last, {"record": recording}, driver) as saves:

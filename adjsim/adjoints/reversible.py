@@ -21,11 +21,11 @@ from adjsim.adjoints.sweep.history import (
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
 from adjsim.core.arguments import as_number, as_whole
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, detached, magnitudes, select
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.moves import Map, Reflection, Scale, Shear
+from adjsim.dynamics.moves import Reflection, Scale, Shear
 from adjsim.solvers.base import Problem, SteppingSolver
 
 
@@ -71,12 +71,12 @@ class ReversibleAdjoint(Adjoint):
         self.checkpoint_every, self.tol = checkpoint_every, tol
 
     def check(self, problem: Problem[State]) -> None:
-        for stage, move in problem.program.moves:
+        for stage, move in problem.plan.moves:
             if not move.invertible:
-                loses = f" (it loses {move.loses})" if isinstance(move, Map) and move.loses else ""
+                why = "" if move.irreversible is None else f" ({move.irreversible.reason})"
                 raise TypeError(
                     f"term {stage.letter!r} of {type(problem.dynamics).__name__} has no inverse"
-                    f"{loses}, so its steps cannot be undone: use CheckpointAdjoint() or "
+                    f"{why}, so its steps cannot be undone: use CheckpointAdjoint() or "
                     "DirectAdjoint()."
                 )
 
@@ -159,7 +159,7 @@ class Resets(History):
         last = self.stepper.clock.last
         checkpoint = step == 0 or (step < last and self._is_due(step))
         # The last state of the dynamics lacks the second copy of the state.
-        if checkpoint or (step == last and self.stepper.program.copies is not None):
+        if checkpoint or (step == last and self.stepper.plan.copies is not None):
             self.stored[step] = detached(state)
             self.stats["checkpoints"] = len(self.stored)
         if checkpoint or step in self.stepper.clock.saves:
@@ -184,17 +184,17 @@ class Resets(History):
     def count(self) -> int:
         return len(self.stored)
 
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         return states_tree(self.stored, first)
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         return {
             "scale": self.scale,
             "growth": None if self.growth is None else self.growth.carried(),
             "checkpoint_every": self.stats["checkpoint_every"],
         }
 
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         self.stored, self.scale = states_from_tree(parts, state), rest["scale"]
         self.scale = [x.to(state[0].device) for x in self.scale]
         if self.growth is not None:
@@ -204,7 +204,7 @@ class Resets(History):
     def rewind(
         self, inputs: Inputs, forces: ForceEvaluator, frames: AnyState | None, final: AnyState
     ) -> Rewind:
-        clock, copies = self.stepper.clock, self.stepper.program.copies
+        clock, copies = self.stepper.clock, self.stepper.plan.copies
         if copies is not None:
             return FloatInversion(self, self.stored, self.stored[clock.last])
         saves = clock.saves
@@ -258,7 +258,7 @@ class FloatInversion(Rewind):
     def _ways_out(self) -> str:
         """Write what may be used instead, of which exact steps are not for all dynamics."""
         history = self.history
-        moves = [move for _, move in history.stepper.program.moves]
+        moves = [move for _, move in history.stepper.plan.moves]
         exact = all(isinstance(move, Shear | Scale | Reflection) for move in moves)
         fewer = "" if history.every is None else f" below {history.every}"
         return (

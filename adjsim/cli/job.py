@@ -115,7 +115,7 @@ class Job:
         state = self.initial(1, torch.Generator().manual_seed(self.seed))
         self.model.check(state)
         check_potential(self.model.potential, position_of(state))
-        self.solver.program(self.model, state, 0.0)
+        self.solver.plan(self.model, state, 0.0)
 
     @property
     def exact(self) -> bool:

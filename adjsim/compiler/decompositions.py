@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 
 # Torch's own decompositions of these consist of operations that are printed.
 COMPOSITE = (
@@ -28,6 +27,8 @@ LONGEST = 64
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions of operations that are not printed themselves."""
+    from torch._decomp import get_decompositions
+
     aten = torch.ops.aten
     return {
         **get_decompositions([getattr(aten, name) for name in COMPOSITE]),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from adjsim.compiler.calls import Call, Called
 from adjsim.compiler.costs import work_size
 from adjsim.compiler.graph import Lowering
-from adjsim.compiler.nest_groups import Stage, fuse, join, nests
+from adjsim.compiler.nest_groups import NestGroup, fuse, join, nests
 from adjsim.compiler.nests import Task
 from adjsim.compiler.values import (
     Buffer,
@@ -39,7 +39,7 @@ class Output:
     buffer: Buffer
 
 
-class Function:
+class FunctionPrinter:
     """The C++ statements of a graph.
 
     Args:
@@ -72,17 +72,17 @@ class Function:
         }
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        stages = self._order(tasks, output_tasks, [] if result is None else [result])
+        groups = self._order(tasks, output_tasks, [] if result is None else [result])
         buffers = [
             value.buffer
             for value in tasks
             if value.buffer and not value.buffer.variable and value.buffer not in rows
         ]
-        self.scratch, self.lines = _share([list(stage.lines) for stage in stages], buffers)
+        self.scratch, self.lines = _share([list(group.lines) for group in groups], buffers)
 
     def _order(
         self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
-    ) -> list[Stage]:
+    ) -> list[NestGroup]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [
@@ -102,13 +102,13 @@ class Function:
             del tasks[value]
         # The order of the graph makes the generated source reproducible.
         remaining, done = list(tasks), set[Value]()
-        stages: list[Stage] = []
+        groups: list[NestGroup] = []
         while remaining:
             ready = [value for value in remaining if needs[value] & wanted <= done]
             called = next((x.call for x in ready if isinstance(x, Called) and x.call), None)
             if called is not None:
                 filled = [x.buffer for x in called.outputs if x.buffer]
-                stages.append(Stage(called.lines(self.functions[called]), filled))
+                groups.append(NestGroup(called.lines(self.functions[called]), filled))
                 done.update(called.outputs)
                 remaining = [value for value in remaining if value not in done]
                 continue
@@ -118,16 +118,16 @@ class Function:
             # Scalars first, so that a loop that needs one can join the loop before it.
             scalars = [value for value in small if value.numel == work_size(value) == 1]
             chosen = scalars or small or self._sharing_loop(ready, tasks)
-            stages.append(nests((task for value in chosen for task in tasks[value]), self.threads))
+            groups.append(nests((task for value in chosen for task in tasks[value]), self.threads))
             done.update(chosen)
             remaining = [value for value in remaining if value not in done]
-        stages.append(nests(output_tasks, self.threads))
+        groups.append(nests(output_tasks, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
         others += [value for result in results for value in _stored_operands(result)]
-        join(stages, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
+        join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
         names = {value.buffer.name for value in others if value.buffer}
-        fuse(stages, names | {buffer.name for buffer in self.rows})
-        return stages
+        fuse(groups, names | {buffer.name for buffer in self.rows})
+        return groups
 
     def _sharing_loop(self, ready: list[Value], tasks: dict[Value, list[Task]]) -> list[Value]:
         """Select large sums that share one loop with the first."""
@@ -188,12 +188,12 @@ def _stored_operands(value: Value, below: bool = False) -> set[Value]:
 
 
 def _share(
-    stages: Sequence[Sequence[str]], buffers: Sequence[Buffer]
+    groups: Sequence[Sequence[str]], buffers: Sequence[Buffer]
 ) -> tuple[list[Buffer], list[str]]:
     """Let buffers that are not needed at the same time share memory, which then stays in caches.
 
     Args:
-        stages: the statements of each stage.
+        groups: the statements of each group.
         buffers: the buffers that they use.
 
     Returns:
@@ -203,7 +203,7 @@ def _share(
     known = {buffer.name: buffer for buffer in buffers}
     uses = [
         [x for x in dict.fromkeys(_NAME.findall("\n".join(lines))) if x in known]
-        for lines in stages
+        for lines in groups
     ]
     last = {name: at for at, names in enumerate(uses) for name in names}
     left: list[Buffer] = []
@@ -217,7 +217,7 @@ def _share(
         free += [shared[name] for name in names if last[name] == at]
     return left, [
         _NAME.sub(lambda x: shared[x[0]].name if x[0] in shared else x[0], line)
-        for lines in stages
+        for lines in groups
         for line in lines
     ]
 

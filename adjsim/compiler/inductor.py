@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 
-from adjsim.compiler.program import Compiled, Parts, last_inputs
 from adjsim.compiler.rows import stored_examples
+from adjsim.compiler.to_cpp import Compiled, Parts, last_inputs
 
 # The thresholds make Inductor compute intermediate values of pairs of atoms inside the loop over
 # pairs, without storing them; values of single atoms are stored, see materialise(). With the C++

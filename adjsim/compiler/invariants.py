@@ -30,7 +30,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True)
-class Once:
+class LoopInvariant:
     """The evaluation of an operator.
 
     Attributes:
@@ -50,7 +50,7 @@ class Once:
         return self.operator(constants[self.number], *self.settings)
 
 
-def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
+def hoist_invariants(graph: GraphModule, constants: Sequence[Node]) -> list[LoopInvariant]:
     """Turn values of constants alone into the last inputs of a graph, and return them.
 
     Args:
@@ -58,7 +58,7 @@ def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
         constants: its placeholders of the constants of the loop.
     """
     _name_transposes(graph, constants)
-    found: dict[Any, tuple[Node, Once]] = {}
+    found: dict[Any, tuple[Node, LoopInvariant]] = {}
     after = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
     for node in [node for node in graph.graph.nodes if node.target in ONCE]:
         source, *settings = node.args
@@ -70,7 +70,7 @@ def take_once(graph: GraphModule, constants: Sequence[Node]) -> list[Once]:
             with graph.graph.inserting_after(after[0]):
                 after = [graph.graph.placeholder(f"once_{len(found)}")]
             after[0].meta["val"] = node.meta["val"]
-            found[key] = after[0], Once(*key, node.meta["val"])
+            found[key] = after[0], LoopInvariant(*key, node.meta["val"])
         node.replace_all_uses_with(found[key][0])
         graph.graph.erase_node(node)
     graph.recompile()

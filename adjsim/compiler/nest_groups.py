@@ -1,6 +1,6 @@
-"""The stages of a function, and values that need no memory because one loop alone reads them.
+"""Groups of loop nests, and values that need no memory because one loop alone reads them.
 
-A stage is a call, or loops that could run in any order. A value that reads what an earlier loop has
+A group is a call, or loops that could run in any order. A value that reads what an earlier loop has
 just computed, element by element, is computed in that loop too, where these numbers are at hand.
 A stored value that is read by one loop, element by element, is computed in that loop alone, so that
 it is neither written nor read. Loops that sum read stored values.
@@ -19,7 +19,7 @@ Space = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(eq=False)
-class Stage:
+class NestGroup:
     """A call, or loop nests.
 
     Attributes:
@@ -40,40 +40,42 @@ class Stage:
             yield from nest.lines()
 
 
-def nests(tasks: Iterable[Task], threads: int) -> Stage:
-    """Make the stage of tasks that do not depend on each other."""
+def nests(tasks: Iterable[Task], threads: int) -> NestGroup:
+    """Make the group of tasks that do not depend on each other."""
     groups: dict[Space, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.space, []).append(task)
-    return Stage(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
+    return NestGroup(nests={space: Nest(*space, group, threads) for space, group in groups.items()})
 
 
-def join(stages: list[Stage], operands: Callable[[Value], Iterable[Buffer]], threads: int) -> None:
+def join(
+    groups: list[NestGroup], operands: Callable[[Value], Iterable[Buffer]], threads: int
+) -> None:
     """Move each value into the earlier nest that computes the last of its operands.
 
     Args:
-        stages: in the order in which they run; changed in place.
+        groups: in the order in which they run; changed in place.
         operands: the buffers from which a value is computed.
         threads: the number of threads that share a large nest.
     """
-    # The stage that fills each buffer, and the space of the nest there that fills it by itself.
+    # The group that fills each buffer, and the space of the nest there that fills it by itself.
     made: dict[str, tuple[int, Space | None]] = {}
-    for at, stage in enumerate(stages):
-        made |= {buffer.name: (at, None) for buffer in stage.called}
-        groups: dict[tuple[int, Space], list[Task]] = {}
-        for space, nest in stage.nests.items():
+    for at, group in enumerate(groups):
+        made |= {buffer.name: (at, None) for buffer in group.called}
+        placed: dict[tuple[int, Space], list[Task]] = {}
+        for space, nest in group.nests.items():
             for task in nest.tasks:
                 found = [made[x.name] for x in operands(task.value) if x.name in made]
                 last = max((i for i, _ in found), default=at)
                 alone = {where for i, where in found if i == last} == {space}
-                host = stages[last].nests.get(space) if alone else None
+                host = groups[last].nests.get(space) if alone else None
                 joins = host is not None and _computes_operands(host, task)
-                groups.setdefault((last if joins else at, space), []).append(task)
-        stage.nests.clear()
-        for (where, space), tasks in groups.items():
-            host = stages[where].nests.get(space)
+                placed.setdefault((last if joins else at, space), []).append(task)
+        group.nests.clear()
+        for (where, space), tasks in placed.items():
+            host = groups[where].nests.get(space)
             joined = [*(host.tasks if host else ()), *tasks]
-            stages[where].nests[space] = Nest(*space, joined, threads)
+            groups[where].nests[space] = Nest(*space, joined, threads)
             for task in tasks:
                 last, _ = made.get(task.buffer.name, (where, space))
                 made[task.buffer.name] = max(last, where), None if task.begin else space
@@ -98,17 +100,17 @@ def _computes_operands(nest: Nest, task: Task) -> bool:
     )
 
 
-def fuse(stages: list[Stage], needed: set[str]) -> None:
+def fuse(groups: list[NestGroup], needed: set[str]) -> None:
     """Compute values in the one nest that reads them.
 
     Args:
-        stages: in the order in which they run; changed in place.
+        groups: in the order in which they run; changed in place.
         needed: the names of buffers that are read by more than nests.
     """
     readers: dict[str, set[tuple[int, Space]]] = {}
-    for at in reversed(range(len(stages))):
+    for at in reversed(range(len(groups))):
         changed: set[tuple[int, Space]] = set()
-        for space, nest in stages[at].nests.items():
+        for space, nest in groups[at].nests.items():
             own = {task.buffer.name for task in nest.tasks}
             for name in {buffer.name for buffer, _ in nest.body.reads} & own:
                 readers.setdefault(name, set()).add((at, space))
@@ -117,20 +119,20 @@ def fuse(stages: list[Stage], needed: set[str]) -> None:
                 if len(found) != 1 or task.buffer.name in needed:
                     continue
                 (reader,) = found
-                if reader[1] == space and _reads_once(stages[reader[0]].nests[space], task):
+                if reader[1] == space and _reads_once(groups[reader[0]].nests[space], task):
                     assert isinstance(task.value, StoredExpression)
                     task.value.value.buffer = None
                     changed |= {reader, (at, space)}
         for where, space in changed:
-            known = stages[where].nests
+            known = groups[where].nests
             tasks = [task for task in known[space].tasks if not _fused(task)]
             if tasks:
                 known[space] = Nest(*space, tasks, known[space].threads)
             else:
                 del known[space]
-        for where, space in {*changed, *((at, space) for space in stages[at].nests)}:
-            if space in stages[where].nests:
-                for buffer, _ in stages[where].nests[space].body.reads:
+        for where, space in {*changed, *((at, space) for space in groups[at].nests)}:
+            if space in groups[where].nests:
+                for buffer, _ in groups[where].nests[space].body.reads:
                     readers.setdefault(buffer.name, set()).add((where, space))
 
 

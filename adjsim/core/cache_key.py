@@ -11,6 +11,7 @@ of a compiled loop with its steps taken without compilation (:mod:`adjsim.adjoin
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -193,7 +194,7 @@ class _KeyBuilder:
             return type(x)
         if isinstance(x, _GETTERS):
             return type(x), self.key(x.__reduce__()[1:], where)
-        if isinstance(x, (tuple, list)):
+        if isinstance(x, (tuple, list, deque)):
             return (
                 self._kind(x, where),
                 self._attributes(x, where),
@@ -208,7 +209,8 @@ class _KeyBuilder:
             return Identity(source_of(x)) if id(x) in self.known else self._foreign_module(x, where)
         if isinstance(x, type):
             return self._class(x, where)
-        if (callable(x) and not hasattr(x, "__dict__")) or isinstance(
+        own = not _of_library(type(x)) and hasattr(type(x), "__slots__")
+        if (callable(x) and not hasattr(x, "__dict__") and not own) or isinstance(
             x, BuiltinFunctionType | FunctionType | MethodType | partial
         ):
             return self._function(x, where)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
-from scipy.spatial import KDTree
 from torch import Tensor
 
 from adjsim.core.box import nearest_image, perpendicular_widths
@@ -32,13 +32,13 @@ def pairs_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor,
         # No nearest image is farther than the sum of the edges.
         radius = min(radius, float(rows.norm(dim=1).sum()))
     if cell is None:
-        pairs = KDTree(points).query_pairs(radius, output_type="ndarray")
+        pairs = _tree(points).query_pairs(radius, output_type="ndarray")
     elif cell.ndim == 1:
         lengths = cell.cpu().numpy()
         wrapped = points - lengths * np.floor(points / lengths)
         # Rounding takes a coordinate near a face beyond it, which the tree refuses.
         wrapped[(wrapped < 0) | (wrapped >= lengths)] = 0.0
-        tree = KDTree(wrapped, boxsize=lengths)
+        tree = _tree(wrapped, boxsize=lengths)
         pairs = tree.query_pairs(radius, output_type="ndarray")
     else:
         pairs = _with_images(points, cell, radius)
@@ -75,7 +75,7 @@ def images_within(q: Tensor, cell: Tensor | None, radius: float) -> tuple[Tensor
         margin = radius / perpendicular_widths(cell).cpu().numpy()
         near, owners, offsets = _images(fractions - whole, margin)
         points, images = (fractions - whole) @ rows, near @ rows
-    found = KDTree(points).sparse_distance_matrix(KDTree(images), radius, output_type="ndarray")
+    found = _tree(points).sparse_distance_matrix(_tree(images), radius, output_type="ndarray")
     i, image = found["i"], found["j"]
     j = owners[image]
     n = np.rint(offsets[image] + whole[i] - whole[j]).astype(np.int64)
@@ -98,7 +98,7 @@ def closest_atoms(q: Tensor, cell: Tensor | None) -> tuple[int, int, float]:
         points = points - np.floor(points)
         # Rounding takes a small negative coordinate to the upper face, which the tree refuses.
         points[points >= 1] = 0.0
-    found = KDTree(points, boxsize=size).query(points, k=2)
+    found = _tree(points, boxsize=size).query(points, k=2)
     distances, others = (np.asarray(part) for part in found)
     i = int(distances[:, 1].argmin())
     j = next(int(k) for k in others[i].tolist() if k != i)
@@ -115,8 +115,8 @@ def _with_images(points: np.ndarray, cell: Tensor, radius: float) -> np.ndarray:
     fractions -= np.floor(fractions)
     margin = radius / perpendicular_widths(cell).cpu().numpy()
     images, atoms, _ = _images(fractions, margin)
-    tree = KDTree(images @ rows)
-    found = KDTree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
+    tree = _tree(images @ rows)
+    found = _tree(fractions @ rows).sparse_distance_matrix(tree, radius, output_type="ndarray")
     pairs = np.stack([found["i"], atoms[found["j"]]], 1)
     return pairs[pairs[:, 0] < pairs[:, 1]]
 
@@ -140,3 +140,9 @@ def _images(fractions: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, np.n
         atoms.append(np.flatnonzero(near))
         offsets.append(np.broadcast_to(by, images[-1].shape))
     return np.concatenate(images), np.concatenate(atoms), np.concatenate(offsets)
+
+
+def _tree(points: np.ndarray, boxsize: Any = None) -> Any:
+    from scipy.spatial import KDTree
+
+    return KDTree(points, boxsize=boxsize)

@@ -11,20 +11,22 @@ from torch import Tensor
 LARGEST = 2.0**51
 
 
-class Grid:
-    """The multiples of ``spacing``, a power of two.
+class Rounding:
+    """Rounding to the multiples of ``spacing``, a power of two.
 
-    A tensor of spacings broadcasts over a batch.
+    A tensor of spacings broadcasts over a batch. :data:`UNROUNDED` leaves numbers as they are.
     """
+
+    rounds = True
 
     def __init__(self, spacing: Tensor) -> None:
         self.spacing = spacing
         # Adding this number removes all bits below the spacing.
         self._shift = spacing * (1.5 * 2.0**52)
 
-    def link(self, link: int | None) -> Grid:
-        """Return the grid of one link of a field."""
-        return self if link is None else Grid(self.spacing.select(-3, link))
+    def link(self, link: int | None) -> Rounding:
+        """Return the rounding of one link of a field."""
+        return self if link is None else Rounding(self.spacing.select(-3, link))
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the nearest multiples, with the derivative of the identity."""
@@ -41,6 +43,22 @@ class Grid:
     def limit(self) -> float:
         """The largest number that can be added safely."""
         return float(self.spacing.max()) * LARGEST
+
+
+class _Unrounded(Rounding):
+    rounds = False
+
+    def __init__(self) -> None:
+        pass
+
+    def link(self, link: int | None) -> Rounding:
+        return self
+
+    def round(self, x: Tensor) -> Tensor:
+        return x
+
+
+UNROUNDED = _Unrounded()
 
 
 def power_of_two(x: Tensor) -> Tensor:

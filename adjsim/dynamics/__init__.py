@@ -1,5 +1,6 @@
 """Equations of motion, as sums of terms."""
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.density import Canonical, CanonicalPositions, StationaryDensity
@@ -11,7 +12,7 @@ from adjsim.dynamics.hamiltonian import Hamiltonian
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.massive import MassiveDynamics
 from adjsim.dynamics.mechanics.mechanics import Mechanics
-from adjsim.dynamics.moves import Map, Scale, Shear
+from adjsim.dynamics.moves import GeneralFlow, Scale, Shear
 from adjsim.dynamics.sources import (
     Coefficient,
     Combination,
@@ -52,11 +53,11 @@ __all__ = [
     "Force",
     "Function",
     "FunctionOfTime",
+    "GeneralFlow",
     "GeneralizedLangevin",
     "Hamiltonian",
     "HeatLimit",
     "Langevin",
-    "Map",
     "MassiveDynamics",
     "Mechanics",
     "MemoryState",
@@ -65,6 +66,7 @@ __all__ = [
     "PhaseState",
     "PositionState",
     "Random",
+    "Refusal",
     "Scale",
     "Shear",
     "StationaryDensity",

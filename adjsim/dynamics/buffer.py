@@ -23,6 +23,30 @@ WORD, FULL, LONGEST = 32, 33, 62
 
 
 @dataclass(frozen=True)
+class BufferGrowth:
+    """The growth of the buffers.
+
+    Attributes:
+        bits: bits that a step adds, by field; None if this number depends on the state.
+        check_every: steps between two checks of the buffers.
+        limit: the upper bound of the buffers at a check.
+    """
+
+    bits: dict[str, Tensor] | None
+    check_every: int
+    limit: float
+
+    def mean(self, state: AnyState) -> float | None:
+        """Return the mean number of bits that a step adds per degree of freedom."""
+        if self.bits is None:
+            return None
+        return (
+            sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
+            / state[0].numel()
+        )
+
+
+@dataclass(frozen=True)
 class Spill:
     """The low 32 bits of a field's buffers, in systems with a full buffer.
 

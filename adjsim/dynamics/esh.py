@@ -13,7 +13,7 @@ from adjsim.core.arguments import as_tensor
 from adjsim.core.state import AnyState
 from adjsim.core.typing import Array, Energies, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.moves import Map, Move, Shear
+from adjsim.dynamics.moves import GeneralFlow, Move, Shear
 from adjsim.dynamics.sources import Field, Force
 from adjsim.dynamics.starts import as_start, standard_normal
 from adjsim.dynamics.term import Term
@@ -76,7 +76,7 @@ class Turn(Term[ESHState]):
 
     def moves(self, h: float, state: ESHState) -> Sequence[Move]:
         return (
-            Map(
+            GeneralFlow(
                 ("direction", "log_speed"),
                 lambda c, force, u, r: turn(h, force, u, r),
                 lambda c, force, u, r: turn(-h, force, u, r),

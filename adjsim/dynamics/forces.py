@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.base import ForceField, force, force_vjp
 from adjsim.potentials.products import DeferredVJP, ParameterVJP, VJPSum
 
@@ -23,7 +23,11 @@ class LinearForce:
     def __init__(self, evaluator: ForceEvaluator, position: Tensor, t: Any) -> None:
         self._evaluator = evaluator
         self.value, self._pullback = force_vjp(
-            evaluator.potential, position, list(evaluator.parameters.values()), t, evaluator.grid
+            evaluator.potential,
+            position,
+            list(evaluator.parameters.values()),
+            t,
+            evaluator.rounding,
         )
         self.cotangent: Tensor | None = None
 
@@ -69,7 +73,7 @@ class ForceEvaluator:
 
     Args:
         potential: an energy module, or a :class:`~adjsim.ForceField`.
-        grid: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
+        rounding: rounding of an exact run, see :meth:`adjsim.potentials.Potential.force`.
         one_time_per_position: whether no time passes while the position stays, so that a
             time-dependent force can be cached too.
         parameters: the potential's tensors to differentiate with respect to, as leaves, by name.
@@ -82,13 +86,13 @@ class ForceEvaluator:
         self,
         potential: nn.Module,
         *,
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
         one_time_per_position: bool = True,
         parameters: Mapping[str, Tensor] | None = None,
         known: tuple[Tensor, Tensor] | None = None,
         stats: dict[str, Any] | None = None,
     ) -> None:
-        self.potential, self.grid, self.parameters = potential, grid, dict(parameters or {})
+        self.potential, self.rounding, self.parameters = potential, rounding, dict(parameters or {})
         self.stats: dict[str, Any] = {"energy_evaluations": 0} if stats is None else stats
         self._position, self._value = known if known is not None else (None, None)
         self._caches = one_time_per_position or not isinstance(potential, ForceField)
@@ -100,7 +104,7 @@ class ForceEvaluator:
             return self._linear[1].value
         value = self.cached(position)
         if value is None:
-            value = force(self.potential, position, t, self.grid)
+            value = force(self.potential, position, t, self.rounding)
             self.count()
             self.count_backward((value,), 1)
             self._position, self._value = position, value

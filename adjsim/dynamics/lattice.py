@@ -35,10 +35,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.rounding import LARGEST, Grid, power_of_two, straight_through
+from adjsim.core.rounding import LARGEST, UNROUNDED, Rounding, power_of_two, straight_through
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.buffer import FULL, LONGEST, Spill, buffer_name, fractions, refill, spill
+from adjsim.dynamics.buffer import (
+    FULL,
+    LONGEST,
+    BufferGrowth,
+    Spill,
+    buffer_name,
+    fractions,
+    refill,
+    spill,
+)
 from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.cotangents import select_link
 from adjsim.dynamics.moves import Move, Reflection, Scale, Shear, replace_field
@@ -95,19 +104,21 @@ class Lattice:
         if copies is not None:
             scales |= {copy_name(name): size for name, size in scales.items()}
             room |= {copy_name(name): size for name, size in room.items()}
-        self.grids = {
-            name: Grid(power_of_two(scale) * (room[name] / LARGEST))
+        self.roundings = {
+            name: Rounding(power_of_two(scale) * (room[name] / LARGEST))
             for name, scale in scales.items()
         }
         kicked = [
-            self.grids[m.field]
+            self.roundings[m.field]
             for _, m in all_moves
             if isinstance(m, Shear) and isinstance(m.source, Force)
         ]
-        # The grid of contributions to forces, which have one axis more. It is at least as fine as
-        # the spacing of the momentum increments.
-        self.force_grid = (
-            Grid(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2) if kicked else None
+        # The rounding of contributions to forces, which have one axis more. It is at least as fine
+        # as the spacing of the momentum increments.
+        self.force_rounding = (
+            Rounding(power_of_two(kicked[0].spacing / dt).unsqueeze(-1) / 2)
+            if kicked
+            else UNROUNDED
         )
         if kicked:
             _check_force(dynamics.potential)
@@ -124,8 +135,9 @@ class Lattice:
 
     def spacings(self) -> dict[str, Tensor]:
         """Return the spacing of each field, and as ``"force"`` that of force contributions."""
-        found = {name: grid.spacing for name, grid in self.grids.items()}
-        return found if self.force_grid is None else {**found, "force": self.force_grid.spacing}
+        found = {name: rounding.spacing for name, rounding in self.roundings.items()}
+        rounding = self.force_rounding
+        return {**found, "force": rounding.spacing} if rounding.rounds else found
 
     def with_spacings(self, spacings: Mapping[str, Tensor]) -> Lattice:
         """Return the same lattice with these spacings.
@@ -133,8 +145,9 @@ class Lattice:
         They are inputs of compiled code instead of constants.
         """
         other = copy(self)
-        other.grids = {name: Grid(spacings[name]) for name in self.grids}
-        other.force_grid = None if self.force_grid is None else Grid(spacings["force"])
+        other.roundings = {name: Rounding(spacings[name]) for name in self.roundings}
+        if self.force_rounding.rounds:
+            other.force_rounding = Rounding(spacings["force"])
         return other
 
     def on_lattice(self, move: Move) -> Move:
@@ -142,14 +155,16 @@ class Lattice:
         if isinstance(move, Reflection):
             return move
         assert isinstance(move, Shear | Scale)
-        grid = self.grids[move.field].link(move.link)
+        rounding = self.roundings[move.field].link(move.link)
         if isinstance(move, Shear):
-            return LatticeShear(move.field, move.source, move.coefficient, move.link, grid=grid)
+            return LatticeShear(
+                move.field, move.source, move.coefficient, move.link, rounding=rounding
+            )
         return LatticeScale(
             move.field,
             move.source,
             move.link,
-            grid=grid,
+            rounding=rounding,
             denominator=self._denominator,
             half=self._half,
         )
@@ -195,7 +210,7 @@ class Lattice:
 
     def to_lattice(self, state: AnyState) -> AnyState:
         """Round a state to the lattice, and add empty buffers."""
-        fields = [self.grids[name].round(value) for name, value in state._asdict().items()]
+        fields = [self.roundings[name].round(value) for name, value in state._asdict().items()]
         buffers = [
             torch.zeros_like(getattr(state, name), dtype=torch.int64) for name in self.scaled
         ]
@@ -215,12 +230,12 @@ class Lattice:
         name = max(used_fraction, key=lambda n: used_fraction[n])
         return (
             f"{name} left the lattice of the exact run, which reaches to "
-            f"{self.grids[name].limit:.3g},"
+            f"{self.roundings[name].limit:.3g},"
         )
 
     def _used_fractions(self, state: AnyState) -> dict[str, float]:
         return {
-            name: self.grids[name].used_fraction(value)
+            name: self.roundings[name].used_fraction(value)
             for name, value in self.from_lattice(state)._asdict().items()
         }
 
@@ -248,39 +263,18 @@ class Lattice:
 
 
 @dataclass(frozen=True)
-class BufferGrowth:
-    """The growth of the buffers.
-
-    Attributes:
-        bits: bits that a step adds, by field; None if this number depends on the state.
-        check_every: steps between two checks of the buffers.
-        limit: the upper bound of the buffers at a check.
-    """
-
-    bits: dict[str, Tensor] | None
-    check_every: int
-    limit: float
-
-    def mean(self, state: AnyState) -> float | None:
-        """Return the mean number of bits that a step adds per degree of freedom."""
-        if self.bits is None:
-            return None
-        return (
-            sum(float(x.expand_as(getattr(state, n)).sum()) for n, x in self.bits.items())
-            / state[0].numel()
-        )
-
-
-@dataclass(frozen=True)
 class LatticeShear(Shear):
     """A shear whose increment is rounded to the lattice."""
 
-    grid: Grid = field(kw_only=True)
+    rounding: Rounding = field(kw_only=True)
 
     def _add(self, state: State, value: Tensor, context: MoveContext, sign: int) -> State:
         if self.coefficient is not None:
             value = context.coefficients[self.coefficient] * value
-        y, increment = select_link(getattr(state, self.field), self.link), self.grid.round(value)
+        y, increment = (
+            select_link(getattr(state, self.field), self.link),
+            self.rounding.round(value),
+        )
         return replace_field(
             state, self.field, self.link, y + increment if sign > 0 else y - increment
         )
@@ -290,7 +284,7 @@ class LatticeShear(Shear):
 class LatticeScale(Scale):
     """A scale by a fraction, with the remainders in the buffer."""
 
-    grid: Grid = field(kw_only=True)
+    rounding: Rounding = field(kw_only=True)
     denominator: Tensor = field(kw_only=True)
     half: Tensor = field(kw_only=True)
 
@@ -321,12 +315,12 @@ class LatticeScale(Scale):
     def _rescale(self, state: AnyState, y: Tensor, n: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
         """Compute y n/d and the new buffer; with n and d exchanged, the inverse."""
         buffer = select_link(getattr(state, buffer_name(self.field)), self.link)
-        x = ((y.detach() if y.requires_grad else y) / self.grid.spacing).to(torch.int64)
+        x = ((y.detach() if y.requires_grad else y) / self.rounding.spacing).to(torch.int64)
         quotient = torch.div(x, d, rounding_mode="floor")
         mixed = torch.addcmul(torch.addcmul(x, quotient, d, value=-1), buffer, d)
         kept = torch.div(mixed, n, rounding_mode="floor")
         x = torch.addcmul(torch.addcmul(mixed, kept, n, value=-1), quotient, n)
-        return x * self.grid.spacing, kept
+        return x * self.rounding.spacing, kept
 
     def _replace_both(self, state: State, y: Tensor, buffer: Tensor) -> State:
         return replace_field(
@@ -368,10 +362,10 @@ def _check_supported(
 
 
 def _check_force(potential: nn.Module) -> None:
-    if isinstance(potential, Potential) and "grid" not in signature(potential.force).parameters:
+    if isinstance(potential, Potential) and "rounding" not in signature(potential.force).parameters:
         raise TypeError(
-            f"exact=True: {type(potential).__name__}.force(position) must also take grid=None, and "
-            "round each contribution to a given grid before it sums them (see "
+            f"exact=True: {type(potential).__name__}.force(position) must also take rounding="
+            "UNROUNDED, and round each contribution with rounding.round before it sums them (see "
             "adjsim.potentials.Potential.force); so must its force_vjp."
         )
 

@@ -12,9 +12,9 @@ computed once a run) and lambda the cotangent of the result::
     Reflection  y' = 2 x - y   y = 2 x - y'       lambda_x += 2 lambda_y    lambda_y <- -lambda_y
 
 The inverse and the product need g(x) (or f(x)) at the same x, which the move leaves unchanged. So a
-backward move evaluates it once. A :class:`Map` is any other flow, given by a function and its
-inverse (None if it destroys information). Its product comes from automatic differentiation of the
-function.
+backward move evaluates it once. A :class:`GeneralFlow` is any other flow, given by a function and
+its inverse (None if it destroys information). Its product comes from automatic differentiation of
+the function.
 
 Moves are pure: (state, coefficients, noise, time) in, state out. A source
 (:mod:`adjsim.dynamics.sources`) defines g or f.
@@ -22,42 +22,45 @@ Moves are pure: (state, coefficients, noise, time) in, state out. A source
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents, replace_link, select_link
 from adjsim.dynamics.sources import MoveContext, Source, as_leaves, unbroadcast
 
 
-@dataclass(frozen=True)
-class Shear:
-    """A shear ``y' = y + c g(x)`` of a field, or of one link.
+class Move(ABC):
+    """One move of a flow, which writes some fields of the state.
 
-    A link is an entry of the field's third-to-last axis.
+    ``irreversible`` says why it has no inverse, and ``no_compiled_inverse`` why its inverse cannot
+    be part of a compiled loop; None for a move that has one.
     """
 
-    field: str
-    source: Source
-    coefficient: str | None = None
-    link: int | None = None
+    irreversible: ClassVar[Refusal | None] = None
+    no_compiled_inverse: ClassVar[Refusal | None] = None
 
     @property
+    @abstractmethod
     def writes(self) -> tuple[str, ...]:
-        return (self.field,)
+        """The fields that it writes."""
 
     @property
     def invertible(self) -> bool:
-        return True
+        """Whether the state before it follows from the state after it."""
+        return self.irreversible is None
 
+    @abstractmethod
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the move."""
-        return self._add(state, self.source.value(state, context), context, 1)
 
+    @abstractmethod
     def backward(
         self,
         after: State,
@@ -69,6 +72,40 @@ class Shear:
 
         The state comes from the inverse unless ``before`` is given.
         """
+
+
+class Coupling(Move):
+    """The base class of moves of one field by values that do not depend on it."""
+
+    field: str
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.field,)
+
+
+@dataclass(frozen=True)
+class Shear(Coupling):
+    """A shear ``y' = y + c g(x)`` of a field, or of one link.
+
+    A link is an entry of the field's third-to-last axis.
+    """
+
+    field: str
+    source: Source
+    coefficient: str | None = None
+    link: int | None = None
+
+    def flow(self, state: State, context: MoveContext) -> State:
+        return self._add(state, self.source.value(state, context), context, 1)
+
+    def backward(
+        self,
+        after: State,
+        context: MoveContext,
+        cotangents: Cotangents,
+        before: State | None = None,
+    ) -> State:
         value, accumulate = self.source.vjp(after, context, cotangents)
         cotangent = select_link(cotangents[self.field], self.link)
         if self.coefficient is None:
@@ -94,23 +131,14 @@ class Shear:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(Coupling):
     """A scale ``y' = f(x) y`` of a field, or of one link, f positive."""
 
     field: str
     source: Source
     link: int | None = None
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.field,)
-
-    @property
-    def invertible(self) -> bool:
-        return True
-
     def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the move."""
         return self._multiply(state, self.source.value(state, context), context)
 
     def backward(
@@ -120,10 +148,6 @@ class Scale:
         cotangents: Cotangents,
         before: State | None = None,
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
         factor, accumulate = self.source.vjp(after, context, cotangents)
         if before is None:
             before = self._divide(after, factor, context)
@@ -154,7 +178,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Reflection:
+class Reflection(Coupling):
     """A reflection ``y' = 2 x - y`` of a field y at another field x, which is its own inverse.
 
     On a lattice that x and y share it is exact.
@@ -163,16 +187,7 @@ class Reflection:
     field: str
     centre: str
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.field,)
-
-    @property
-    def invertible(self) -> bool:
-        return True
-
     def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the move."""
         x, y = getattr(state, self.centre), getattr(state, self.field)
         return replace_field(state, self.field, None, 2 * x - y)
 
@@ -183,10 +198,6 @@ class Reflection:
         cotangents: Cotangents,
         before: State | None = None,
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
         cotangent = cotangents[self.field]
         cotangents.add(self.centre, 2 * cotangent)
         cotangents[self.field] = -cotangent
@@ -194,27 +205,25 @@ class Reflection:
 
 
 @dataclass(frozen=True)
-class Map:
+class GeneralFlow(Move):
     """A flow that is not a coupling, given by a function and its inverse.
 
     The function is ``function(coefficients, *values, *fields) -> fields``, with the values of the
     sources ``reads``, such as the force and the noise. If it has an inverse, the sources must not
-    read what it writes. Without an inverse it can only be recomputed; ``loses`` then names the
-    information that it destroys.
+    read what it writes. Without an inverse it can only be recomputed; ``irreversible`` then says
+    which information it destroys.
 
     A function that evaluates modules of the dynamics, such as a contact or a controller, reads
-    their parameters: with ``reads_parameters`` the product includes them. ``no_loop`` says, for
-    error messages, why the inverse cannot be part of a compiled loop; it is empty for an inverse
-    that can.
+    their parameters: with ``reads_parameters`` the product includes them.
     """
 
     fields: tuple[str, ...]
     function: Callable[..., tuple[Tensor, ...]]
     inverse: Callable[..., tuple[Tensor, ...]] | None
     reads: tuple[Source, ...] = ()
-    loses: str = ""
+    irreversible: Refusal | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     reads_parameters: bool = False
-    no_loop: str = ""
+    no_compiled_inverse: Refusal | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -225,7 +234,6 @@ class Map:
         return self.inverse is not None
 
     def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the move."""
         values = [source.value(state, context) for source in self.reads]
         return self._replace(
             state, self.function(context.coefficients, *values, *self._fields(state))
@@ -238,10 +246,6 @@ class Map:
         cotangents: Cotangents,
         before: State | None = None,
     ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
         # A flow that moves the position took the force at ``before``, and ``before`` is given then.
         where = after if before is None else before
         parts = [source.vjp(where, context, cotangents) for source in self.reads]
@@ -296,37 +300,6 @@ class Map:
 
     def _replace(self, state: State, values: tuple[Tensor, ...]) -> State:
         return state._replace(**dict(zip(self.fields, values, strict=True)))
-
-
-class Move(Protocol):
-    """The interface of moves: those above, and steps of implicit solvers."""
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The fields that it writes."""
-        ...
-
-    @property
-    def invertible(self) -> bool:
-        """Whether the state before it follows from the state after it."""
-        ...
-
-    def flow(self, state: State, context: MoveContext) -> State:
-        """Return the state after the move."""
-        ...
-
-    def backward(
-        self,
-        after: State,
-        context: MoveContext,
-        cotangents: Cotangents,
-        before: State | None = None,
-    ) -> State:
-        """Propagate state and cotangents back through the move.
-
-        The state comes from the inverse unless ``before`` is given.
-        """
-        ...
 
 
 def replace_field(state: State, name: str, link: int | None, part: Tensor) -> State:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.neighbour_search import closest_atoms
 from adjsim.core.state import in_transform
-from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
-from adjsim.potentials.force_field import ForceFieldPotential, refuse_high_energy
+from adjsim.potentials.base import ForceField, Potential, force
+from adjsim.potentials.evaluated import terms_of
+from adjsim.potentials.force_field import refuse_high_energy
 
 
 def check_potential(potential: nn.Module, position: Tensor) -> None:
@@ -40,12 +41,11 @@ def check_potential(potential: nn.Module, position: Tensor) -> None:
         raise ValueError(describe_not_finite(potential, copy, value, what))
     if in_transform():
         return
-    if isinstance(potential, SumForce):
-        for part in potential.parts:
-            if isinstance(part, ForceFieldPotential):
-                refuse_high_energy(part, copy, part(copy).detach())
-    elif what == "energy" and _has_units(potential):
+    if what == "energy" and any(map(_in_ev, (potential, *terms_of(potential)))):
         refuse_high_energy(cast(Potential, potential), copy, value)
+    elif what == "force":
+        for part in filter(_in_ev, terms_of(potential)):
+            refuse_high_energy(cast(Potential, part), copy, part(copy).detach())
 
 
 def describe_not_finite(potential: nn.Module, position: Tensor, value: Tensor, what: str) -> str:
@@ -72,12 +72,10 @@ def describe_force_not_finite(potential: nn.Module, position: Tensor, t: float) 
     return describe_not_finite(potential, position, found, "force")
 
 
-def _has_units(potential: nn.Module) -> bool:
-    """Say whether a potential, or a part of a sum, is a force field in eV."""
-    parts = list(potential.parts) if isinstance(potential, SumPotential) else []
-    return any(isinstance(part, ForceFieldPotential) for part in (potential, *parts))
+def _in_ev(part: nn.Module) -> bool:
+    return isinstance(part, Potential) and part.energy_unit == "eV"
 
 
 def _box_of(potential: nn.Module) -> Tensor | None:
-    parts = list(potential.parts) if isinstance(potential, SumPotential) else [potential]
-    return next((box for part in parts if (box := getattr(part, "box", None)) is not None), None)
+    boxes = (getattr(part, "box", None) for part in terms_of(potential))
+    return next((box for box in boxes if box is not None), None)

@@ -7,6 +7,7 @@ from typing import Any, Generic
 
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
 from adjsim.dynamics.moves import Move
 
@@ -17,13 +18,13 @@ class Term(Generic[State]):
     ``advances_time`` marks the term whose flow advances the time (dt/dt = 1): the streaming of
     positions. ``draws`` is the number of fields of standard normal numbers, each of the shape of
     position, that its flow takes. ``no_equation`` says, for error messages, why continuous solvers
-    cannot take the term: it is not a drift with noise that is independent of the state. It is empty
+    cannot take the term: it is not a drift with noise that is independent of the state. It is None
     for a term that they can take.
     """
 
     advances_time = False
     draws = 0
-    no_equation = ""
+    no_equation: Refusal | None = None
 
     def drift(self, t: Any, state: State) -> Mapping[str, Tensor]:
         """Compute the rates of change that the term contributes, by field."""

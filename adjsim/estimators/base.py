@@ -147,7 +147,10 @@ class Estimator(ABC):
     def can_compile(self, simulation: Simulation[State]) -> bool:
         """Return whether the runs can be compiled."""
         solver = simulation.solver
-        return isinstance(solver, SteppingSolver) and not solver.no_loop(simulation.dynamics)
+        return (
+            isinstance(solver, SteppingSolver)
+            and solver.supports_compiling(simulation.dynamics) is None
+        )
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:
         """Refuse, before any work, a simulation or an observable that does not apply."""

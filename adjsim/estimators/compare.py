@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
 
 from adjsim.adjoints import ReconstructionError
 from adjsim.core.arguments import outside_inference_mode
@@ -102,6 +102,9 @@ class Comparison:
 
     def table(self) -> Table:
         """Make a table for a terminal, with the methods of each estimand together."""
+        from rich import box
+        from rich.table import Table
+
         parameters = list(next(iter(self.estimates.values())).grad) if self.estimates else []
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("method", no_wrap=True)
@@ -134,6 +137,8 @@ class Comparison:
         ]
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = StringIO()
         console = Console(file=text, width=160)
         console.print(self.table())
@@ -156,6 +161,8 @@ class Comparison:
         Raises:
             ValueError: no method gave an estimate.
         """
+        from matplotlib.figure import Figure
+
         if not self.estimates:
             raise ValueError(NOTHING_TO_PLOT)
         parameters = list(next(iter(self.estimates.values())).grad)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from scipy.special import stdtrit
 from torch import Tensor, nn
 
 # With fewer independent samples an error bar is unreliable too.
@@ -63,7 +62,7 @@ class GradientEstimate:
             if name is None
             else (self.grad[name], self.grad_stderr[name])
         )
-        half = float(stdtrit(self.diagnostics["chunks"] - 1, (1 + level) / 2)) * error
+        half = _student(self.diagnostics["chunks"] - 1, (1 + level) / 2) * error
         return middle - half, middle + half
 
     def surrogate(self, module: nn.Module) -> Tensor:
@@ -168,7 +167,7 @@ class GradientEstimate:
         independent = min(info.get("chunks", 1.0), info.get("ess") or math.inf)
         if not independent > 1:
             return False
-        t = float(stdtrit(independent - 1, 0.975))
+        t = _student(independent - 1, 0.975)
         pairs = [(x, self.grad_stderr[name]) for name, x in self.grad.items()]
         return all(
             t * float(error.norm()) <= KNOWN * float(x.norm())
@@ -178,7 +177,7 @@ class GradientEstimate:
     def _largest_drift(self) -> float:
         """Return the standard errors by which chance sets the halves of some entry apart."""
         tail = LARGE_DRIFT / 2 / self.value.numel()
-        return float(stdtrit(self.diagnostics["chunks"] - 1, 1 - tail))
+        return _student(self.diagnostics["chunks"] - 1, 1 - tail)
 
     def __str__(self) -> str:
         rows = _rows("value", "", self.value, self.value_stderr, self.value.ndim)
@@ -219,3 +218,10 @@ def _rows(
 
 def _index(numbers: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, numbers))}]" if numbers else ""
+
+
+def _student(dof: float, probability: float) -> float:
+    """Return a quantile of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(dof, probability))

@@ -155,7 +155,7 @@ class Girsanov(ChunkedEstimator):
         )
         path = _PathObserver(stepper, recorder, score, explicit, momentum_check)
         driver = EagerDriver(
-            stepper, inputs, stepper.program.forces(copy.potential, stats=problem.stats)
+            stepper, inputs, stepper.plan.forces(copy.potential, stats=problem.stats)
         )
         last = stepper.run(
             stepper.to_lattice(inputs.state), inputs, driver, [recording, path], problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Moments:
         """Return whether two moments are the same function of the state."""
         return (
             self.dynamics is other.dynamics
-            and self.function == other.function
+            and _same_function(self.function, other.function)
             and self.bath == other.bath
             and self.names == other.names
             and torch.equal(self.shift, other.shift)
@@ -149,3 +150,10 @@ def _offset(values: Tensor) -> Tensor:
     unit = power_of_two(torch.where(spread > 0, 128 * spread, 1.0))
     rounded = torch.where(spread > 0, torch.round(mean / unit) * unit, mean)
     return torch.nan_to_num(rounded, 0.0, 0.0, 0.0)
+
+
+def _same_function(one: Any, other: Any) -> bool:
+    """Return whether two functions are one, or one method of one object."""
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    return one is other

@@ -75,7 +75,7 @@ class Pathwise(ChunkedEstimator):
         return (
             isinstance(solver, SteppingSolver)
             and isinstance(solver, self.adjoint.accepts)
-            and not solver.no_loop(simulation.dynamics, undone=undone)
+            and solver.supports_compiling(simulation.dynamics, undone=undone) is None
         )
 
     def check(self, simulation: Simulation[State], observable: Observable[State]) -> None:

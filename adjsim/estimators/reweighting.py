@@ -14,12 +14,14 @@ from adjsim.adjoints.direct import DirectAdjoint
 from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
-from adjsim.core.durable.store import Tree, moved
+from adjsim.core.durable.store import Nested, moved
 from adjsim.core.noise import Noise, as_generator, seed_from
 from adjsim.core.parameters import refuse_untrainable
+from adjsim.core.reading import Reading
 from adjsim.core.state import State, select
 from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.core.typing import Seed
+from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.base import (
     Chunk,
     Estimator,
@@ -119,6 +121,7 @@ class Reweighting(Estimator):
         if samples is not None and (
             samples.simulation is not simulation
             or (samples.sizes, samples.skip, samples.rank) != (sizes, skip, ranks.rank)
+            or not samples.is_in_boxes_of(simulation.dynamics)
         ):
             samples = None
         probe = simulation.starts(1, torch.Generator().manual_seed(0))
@@ -173,12 +176,15 @@ class Reweighting(Estimator):
             raise RuntimeError(
                 "surrogate needs the samples of all chunks, and other ranks have some of them."
             )
+        samples = self._samples
         with torch.enable_grad():
-            bath = self._samples.depends_on_bath(observable, Ranks(None))
-            logs = torch.cat([self._samples.log_weight(i, bath) for i in self._samples.states])
-            values = torch.cat(
-                [observable.function(state) for state in self._samples.states.values()]
-            )
+            bath = samples.depends_on_bath(observable, Ranks(None))
+            reading = Reading(samples.simulation.dynamics)
+            tensors = reading.connected()
+            dynamics = reading.bound(tensors)
+            function = reading.on(dynamics, tensors, observable.function)
+            logs = torch.cat([samples.log_weight(i, bath, dynamics) for i in samples.states])
+            values = torch.cat([function(state) for state in samples.states.values()])
             return (_like(torch.softmax(logs, 0), values) * values).sum(0)
 
     @staticmethod
@@ -249,7 +255,7 @@ class Reweighting(Estimator):
         states, energies = dict[int, State](), dict[int, dict[bool, Tensor]]()
 
         @torch.no_grad()
-        def sample(i: int) -> Tree:
+        def sample(i: int) -> Nested:
             part = slices[i]
             made = run(
                 simulation.dynamics,
@@ -269,7 +275,7 @@ class Reweighting(Estimator):
             stats = made.stats
             return [list(frames), [u, with_bath], stats["energy_evaluations"], stats.get("pairs")]
 
-        def kept(i: int) -> Tree:
+        def kept(i: int) -> Nested:
             found = moved(work.stored(f"samples-{i:05}", sample, i), device)
             fields, (u, with_bath), *counts = found
             states[i] = type(starts)._make(fields)
@@ -287,6 +293,7 @@ class Reweighting(Estimator):
             sum(count for count, _ in counts),
             counts[-1][1],
             work.ranks.rank,
+            boxes_of(simulation.dynamics),
         )
 
     def _reweight(
@@ -340,6 +347,7 @@ class _Samples(Generic[State]):
     evaluations: int
     pairs: Any
     rank: int
+    boxes: list[Tensor]
 
     def depends_on_bath(self, observable: TimeAverage, ranks: Ranks) -> bool:
         own = any(
@@ -348,11 +356,18 @@ class _Samples(Generic[State]):
         )
         return any(ranks.exchange(own))
 
-    def log_weight(self, i: int, bath: bool) -> Tensor:
-        """Compute the log weights of a chunk's frames at the current parameters."""
-        return self.energies[i][bath] - reduced_energy(
-            self.simulation.dynamics, self.states[i], bath
-        )
+    def log_weight(self, i: int, bath: bool, dynamics: Dynamics[State] | None = None) -> Tensor:
+        """Compute the log weights of a chunk's frames for a dynamics; None: that of the runs."""
+        now = self.simulation.dynamics if dynamics is None else dynamics
+        return self.energies[i][bath] - reduced_energy(now, self.states[i], bath)
+
+    def is_in_boxes_of(self, dynamics: Dynamics[State]) -> bool:
+        """Return whether the boxes of a dynamics are those of the runs.
+
+        A box bounds the positions, which no weight can change.
+        """
+        now = boxes_of(dynamics)
+        return len(now) == len(self.boxes) and all(map(torch.equal, now, self.boxes))
 
     @torch.no_grad()
     def log_weights(self, bath: bool, work: Work) -> Tensor:
@@ -362,6 +377,12 @@ class _Samples(Generic[State]):
     def effective_share(self, bath: bool, work: Work) -> float:
         w = torch.softmax(self.log_weights(bath, work), 0)
         return 1.0 / float((w**2).sum() * len(w))
+
+
+def boxes_of(dynamics: Dynamics[State]) -> list[Tensor]:
+    """Return copies of the boxes of all parts of a dynamics."""
+    found = (part._buffers.get("box") for part in dynamics.modules())
+    return [box.detach().clone() for box in found if box is not None]
 
 
 def _like(weights: Tensor, values: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from adjsim.core.durable.manifest import (
     versions,
 )
 from adjsim.core.durable.ranks import Ranks
-from adjsim.core.durable.store import Store, Tree, moved
+from adjsim.core.durable.store import Nested, Store, moved
 from adjsim.core.state import AnyState, select
 from adjsim.core.trajectory import Final, TimeAverage
 from adjsim.estimators.unchanged import Unchanged
@@ -69,7 +69,7 @@ class Work:
         if self.ranks.size == 1 and self.store is None:
             return [self._checked(compute, i) for i in range(count)]
 
-        def tree(i: int) -> Tree:
+        def tree(i: int) -> Nested:
             chunk = compute(i)
             stats = {key: x for key, x in chunk.stats.items() if _is_plain(x)}
             return [chunk.value, chunk.grad, stats, chunk.extra]
@@ -77,18 +77,18 @@ class Work:
         found = self.trees("chunk", count, tree)
         return [Chunk(*moved(tree, device)) for tree in found]
 
-    def trees(self, what: str, count: int, compute: Callable[[int], Tree]) -> list[Tree]:
+    def trees(self, what: str, count: int, compute: Callable[[int], Nested]) -> list[Nested]:
         """Compute trees, each on one rank unless it is stored, and return all of them."""
         store = self.store
         if store is None:
             return self.ranks.share(count, partial(self._checked, compute))
 
-        def stored(i: int) -> Tree:
+        def stored(i: int) -> Nested:
             return self.stored(f"{what}-{i:05}", compute, i)
 
         return self.ranks.collect(count, self._taken(store, what, count), stored)
 
-    def stored(self, name: str, compute: Callable[[int], Tree], i: int) -> Tree:
+    def stored(self, name: str, compute: Callable[[int], Nested], i: int) -> Nested:
         """Read a part of the store, or compute and write it; without a store compute it."""
         if self.store is None:
             return self._checked(compute, i)

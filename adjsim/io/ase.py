@@ -20,10 +20,11 @@ from torch import Tensor
 
 from adjsim.core.box import volume
 from adjsim.core.durable.files import replacing
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.trajectory import Trajectory
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.base import Potential, SumPotential, force
+from adjsim.potentials.base import Potential, force
+from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.products import Pullback
 
 # Columns of velocities that extended XYZ files have. ASE reads momenta alone.
@@ -216,11 +217,11 @@ class ASEPotential(Potential):
     def forward(self, position: Positions) -> Energies:
         return _WithoutDerivative.apply(position, self._evaluated(position)[0], self._name)
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return _WithoutDerivative.apply(position, self._evaluated(position)[1], self._name)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         raise _no_derivative(self._name)
 
@@ -274,7 +275,7 @@ def _rows(box: Tensor) -> Tensor:
 
 def _check_box(potential: torch.nn.Module, box: Tensor | None) -> None:
     """Refuse a potential whose box is not that of the atoms, up to the choice of its rows."""
-    for part in potential.parts if isinstance(potential, SumPotential) else [potential]:
+    for part in terms_of(potential):
         own: Tensor | None = getattr(part, "box", None)
         if not hasattr(part, "box") or (own is None and box is None):
             continue

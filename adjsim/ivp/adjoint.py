@@ -87,7 +87,6 @@ class AdjointSolver:
             cotangents: the cotangents of these states, ``(n, times)``.
             states: the states, ``(n, times)``.
         """
-        self.rhs.inputs.refuse_modified()
         piece.rate_check.compare(self.rhs)
         sweep = self._sweep(np.zeros(len(states), states.dtype))
         nonzero = np.flatnonzero(np.any(cotangents != 0, axis=0))
@@ -170,17 +169,16 @@ class _States(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         ctx.piece, ctx.times, ctx.states = piece, times, states
-        # The values are not used, but torch raises an error if one is modified before backward.
-        ctx.save_for_backward(*parameters)
+        # Their values are those of the run, whatever becomes of them.
+        ctx.likes = [x.new_empty(0) for x in parameters]
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
-        parameters: tuple[Tensor, ...] = ctx.saved_tensors
         start, sums = ctx.piece.adjoint.backward(
             ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states
         )
         like = ctx.piece.adjoint.rhs.like
-        found = (total.to(p) for total, p in zip(sums, parameters, strict=True))
+        found = (total.to(each) for total, each in zip(sums, ctx.likes, strict=True))
         return None, None, None, None, torch.as_tensor(start).to(like), *found

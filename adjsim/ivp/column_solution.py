@@ -134,7 +134,6 @@ class ColumnSolution:
             times: the sorted times at which the states are used, ``(times, batch)``.
             cotangents: the cotangents of these states ``(n, times, batch)``.
         """
-        self.rhs.inputs.refuse_modified()
         reads = ColumnReads(times, self.stepper.direction)
         cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
         sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
@@ -191,16 +190,15 @@ class _States(torch.autograd.Function):
         ctx: Any, solution: Any, times: Tensor, states: Tensor, start: Tensor, *parameters: Tensor
     ) -> Tensor:
         ctx.solution, ctx.times = solution, times
-        # The values are not used, but torch raises an error if one is modified before backward.
-        ctx.save_for_backward(*parameters)
+        # Their values are those of the run, whatever becomes of them.
+        ctx.likes = [x.new_empty(0) for x in parameters]
         return states.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_derivative()
-        parameters: tuple[Tensor, ...] = ctx.saved_tensors
         start, sums = ctx.solution.backward(ctx.times, grad_outputs[0].double())
-        found = (total.to(p) for total, p in zip(sums, parameters, strict=True))
+        found = (total.to(like) for total, like in zip(sums, ctx.likes, strict=True))
         return None, None, None, start.to(grad_outputs[0]), *found
 
 

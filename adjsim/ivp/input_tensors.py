@@ -57,15 +57,19 @@ class InputTensors:
         self.originals = list(
             {id(x): x for x in (*arguments, *self.declared) if x.requires_grad}.values()
         )
-        self.leaves = [x.detach().requires_grad_() for x in self.originals]
+        # Copies, so that a later change of a tensor in place is one of the next run alone.
+        self.leaves = [x.detach().clone().requires_grad_() for x in self.originals]
         leaf_of = {id(x): leaf for x, leaf in zip(self.originals, self.leaves, strict=True)}
-        self.args: tuple[Any, ...] = tree_map(lambda x: leaf_of.get(id(x), x), args)
+        copies = leaf_of | {
+            id(x): x.detach().clone()
+            for x in (*arguments, *reading.tensors)
+            if id(x) not in leaf_of
+        }
+        self.args: tuple[Any, ...] = tree_map(lambda x: copies.get(id(x), x), args)
         #: Stand-ins of arguments and of declared tensors, by identity, without those of modules.
         self.named = {id(leaf_of[id(x)]) for x in (*arguments, *unregistered) if x.requires_grad}
         #: The function, with copies of the modules that hold the stand-ins.
-        self.fun = reading.rebound(
-            reading.bound([leaf_of.get(id(x), x) for x in reading.tensors]), fun
-        )
+        self.fun = reading.rebound(reading.bound([copies[id(x)] for x in reading.tensors]), fun)
         captured = [*unregistered]
         if not any(isinstance(x, nn.Module) for x in own):
             captured += registered
@@ -74,8 +78,6 @@ class InputTensors:
         self._declared = {id(x) for x in self.declared} | {
             id(x.grad_fn) for x in self.declared if x.grad_fn is not None
         }
-        read = [*registered, *unregistered, *arguments]
-        self._versions = [(x, x._version) for x in read if not x.is_inference()]
 
     def evaluate(self, t: Any, y: Any) -> Any:
         """Evaluate the function with the tensors of the run."""
@@ -94,19 +96,6 @@ class InputTensors:
         computed beforehand.
         """
         return id(node) in self._declared or id(leaf) in self._declared
-
-    def refuse_modified(self) -> None:
-        """Refuse a backward pass after an input tensor has been modified in place.
-
-        Its stand-in shares its memory, so the gradient would be that of other values.
-        """
-        for x, version in self._versions:
-            if x._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(x.shape)} that fun reads has been modified by an "
-                    "inplace operation since the forward solution, so its gradient can no longer "
-                    "be computed. Call backward() before modifying it."
-                )
 
 
 def _closed_over(fun: Any) -> list[nn.Module]:

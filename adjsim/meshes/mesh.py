@@ -17,7 +17,6 @@ from torch import Tensor
 from adjsim.core.arguments import as_number, as_tensor, as_whole
 from adjsim.core.typing import Array, Number, PositionsLike, Times
 from adjsim.meshes.checks import check_orphans, check_sizes, checked_elements, checked_vertices
-from adjsim.meshes.files import read_cells, write_cells, write_frames
 
 # The faces of a tetrahedron of positive volume, seen counterclockwise from outside.
 FACES = ((0, 2, 1), (0, 1, 3), (0, 3, 2), (1, 2, 3))
@@ -250,6 +249,8 @@ def read(path: str | Path) -> Mesh:
         ValueError: a file that meshio cannot read, elements other than tetrahedra and triangles of
             straight edges, and as for :class:`Mesh`.
     """
+    from adjsim.meshes.files import read_cells
+
     vertices, cells = read_cells(Path(path))
     return Mesh(vertices, **cells)
 
@@ -282,6 +283,8 @@ def write(
             fields, a field of another length, fields of elements for a mesh with tetrahedra and
             triangles.
     """
+    from adjsim.meshes.files import write_cells
+
     write_cells(Path(path), mesh.vertices, mesh.cells(), point_data or {}, cell_data or {})
 
 
@@ -324,6 +327,8 @@ def write_series(
                 f"point_data[{name!r}] must be {shape[:2]} or ({shape[0]}, {shape[1]}, "
                 f"components); got shape {tuple(value.shape)}."
             )
+    from adjsim.meshes.files import write_frames
+
     write_frames(Path(path), mesh.vertices, mesh.cells(), t.tolist(), x, fields)
 
 

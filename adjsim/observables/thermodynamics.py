@@ -12,7 +12,8 @@ from adjsim.core.arguments import as_number, as_tensor
 from adjsim.core.box import volume
 from adjsim.core.parameters import check_count
 from adjsim.core.typing import Energies, Number, PositionsLike
-from adjsim.potentials.base import Potential, SumPotential
+from adjsim.potentials.base import Potential
+from adjsim.potentials.evaluated import terms_of
 
 
 @runtime_checkable
@@ -115,15 +116,12 @@ def _volume(potential: nn.Module) -> Tensor:
 
 def _boxes(potential: nn.Module) -> Iterator[Tensor]:
     """List the boxes of the parts of a potential; terms within molecules need none."""
-    if isinstance(potential, SumPotential):
-        for part in potential.parts:
-            yield from _boxes(part)
-        return
-    box: Tensor | None = getattr(potential, "box", None)
-    if box is not None:
-        yield box
-    elif not (isinstance(potential, Potential) and potential.within_molecules):
-        raise ValueError(
-            "pressure and stress need a potential with a periodic box, and "
-            f"{type(potential).__name__} has none: make it with box=."
-        )
+    for part in terms_of(potential):
+        box: Tensor | None = getattr(part, "box", None)
+        if box is not None:
+            yield box
+        elif not (isinstance(part, Potential) and part.within_molecules):
+            raise ValueError(
+                "pressure and stress need a potential with a periodic box, and "
+                f"{type(part).__name__} has none: make it with box=."
+            )

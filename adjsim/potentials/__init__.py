@@ -1,5 +1,7 @@
 """Potentials: energy functions and their forces."""
 
+from adjsim.core.declared import declared
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.analytic import AsymmetricDoubleWell, DoubleWell, Harmonic, MullerBrown
 from adjsim.potentials.base import ForceField, Potential, SumForce, SumPotential, force
 from adjsim.potentials.bonded import (
@@ -76,6 +78,7 @@ from adjsim.potentials.solvent import GeneralizedBorn
 
 __all__ = [
     "NOBLE_GASES",
+    "UNROUNDED",
     "WCA",
     "Actuated",
     "AsymmetricDoubleWell",
@@ -141,6 +144,7 @@ __all__ = [
     "RadialBasis",
     "RadialPotential",
     "ReactionField",
+    "Rounding",
     "RyckaertBellemans",
     "ScaledPairs",
     "SeparablePotential",
@@ -159,6 +163,7 @@ __all__ = [
     "UreyBradley",
     "Wolf",
     "Yukawa",
+    "declared",
     "force",
     "kong",
     "lorentz_berthelot",

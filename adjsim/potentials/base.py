@@ -2,7 +2,7 @@
 
 A potential is any ``nn.Module`` that maps position ``(*batch, atoms, dim)`` to energy
 ``(*batch,)``. Its force is ``-dU/dq``, by automatic differentiation. Two families have a force in
-closed form: :class:`SeparablePotential`, a sum over coordinates, and
+closed form: :class:`~adjsim.potentials.SeparablePotential`, a sum over coordinates, and
 :class:`~adjsim.potentials.PairPotential`, a sum over pairs. A module that derives from
 :class:`ForceField` is a force that need not come from an energy, and may depend on time.
 
@@ -13,8 +13,7 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -23,8 +22,9 @@ from adjsim.core.box import as_box, refuse_other_boxes, share_box
 from adjsim.core.layout import materialise
 from adjsim.core.module_cache import refuse_written, version_of
 from adjsim.core.reading import read
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
+from adjsim.potentials.evaluated import FOLLOWING, Evaluated, take_from_base, terms_of
 from adjsim.potentials.products import (
     ParameterVJP,
     Pullback,
@@ -35,47 +35,7 @@ from adjsim.potentials.products import (
 )
 
 
-def _reads(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of a potential evaluate a reading of it."""
-
-    @wraps(method)
-    def evaluated(self: nn.Module, *args: Any, **options: Any) -> Any:
-        return method(read(self), *args, **options)
-
-    return evaluated
-
-
-# Methods that follow from another one, and have to be written anew where it is.
-FOLLOWING = {
-    "forward": ("force", "force_vjp", "virial"),
-    "force": ("force_vjp",),
-    "element": ("slope", "curvature"),
-    "slope": ("curvature",),
-    "pair_energy": ("pair_slope", "pair_curvature"),
-    "pair_slope": ("pair_curvature",),
-    "radial_energy": ("radial_slope", "radial_curvature"),
-    "radial_slope": ("radial_curvature",),
-}
-
-
-class _Read(nn.Module):
-    """Base class of modules whose evaluations begin with a reading."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for name in ("force", "force_vjp", "virial"):
-            if name in vars(cls):
-                setattr(cls, name, _reads(vars(cls)[name]))
-
-
-def _take_from_base(cls: type, name: str) -> None:
-    """Give a class that does not write a method that of the first class that has it."""
-    having = [kind for kind in cls.__mro__ if name in vars(kind)]
-    if having and having[0] is not cls and having[0] is not having[-1]:
-        setattr(cls, name, vars(having[-1])[name])
-
-
-class Potential(_Read):
+class Potential(Evaluated):
     """An energy ``U(q; theta)``. Subclasses write ``forward``, and may write closed forms.
 
     ``potential(position, box=None)`` evaluates a reading of the potential, made at the call. A box
@@ -90,16 +50,18 @@ class Potential(_Read):
         within_molecules: whether the energy is a sum over terms of atoms of one molecule. Without a
             box such terms read the positions of a whole molecule as they are, in a periodic system
             too.
+        energy_unit: the unit of the energy, with positions in angstrom; None: any consistent units.
     """
 
     within_molecules: ClassVar[bool] = False
+    energy_unit: ClassVar[str | None] = None
 
     def __init_subclass__(cls, inherits_forces: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
         for written, following in FOLLOWING.items():
             if written in vars(cls) and not inherits_forces:
                 for name in following:
-                    _take_from_base(cls, name)
+                    take_from_base(cls, name)
 
     def __call__(self, position: Positions, *, box: Array | None = None) -> Energies:
         given = None if box is None else as_box(box)
@@ -116,14 +78,14 @@ class Potential(_Read):
     def __radd__(self, other: nn.Module) -> SumPotential:
         return SumPotential(other, self)
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         """Compute ``-dU/dq``, differentiable when grad mode is on.
 
-        With a grid (``(*batch, 1, 1, 1)``, one spacing for each system), a force that is a sum of
-        contributions rounds each of them to the grid before the sum. Then the sum is exact, and
-        does not depend on the order.
+        With a rounding (``(*batch, 1, 1, 1)``, one spacing for each system), a force that is a sum
+        of contributions rounds each of them before the sum. Then the sum is exact, and does not
+        depend on the order.
         """
-        return derived_force(self, position, grid)
+        return derived_force(self, position, rounding)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute minus the derivative of the energy with respect to strain.
@@ -137,14 +99,14 @@ class Potential(_Read):
         )
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta).
 
         The second product is a :class:`DeferredVJP`, a list of gradients or a :class:`VJPSum`. On a
-        grid the force has the bits of :meth:`force`.
+        rounding the force has the bits of :meth:`force`.
         """
-        return autograd_vjp(lambda q: force(self, q, grid=grid), self, position, parameters)
+        return autograd_vjp(lambda q: force(self, q, rounding=rounding), self, position, parameters)
 
 
 class SumPotential(Potential):
@@ -175,6 +137,9 @@ class SumPotential(Potential):
         self.parts = nn.ModuleList(_flat(parts))
         share_box(self)
         self.validate()
+
+    def terms(self) -> list[nn.Module]:
+        return list(self.parts)
 
     def validate(self) -> None:
         """Refuse parts with different boxes."""
@@ -210,13 +175,15 @@ class SumPotential(Potential):
                 raise TypeError(f"{type(part).__name__}, a part of a sum, has no virial(position).")
         return _total([cast(Potential, part).virial(position) for part in self.parts])
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        return _total([force(part, position, grid=grid) for part in self.parts])
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return _total([force(part, position, rounding=rounding) for part in self.parts])
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        return _sum_vjp([force_vjp(part, position, parameters, grid=grid) for part in self.parts])
+        return _sum_vjp(
+            [force_vjp(part, position, parameters, rounding=rounding) for part in self.parts]
+        )
 
 
 def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
@@ -227,7 +194,7 @@ def _flat(parts: Sequence[nn.Module]) -> list[nn.Module]:
         plain = type(part) in (SumPotential, SumForce) and not (
             part._forward_hooks or part._forward_pre_hooks
         )
-        flat += cast(SumPotential, part).parts if plain else [part]
+        flat += terms_of(part) if plain else [part]
     return flat
 
 
@@ -250,7 +217,7 @@ def _total(values: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class ForceField(_Read):
+class ForceField(Evaluated):
     """A force without an energy, ``F(t, q)``. Subclasses write ``forward(t, position)``.
 
     ``force_field(t, position)`` evaluates a reading of the field, made at the call. Examples are a
@@ -271,8 +238,8 @@ class ForceField(_Read):
     def __radd__(self, other: nn.Module) -> SumForce:
         return SumForce(other, self)
 
-    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
-        """Compute the force, on a grid as :meth:`Potential.force` does."""
+    def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        """Compute the force, rounded as by :meth:`Potential.force`."""
         return self(t, position)
 
     def force_vjp(
@@ -280,7 +247,7 @@ class ForceField(_Read):
         t: Any,
         position: Positions,
         parameters: Sequence[Tensor],
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
     ) -> tuple[Tensor, Pullback]:
         """Compute the force at time t and its product, as :meth:`Potential.force_vjp` does."""
         return autograd_vjp(lambda q: self(t, q), self, position, parameters)
@@ -314,6 +281,9 @@ class SumForce(ForceField):
         share_box(self)
         self.validate()
 
+    def terms(self) -> list[nn.Module]:
+        return list(self.parts)
+
     def validate(self) -> None:
         """Refuse parts with different boxes."""
         refuse_other_boxes(self.parts)
@@ -321,23 +291,21 @@ class SumForce(ForceField):
     def forward(self, t: Any, position: Positions) -> Positions:
         return _total([force(part, position, t) for part in self.parts])
 
-    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
-        if grid is None:
-            return self(t, position)
-        return _total([force(part, position, t, grid) for part in self.parts])
+    def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return _total([force(part, position, t, rounding) for part in self.parts])
 
     def force_vjp(
         self,
         t: Any,
         position: Positions,
         parameters: Sequence[Tensor],
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
     ) -> tuple[Tensor, Pullback]:
-        return _sum_vjp([force_vjp(part, position, parameters, t, grid) for part in self.parts])
+        return _sum_vjp([force_vjp(part, position, parameters, t, rounding) for part in self.parts])
 
 
 def force(
-    potential: nn.Module, position: Positions, t: Any = 0.0, grid: Grid | None = None
+    potential: nn.Module, position: Positions, t: Any = 0.0, rounding: Rounding = UNROUNDED
 ) -> Positions:
     """Compute the force ``-dU/dq`` of a potential at a position.
 
@@ -345,7 +313,7 @@ def force(
         potential: an energy module, or a :class:`ForceField`.
         position: ``(*batch, atoms, dim)``.
         t: the time, which only a :class:`ForceField` reads.
-        grid: see :meth:`Potential.force`.
+        rounding: see :meth:`Potential.force`.
 
     Returns:
         ``(*batch, atoms, dim)``, differentiable in the position and the parameters when grad mode
@@ -356,12 +324,14 @@ def force(
     """
     position, potential = materialise(position), read(potential)
     version = version_of(position)
+    # A force outside of exact runs need not take a rounding.
+    given = (rounding,) if rounding.rounds else ()
     if isinstance(potential, ForceField):
-        value = potential.force(t, position) if grid is None else potential.force(t, position, grid)
+        value = potential.force(t, position, *given)
     elif isinstance(potential, Potential):
-        value = potential.force(position) if grid is None else potential.force(position, grid)
+        value = potential.force(position, *given)
     else:
-        value = derived_force(potential, position, grid)
+        value = derived_force(potential, position, rounding)
     refuse_written(potential, position, version)
     return value
 
@@ -371,7 +341,7 @@ def force_vjp(
     position: Positions,
     parameters: Sequence[Tensor],
     t: Any = 0.0,
-    grid: Grid | None = None,
+    rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, detached, and its vector-Jacobian product.
 
@@ -380,17 +350,12 @@ def force_vjp(
     """
     position, potential = materialise(position), read(potential)
     version = version_of(position)
+    given = (rounding,) if rounding.rounds else ()
     if isinstance(potential, ForceField):
-        value, pullback = (
-            potential.force_vjp(t, position, parameters)
-            if grid is None
-            else potential.force_vjp(t, position, parameters, grid)
-        )
-    elif not isinstance(potential, Potential):
-        value, pullback = energy_vjp(potential, position, parameters, grid)
-    elif grid is None:
-        value, pullback = potential.force_vjp(position, parameters)
+        value, pullback = potential.force_vjp(t, position, parameters, *given)
+    elif isinstance(potential, Potential):
+        value, pullback = potential.force_vjp(position, parameters, *given)
     else:
-        value, pullback = potential.force_vjp(position, parameters, grid)
+        value, pullback = energy_vjp(potential, position, parameters, rounding)
     refuse_written(potential, position, version)
     return value, lambda v: pullback(materialise(v))

@@ -43,6 +43,8 @@ class ForceFieldPotential(SumPotential):
             same in all of them.
     """
 
+    energy_unit = "eV"
+
     def __init__(
         self, labels: Mapping[str, Sequence[str]] | None = None, **parts: nn.Module
     ) -> None:

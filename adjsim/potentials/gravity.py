@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.products import DeferredVJP, Pullback
@@ -54,11 +54,11 @@ class Gravity(Potential):
     def forward(self, position: Positions) -> Energies:
         return -(self._pull(position) * position).sum((-1, -2))
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return self._pull(position)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             value = self._pull(position)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.parameters import leaves, point_of_differentiation, refuse_unknown, unknown_leaf
-from adjsim.core.rounding import Grid, straight_through
+from adjsim.core.rounding import UNROUNDED, Rounding, straight_through
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Positions
 
@@ -74,15 +74,18 @@ Pullback = Callable[[Tensor], tuple[Tensor, ParameterVJP]]
 
 
 def energy_vjp(
-    potential: nn.Module, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
+    potential: nn.Module,
+    position: Positions,
+    parameters: Sequence[Tensor],
+    rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
     """Compute the force and its product by automatic differentiation of the energy alone.
 
-    The energy is evaluated once, and with a grid once more; see :meth:`Potential.force`.
+    The energy is evaluated once, and with a rounding once more; see :meth:`Potential.force`.
     """
     if torch.compiler.is_compiling() or in_transform():
         return autograd_vjp(
-            lambda q: derived_force(potential, q, grid), potential, position, parameters
+            lambda q: derived_force(potential, q, rounding), potential, position, parameters
         )
     with torch.enable_grad():
         q = position.detach().requires_grad_()
@@ -95,7 +98,7 @@ def energy_vjp(
         what = f"the force of {type(potential).__name__}"
         refuse_unknown(smooth, potential, [q, *parameters], what)
     value = smooth.detach()
-    if grid is not None:
+    if rounding.rounds:
         # A derivative with a graph comes from other kernels, and may differ in the last bit.
         with torch.no_grad():
             value = -derivative(potential, position)
@@ -129,10 +132,10 @@ def derivative(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return slope if keeps_graph else slope.detach()
 
 
-def derived_force(potential: nn.Module, position: Tensor, grid: Grid | None) -> Tensor:
+def derived_force(potential: nn.Module, position: Tensor, rounding: Rounding = UNROUNDED) -> Tensor:
     """Compute the force by automatic differentiation of the energy."""
     smooth = -derivative(potential, position)
-    if grid is None or not smooth.requires_grad:
+    if not rounding.rounds or not smooth.requires_grad:
         return smooth
     # A derivative with a graph comes from other kernels, and may differ in the last bit.
     with torch.no_grad():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.products import DeferredVJP, Pullback, derivative
@@ -31,11 +31,11 @@ class SeparablePotential(Potential):
     def forward(self, position: Positions) -> Energies:
         return self.element(position).sum((-1, -2))
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return -self.slope(position)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             value = -self.slope(position)

@@ -34,7 +34,6 @@ from adjsim.core.trajectory import (
 )
 from adjsim.core.typing import Seed, Times
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.moves import Map
 from adjsim.potentials.pairs.base import pair_paths
 from adjsim.simulation.manifest import rates_at_start, run_manifest
 from adjsim.simulation.start_checks import check_rates
@@ -223,11 +222,11 @@ def assemble(
     """Check the parts of a run against each other, and return them as one problem."""
     reading, tensors, dynamics, key = check_rates(dynamics, state, float(times[0]), record, compile)
     if isinstance(solver, SteppingSolver):
-        reason = solver.no_loop(dynamics, state) if compile else ""
-        if reason:
+        refusal = solver.supports_compiling(dynamics, state) if compile else None
+        if refusal is not None:
             raise TypeError(
-                f"compile=True is not for {solver!r} of {type(dynamics).__name__}: {reason}. Leave "
-                "compile=True out."
+                f"compile=True is not for {solver!r} of {type(dynamics).__name__}: "
+                f"{refusal.reason}. Leave compile=True out."
             )
         solver = solver.resolved(dynamics, state, times)
     problem = Problem(
@@ -296,14 +295,16 @@ def _check_compiled(problem: Problem[State], adjoint: Adjoint) -> None:
             "out there."
         )
     if problem.needs_gradient and isinstance(adjoint, ReversibleAdjoint):
-        reason = problem.solver.no_loop(problem.dynamics, problem.state, undone=True)
-        if reason:
+        solver = problem.solver
+        refusal = solver.supports_compiling(problem.dynamics, problem.state, undone=True)
+        if refusal is not None:
             raise TypeError(
-                f"compile=True cannot undo the steps of {problem.solver!r}: {reason}. {LEAVE_OUT}"
+                f"compile=True cannot undo the steps of {solver!r}: {refusal.reason}. {LEAVE_OUT}"
             )
-        for stage, move in problem.program.moves:
-            if isinstance(move, Map) and move.no_loop:
+        for stage, move in problem.plan.moves:
+            if move.no_compiled_inverse is not None:
                 raise TypeError(
                     f"compile=True cannot undo term {stage.letter!r} of "
-                    f"{type(problem.dynamics).__name__}: {move.no_loop}. {LEAVE_OUT}"
+                    f"{type(problem.dynamics).__name__}: {move.no_compiled_inverse.reason}. "
+                    f"{LEAVE_OUT}"
                 )

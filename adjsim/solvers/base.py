@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from adjsim.core.durable.manifest import Saving
 from adjsim.core.noise import Noise
 from adjsim.core.reading import Reading
-from adjsim.core.rounding import Grid
+from adjsim.core.refusal import Refusal
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import AnyState, State, all_finite, in_transform
 from adjsim.core.trajectory import Record, RunEnd, TimeAverage, step_numbers
 from adjsim.dynamics.base import Dynamics
+from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.copies import Copies
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.dynamics.lattice import BufferGrowth, Lattice
+from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, reads_force
 from adjsim.solvers.clock import Clock, VaryingClock
@@ -47,7 +49,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Program:
+class StepPlan:
     """A step of a scheme: its stages in order, and the scheme's order of accuracy.
 
     A step draws ``draws`` fields of noise, each of the shape of position. It reads the draws of
@@ -147,7 +149,7 @@ class Program:
         """Make an evaluator of the potential's forces, with the rounding of this program."""
         return ForceEvaluator(
             potential,
-            grid=self.force_grid,
+            rounding=self.force_rounding,
             one_time_per_position=self.one_time_per_position,
             **options,
         )
@@ -173,10 +175,10 @@ class Program:
         return bool(reading) and reading[0] <= min(moving) and reading[-1] > max(moving)
 
     @property
-    def force_grid(self) -> Grid | None:
-        return None if self.lattice is None else self.lattice.force_grid
+    def force_rounding(self) -> Rounding:
+        return UNROUNDED if self.lattice is None else self.lattice.force_rounding
 
-    def with_spacings(self, spacings: Mapping[str, Tensor]) -> Program:
+    def with_spacings(self, spacings: Mapping[str, Tensor]) -> StepPlan:
         """Return the same step with these tensors as the spacings of its lattice."""
         return (
             self
@@ -279,10 +281,10 @@ class Problem(Generic[State]):
         return torch.is_grad_enabled() and trained
 
     @cached_property
-    def program(self) -> Program:
+    def plan(self) -> StepPlan:
         """The step, whose moves read the dynamics of the problem."""
         assert isinstance(self.solver, SteppingSolver)
-        found = self.solver.program(self.dynamics, self.state, float(self.times[0]))
+        found = self.solver.plan(self.dynamics, self.state, float(self.times[0]))
         return found if self.continues is None else found.with_spacings(self.continues.spacings)
 
     def connected(self) -> Problem[State]:
@@ -320,7 +322,7 @@ class VaryingSteps(Protocol):
         """Return each letter's coefficients of a step of size h."""
         ...
 
-    def growth(self, program: Program, clock: VaryingClock) -> BufferGrowth | None:
+    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
         """Compute how the buffers of an exact run fill; None for any other run."""
         ...
 
@@ -337,24 +339,24 @@ class SteppingSolver(ABC):
     dt: float
 
     @abstractmethod
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         """List the moves of a step, for runs from a start like this one at the time t."""
 
     @abstractmethod
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         """Compute each letter's coefficients, differentiable in the parameters."""
 
-    def no_loop(
+    def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
-    ) -> str:
-        """Return why its steps of the dynamics cannot be compiled; empty for steps that can.
+    ) -> Refusal | None:
+        """Return why its steps of the dynamics cannot be compiled; None for steps that can.
 
         Args:
             dynamics: the dynamics.
             state: the start, on which the reason may depend; None: it is not known.
             undone: whether the steps are undone too.
         """
-        return ""
+        return None
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> SteppingSolver:
         """Return the solver with the numbers that it chooses by the start and the save times."""

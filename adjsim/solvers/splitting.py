@@ -9,7 +9,7 @@ from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.lattice import Lattice
 from adjsim.dynamics.sources import Coefficients, reads_force
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 
 
@@ -57,7 +57,7 @@ class Splitting(SteppingSolver):
     def order(self) -> int:
         return 2 if self.scheme == self.scheme[::-1] else 1
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         shares = self._shares(dynamics)
         moves = {
             letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()
@@ -74,7 +74,7 @@ class Splitting(SteppingSolver):
             if dynamics.terms[letter].advances_time:
                 passed[letter] += 1
                 elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
-        return Program(tuple(stages), self.dt, self.order, draws, lattice=lattice)
+        return StepPlan(tuple(stages), self.dt, self.order, draws, lattice=lattice)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import adjsim
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import Rounding
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.bonded.selection import WIDTH, Selection
 from adjsim.potentials.products import derivative
@@ -397,10 +397,10 @@ def test_selections_and_their_transposes(count):
 
 
 def test_rounded_forces_sum_to_zero():
-    grid = Grid(torch.full((2, 1, 1, 1), 2.0**-30))
+    rounding = Rounding(torch.full((2, 1, 1, 1), 2.0**-30))
     batch = torch.stack([CHAIN, 1.1 * CHAIN])
     for name, make in BONDED.items():
-        force = adjsim.force(make(), batch, grid=grid)
+        force = adjsim.force(make(), batch, rounding=rounding)
         assert bool((force.sum(-2) == 0).all()), name
         assert torch.equal(force, (force * 2.0**30).round() * 2.0**-30)
         # Each of at most a dozen contributions to an atom is rounded.

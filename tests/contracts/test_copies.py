@@ -96,11 +96,12 @@ def made():
         adjsim.OverdampedLangevin(adjsim.Harmonic()).init(square()[0]),
         potentials.Shifted(), potentials.ForceShifted(), potentials.Switched(1.0),
         dynamics.Scale("momentum", dynamics.Coefficient("c")),
-        dynamics.Map(("momentum",), torch.add, None),
+        dynamics.GeneralFlow(("momentum",), torch.add, None),
         dynamics.Combination("c", (dynamics.Force(), dynamics.Random())),
         dynamics.Function(torch.add, ("position",)), dynamics.FunctionOfTime(torch.add),
         dynamics.Time(), dynamics.Field("momentum"), dynamics.Coefficient("c"), dynamics.Force(),
         dynamics.Random(), well.stationary_density(), well.heat_limit(start),
+        dynamics.Refusal("a reason"), potentials.Rounding(torch.ones(())),
         adjsim.OverdampedLangevin(adjsim.Harmonic()).stationary_density(),
     ]  # fmt: skip
 

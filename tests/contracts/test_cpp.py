@@ -21,8 +21,8 @@ from adjsim.compiler import library
 from adjsim.compiler.invariants import transposed
 from adjsim.compiler.mathematics import TANH
 from adjsim.compiler.operations import FUNCTIONS
-from adjsim.compiler.program import Part, Parts, program
 from adjsim.compiler.rows import RowMemory
+from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 
 SHAPES = [(1,), (5,), (13, 3), (2, 7, 64), (3, 13, 13), (20, 6, 3)]
@@ -424,7 +424,7 @@ def test_what_is_not_printed_is_refused(name):
     )
     assert isinstance(parts.start, Part)
     with pytest.raises(UnprintableError):
-        program(parts, [steps, x], carry, exact=False, threads=1)
+        compile_to_cpp(parts, [steps, x], carry, exact=False, threads=1)
 
 
 # Rows, inner length and columns of products: below, at and above the lengths of vectors and tiles.
@@ -595,7 +595,7 @@ def test_values_that_one_loop_reads_are_not_stored(monkeypatch):
         sources.append(source)
         return library.compiled(source, threads)
 
-    monkeypatch.setattr("adjsim.compiler.program.compiled", compiled)
+    monkeypatch.setattr("adjsim.compiler.to_cpp.compiled", compiled)
     for function in (elementwise, several, lambda x: elementwise(x).sum() * x):
         printed(function, numbers(100))
     counts = [source.count("__restrict b") for source in sources]

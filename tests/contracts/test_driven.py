@@ -19,7 +19,7 @@ from adjsim import (
     Splitting,
     meshes,
 )
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import Rounding
 from adjsim.potentials.base import ForceField, SumForce, SumPotential, force, force_vjp
 from adjsim.potentials.gravity import Gravity
 from adjsim.potentials.products import VJPSum
@@ -239,9 +239,9 @@ def test_products_equal_automatic_differentiation(kind):
 @pytest.mark.parametrize("kind", ROWS)
 def test_on_a_grid_the_force_has_one_value(kind):
     drive, (position, _) = KINDS[kind](), start(kind)
-    grid = Grid(torch.tensor(2.0**-30).reshape(1, 1, 1))
-    value = force(drive, position, 0.17, grid)
-    assert torch.equal(value.detach(), force_vjp(drive, position, [], 0.17, grid)[0])
+    rounding = Rounding(torch.tensor(2.0**-30).reshape(1, 1, 1))
+    value = force(drive, position, 0.17, rounding)
+    assert torch.equal(value.detach(), force_vjp(drive, position, [], 0.17, rounding)[0])
     torch.testing.assert_close(value, force(drive, position, 0.17), rtol=0, atol=1e-7)
     assert not torch.equal(value, force(drive, position, 0.17))
 
@@ -349,7 +349,7 @@ def test_a_closed_form_of_a_force_field_is_used():
         def forward(self, t, position):
             return -position
 
-        def force_vjp(self, t, position, parameters, grid=None):
+        def force_vjp(self, t, position, parameters, rounding=None):
             Drag.calls += 1
             return -position, lambda v: (-v, [None] * len(parameters))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import meshes
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import Rounding
 from adjsim.meshes import Mesh
 from adjsim.potentials.base import force_vjp
 from adjsim.potentials.products import derivative
@@ -459,10 +459,10 @@ def test_exact_reversal(name, steps, compile):
 
 
 def test_rounded_forces_sum_to_zero():
-    grid = Grid(torch.full((2, 1, 1, 1), 2.0**-30, dtype=torch.float64))
+    rounding = Rounding(torch.full((2, 1, 1, 1), 2.0**-30, dtype=torch.float64))
     batch = torch.stack([moved(SOLID), 1.1 * SOLID.vertices])
     for name in MATERIALS:
-        force = adjsim.force(body(name), batch, grid=grid).detach()
+        force = adjsim.force(body(name), batch, rounding=rounding).detach()
         assert bool((force.sum(-2) == 0).all()), name
         # At most 24 elements at a vertex, with up to three contributions.
         torch.testing.assert_close(

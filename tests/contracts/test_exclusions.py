@@ -291,7 +291,7 @@ def test_potentials_share_kernels_and_not_lists(listed):
     assert len(made[0].exclusions) == len(made[1].exclusions)
     for limit in (DENSE, LISTED):
         listed(limit)
-        expected = [dense.force(pair, q, None) for pair in made]
+        expected = [dense.force(pair, q) for pair in made]
         assert not torch.allclose(*expected)
         made[0].force(q)
         before = set(kernels.KERNELS)
@@ -436,7 +436,7 @@ def test_a_sum_of_potentials(listed):
     for limit in (DENSE, LISTED):
         listed(limit)
         torch.testing.assert_close(total(q), excluding(q) + plain(q), rtol=CLOSE, atol=0)
-        expected = dense.force(excluding, q, None) + dense.force(plain, q, None)
+        expected = dense.force(excluding, q) + dense.force(plain, q)
         atol = CLOSE * float(expected.detach().abs().max())
         torch.testing.assert_close(total.force(q), expected, rtol=0, atol=atol)
 
@@ -460,7 +460,7 @@ def test_transforms_take_torch():
     torch.testing.assert_close(torch.func.vmap(pair)(q), expected, rtol=CLOSE, atol=0)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(2), dtype=q.dtype)
     along = torch.func.jvp(pair, (q,), (v,))[1]
-    power = -(dense.force(pair, q, None) * v).sum((-1, -2))
+    power = -(dense.force(pair, q) * v).sum((-1, -2))
     torch.testing.assert_close(along, power, rtol=CLOSE, atol=0)
 
 

@@ -473,12 +473,12 @@ def test_sizes_come_from_the_time_of_the_start(solver):
     torch.testing.assert_close(y.grad[0], expected, rtol=2e-4, atol=0)
     shifted = ODE(lambda t, y: -y * (t + 1) ** -2)
     lattices = [
-        solver.resolved(field, field.init(y), torch.tensor([t, t + 1])).program(
+        solver.resolved(field, field.init(y), torch.tensor([t, t + 1])).plan(
             field, field.init(y), t
         )
         for field, t in ((dynamics, 1.0), (shifted, 0.0))
     ]
-    first, second = (program.lattice.spacings() for program in lattices)
+    first, second = (plan.lattice.spacings() for plan in lattices)
     assert first == second
 
 
@@ -488,7 +488,7 @@ def test_the_size_of_noise_comes_from_the_time_of_the_start():
 
     dynamics = SDE(Decay(), huge)
     solver = adjsim.ReversibleHeun(0.01, exact=True)
-    spacing = solver.program(dynamics, dynamics.init([1.0]), 1.0).lattice.spacings()["y"]
+    spacing = solver.plan(dynamics, dynamics.init([1.0]), 1.0).lattice.spacings()["y"]
     # 2^7 or more times the size, of the 2^51 units.
     assert float(spacing) < 2.0**-30
 

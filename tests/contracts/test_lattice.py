@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import adjsim
-from adjsim.core.rounding import Grid, power_of_two
+from adjsim.core.rounding import Rounding, power_of_two
 from adjsim.dynamics import Coefficient, Dynamics, Field, Function, Random, Scale, Shear, Term
 from adjsim.dynamics.buffer import FULL, buffer_name, fractions, refill, spill
 from adjsim.dynamics.lattice import DENOMINATOR
@@ -91,7 +91,7 @@ def link_push(h):
 
 
 @st.composite
-def programs(draw):
+def plans(draw):
     """Letters, each a coupling step with its numbers; the unit of length; a number of steps; a
     batch.
     """
@@ -136,7 +136,7 @@ def toy(terms, unit, batch, seed):
 @settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-@given(programs())
+@given(plans())
 def test_any_program_comes_back(drawn):
     terms, unit, steps, batch, seed = drawn
     dynamics, start = toy(terms, unit, batch, seed)
@@ -179,16 +179,16 @@ def test_powers_of_two(x):
 @given(st.integers(-900, 900), st.floats(-1e15, 1e15))
 def test_rounding_goes_to_the_nearest_multiple(exponent, x):
     spacing = 2.0**exponent
-    grid, value = (
-        Grid(torch.tensor(spacing, dtype=torch.float64)),
+    rounding, value = (
+        Rounding(torch.tensor(spacing, dtype=torch.float64)),
         torch.tensor(x * spacing, dtype=torch.float64),
     )
-    assert float(grid.round(value)) / spacing == float(round(x))  # both to the even one of two
+    assert float(rounding.round(value)) / spacing == float(round(x))  # both to the even one of two
 
 
 def test_rounding_has_the_derivative_of_the_identity():
     x = torch.tensor([0.3, 1.7], dtype=torch.float64, requires_grad=True)
-    rounded = Grid(torch.tensor(1.0, dtype=torch.float64)).round(x)
+    rounded = Rounding(torch.tensor(1.0, dtype=torch.float64)).round(x)
     assert rounded.tolist() == [0.0, 2.0]
     (slope,) = torch.autograd.grad((rounded**2).sum(), x, create_graph=True)
     assert slope.tolist() == [0.0, 4.0]
@@ -226,13 +226,13 @@ def test_a_buffer_below_its_limit_fits_an_integer(name):
     case = Case(name, scheme, "lennard-jones", exact=True)
     dynamics = case.build()
     start = case.start(dynamics, *square())
-    program = case.solver.program(dynamics, start, 0.0)
-    coefficients = program.lattice.rationals(case.solver.coefficients(dynamics, start))
+    plan = case.solver.plan(dynamics, start, 0.0)
+    coefficients = plan.lattice.rationals(case.solver.coefficients(dynamics, start))
     denominators = [
         int(x.max()) for group in coefficients.values() for n, x in group.items() if n[-2:] == " d"
     ]
-    moves = [(stage.letter, move) for stage, move in program.moves]
-    growth = program.lattice.growth(coefficients, moves)
+    moves = [(stage.letter, move) for stage, move in plan.moves]
+    growth = plan.lattice.growth(coefficients, moves)
     assert growth.limit * max([DENOMINATOR if name == "chain-3" else 1, *denominators]) < 2**63
     assert growth.limit > 2**FULL
 
@@ -244,12 +244,12 @@ def test_spacings_and_checks():
     dynamics = adjsim.Langevin(adjsim.Harmonic(1.0), kT=1e-6, friction=0.5)
     start = dynamics.init(torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 5.0]]))
     solver = adjsim.Splitting("BAOAB", 0.001, exact=True)
-    program = solver.program(dynamics, start, 0.0)
-    grids = program.lattice.grids
-    assert grids["position"].spacing == 4 * 2.0**-40
-    assert grids["momentum"].spacing == 8 * 2.0**-44
-    coefficients = program.lattice.rationals(solver.coefficients(dynamics, start))
-    growth = program.lattice.growth(coefficients, [(s.letter, move) for s, move in program.moves])
+    plan = solver.plan(dynamics, start, 0.0)
+    roundings = plan.lattice.roundings
+    assert roundings["position"].spacing == 4 * 2.0**-40
+    assert roundings["momentum"].spacing == 8 * 2.0**-44
+    coefficients = plan.lattice.rationals(solver.coefficients(dynamics, start))
+    growth = plan.lattice.growth(coefficients, [(s.letter, move) for s, move in plan.moves])
     (bits,) = (float(x) for x in growth.bits.values())
     assert bits == pytest.approx(0.0005 / math.log(2), rel=1e-6)
     assert FULL + bits * growth.check_every < math.log2(growth.limit)

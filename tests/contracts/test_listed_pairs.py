@@ -70,9 +70,9 @@ def assert_equal_to_all_pairs(pair, position):
     listed = results(pair, pair.force, pair.virial, lambda q: pair.force_vjp(q, parameters))
     every = results(
         lambda q: dense.energy(pair, q),
-        lambda q: dense.force(pair, q, None),
+        lambda q: dense.force(pair, q),
         lambda q: dense.virial(pair, q),
-        lambda q: dense.force_vjp(pair, q, None),
+        lambda q: dense.force_vjp(pair, q),
     )
     for x, y in zip(listed, every, strict=True):
         assert (x is None) == (y is None)
@@ -122,7 +122,7 @@ class Tabled(PairPotential):
 def test_formulas_that_cannot_take_a_list(kind):
     pair, q = kind(cutoff=2.4, box=box_of("cube")), gas(cell("cube"), 60, seed=2)
     assert pair.path(q).startswith("all pairs, by torch")
-    assert torch.equal(pair.force(q), dense.force(pair, q, None))
+    assert torch.equal(pair.force(q), dense.force(pair, q))
 
 
 class Smallest(PairPotential):
@@ -196,7 +196,7 @@ def test_positions_at_the_faces_of_the_box():
     pair = adjsim.LennardJones(cutoff=2.4, box=[6.3] * 3)
     q = gas(torch.eye(3, dtype=torch.float64) * 6.3, 60, seed=2)
     q[5, 1] = 31.499999999999996
-    torch.testing.assert_close(pair.force(q), dense.force(pair, q, None), rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(pair.force(q), dense.force(pair, q), rtol=CLOSE, atol=CLOSE)
 
 
 def test_lists_of_a_run_replace_each_other():
@@ -285,7 +285,7 @@ def test_virial_of_a_potential_with_an_operator(monkeypatch):
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_on_a_gpu(name):
     pair, q = KINDS[name](box_of("cube")), gas(cell("cube"), 60, seed=4, replicas=2)
-    expected = dense.force(pair, q, None)
+    expected = dense.force(pair, q)
     found = pair.cuda().force(q.cuda())
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-10, atol=1e-10)

@@ -81,7 +81,7 @@ def both(pair, position, function):
     """Evaluate with the operator, and with torch's operations."""
     assert "torch" not in pair.path(position)
     return function(pair, pair.force), function(
-        lambda q: dense.energy(pair, q), lambda q: dense.force(pair, q, None)
+        lambda q: dense.energy(pair, q), lambda q: dense.force(pair, q)
     )
 
 
@@ -268,7 +268,7 @@ def test_any_box_cutoff_and_skin(listed, seed, tilt, sides, share, skin, tilted)
             found = pair.force(position)
             listed(DENSE)
             assert torch.equal(found, pair.force(position))
-            exact = dense.force(pair, position, None)
+            exact = dense.force(pair, position)
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
@@ -321,9 +321,7 @@ def test_two_systems_of_one_size_alternate(listed):
     before = kernels.builds()
     for _ in range(5):
         for q in systems:
-            torch.testing.assert_close(
-                pair.force(q), dense.force(pair, q, None), rtol=1e-10, atol=1e-10
-            )
+            torch.testing.assert_close(pair.force(q), dense.force(pair, q), rtol=1e-10, atol=1e-10)
     assert kernels.builds() == before
 
 
@@ -403,7 +401,7 @@ def test_a_compiled_step_takes_force_and_product_in_one_pass(listed, monkeypatch
     def counted(graph):
         merge_pairs(graph)
         modes = [
-            kernels.KERNELS[node.args[-1]].layout.mode
+            kernels.KERNELS[node.args[-1]].spec.mode
             for node in graph.graph.nodes
             if node.target is torch.ops.adjsim.pairs.default
         ]
@@ -459,7 +457,7 @@ def test_positions_that_are_not_finite_are_not_hidden(listed, limit):
     assert not bool(torch.isfinite(force[7]).all())
     assert not bool(torch.isfinite(force[12]).all())
     # A list with a broken position is not kept for the next one.
-    torch.testing.assert_close(pair.force(q), dense.force(pair, q, None))
+    torch.testing.assert_close(pair.force(q), dense.force(pair, q))
 
 
 class Summed(PairPotential):
@@ -494,7 +492,7 @@ def test_formulas_without_an_operator_take_torch(kind):
     q = gas(cell("cube"), 12, seed=11).requires_grad_()
     assert pair.path(q).startswith("all pairs, by torch: ")
     force = pair.force(q)
-    assert torch.equal(force, dense.force(pair, q, None))
+    assert torch.equal(force, dense.force(pair, q))
     torch.autograd.grad(force.sum(), q)
 
 
@@ -555,7 +553,7 @@ def test_rules(name):
         return [value, f, *first, *torch.autograd.grad(f, inputs, v, allow_unused=True)]
 
     found = results(pair, pair.force)
-    expected = results(lambda x: dense.energy(pair, x), lambda x: dense.force(pair, x, None))
+    expected = results(lambda x: dense.energy(pair, x), lambda x: dense.force(pair, x))
     for x, y in zip(found, expected, strict=True):
         if y is None:
             assert x is None or not bool(x.any())
@@ -764,7 +762,7 @@ def test_without_a_compiler_torch_is_taken(monkeypatch):
     pair = adjsim.LennardJones(parameter(1.0), 1.0)
     q = torch.tensor([[0.0, 0.0], [1.3, 0.0]], dtype=torch.float64)
     assert "no C++ compiler" in pair.path(q)
-    assert torch.equal(pair.force(q), dense.force(pair, q, None))
+    assert torch.equal(pair.force(q), dense.force(pair, q))
 
 
 def test_a_constant_of_a_module_inside_a_module_is_part_of_the_key(monkeypatch):

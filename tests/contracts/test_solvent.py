@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import CheckpointAdjoint, DirectAdjoint, ReversibleAdjoint, Splitting
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import Rounding
 from adjsim.potentials.base import force, force_vjp
 from adjsim.potentials.solvent import GeneralizedBorn
 from tests.retracing import forth_and_back
@@ -364,10 +364,10 @@ def test_exact_runs_come_back_bit_for_bit(steps):
 def test_rounded_sums_do_not_depend_on_the_order_of_atoms():
     found = molecule(8, 40, 3.0)
     position, order = found.pop("position"), torch.randperm(40)
-    grid = Grid(torch.full((1, 1, 1), 2.0**-50))
-    one = GeneralizedBorn(**found).force(position, grid)
+    rounding = Rounding(torch.full((1, 1, 1), 2.0**-50))
+    one = GeneralizedBorn(**found).force(position, rounding)
     other = GeneralizedBorn(**{name: x[order] for name, x in found.items()})
-    assert torch.equal(other.force(position[order], grid), one[order])
+    assert torch.equal(other.force(position[order], rounding), one[order])
     plain = GeneralizedBorn(**found).force(position)
     # Of 40 contributions in each of two sums, rounded by 2^-47, some have factors up to 1e2.
     torch.testing.assert_close(one, plain, rtol=0, atol=1e-10)

@@ -466,7 +466,7 @@ def test_the_order_of_a_sum_does_not_matter():
     # differ.
     potential, grid = (
         dynamics.potential,
-        Splitting("BAB", 0.005, exact=True).program(dynamics, start, 0.0).force_grid,
+        Splitting("BAB", 0.005, exact=True).plan(dynamics, start, 0.0).force_rounding,
     )
     position = run.final.position.detach()
     assert torch.equal(
@@ -660,7 +660,7 @@ def test_a_potential_whose_force_knows_no_grid_is_refused():
             return -position
 
     dynamics = adjsim.Hamiltonian(Spring())
-    with pytest.raises(TypeError, match=r"Spring\.force\(position\) must also take grid=None"):
+    with pytest.raises(TypeError, match="must also take rounding=UNROUNDED"):
         adjsim.simulate(
             dynamics,
             dynamics.init(*square()),

@@ -14,7 +14,7 @@ from adjsim.adjoints import CompileError, ReconstructionError, ReversibleAdjoint
 from adjsim.adjoints.loops import compilation as loops
 from adjsim.adjoints.sweep.exact_inversion import Fingerprints
 from adjsim.core.reading import Reading
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import Rounding
 from adjsim.io import from_openmm
 from adjsim.potentials.base import force, force_vjp
 from tests.contracts.test_cpp import Constants, numbers
@@ -132,16 +132,19 @@ def computed(function, *inputs):
 @pytest.mark.parametrize("atoms", [12, 42])
 def test_a_force_has_the_bits_of_its_product(atoms):
     """The backward loop computes other sums beside those of the force."""
-    potential, grid = Embedded(atoms), Grid(torch.full((1, 1, 1), 2.0**-50, dtype=torch.float64))
+    potential, rounding = (
+        Embedded(atoms),
+        Rounding(torch.full((1, 1, 1), 2.0**-50, dtype=torch.float64)),
+    )
     reading = Reading(potential)
 
     def forward(x, *registered):
-        return (force(reading.bound(registered), x.mT, grid=grid).mT,)
+        return (force(reading.bound(registered), x.mT, rounding=rounding).mT,)
 
     def backward(x, *registered):
         leaves = [y.detach().requires_grad_(y.is_floating_point()) for y in registered]
         wanted = [y for y in leaves if y.requires_grad]
-        value, pullback = force_vjp(reading.bound(leaves), x.mT, wanted, grid=grid)
+        value, pullback = force_vjp(reading.bound(leaves), x.mT, wanted, rounding=rounding)
         along, found = pullback(torch.ones_like(x.mT))
         return value.mT, along.mT, *found
 

@@ -229,7 +229,7 @@ def test_refused_types():
 
 
 def test_gradients_that_would_be_lost_are_refused():
-    """An undeclared tensor, a second derivative, a tensor modified or a function changed since."""
+    """An undeclared tensor, a second derivative, or a function changed since."""
     a = torch.ones((), requires_grad=True)
     y0 = torch.ones(1, 2, requires_grad=True)
     with pytest.raises(ValueError, match="'a', which requires grad and was not declared"):
@@ -242,8 +242,8 @@ def test_gradients_that_would_be_lost_are_refused():
         torch.autograd.grad(found.y.sum(), y0, create_graph=True)
     with torch.no_grad():
         a += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.y.sum().backward()
+    found.y[0, -1, 0].backward()
+    assert float(a.grad) == pytest.approx(-np.exp(-1.0), rel=1e-2)
 
 
 @pytest.mark.parametrize("method", METHODS)

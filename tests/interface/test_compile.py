@@ -43,25 +43,25 @@ def test_a_step_compiles_whole(case):
     # A run steps the copy of a reading.
     dynamics, solver = read(case.build()), case.solver
     state = case.start(dynamics, *square())
-    program, coefficients = (
-        solver.program(dynamics, state, 0.0),
+    plan, coefficients = (
+        solver.plan(dynamics, state, 0.0),
         solver.coefficients(dynamics, state),
     )
     if case.exact:
         state, coefficients = (
-            program.lattice.to_lattice(state),
-            program.lattice.rationals(coefficients),
+            plan.lattice.to_lattice(state),
+            plan.lattice.rationals(coefficients),
         )
 
     def step(time, state, noise):
-        return program.step(
-            lambda share: time, state, coefficients, noise, program.forces(dynamics.potential)
+        return plan.step(
+            lambda share: time, state, coefficients, noise, plan.forces(dynamics.potential)
         )
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
     with torch.no_grad():
         time = torch.tensor(0.0)
-        noise = torch.randn(program.draws * program.noise_steps, *state.position.shape).unbind(0)
+        noise = torch.randn(plan.draws * plan.noise_steps, *state.position.shape).unbind(0)
         for a, b in zip(compiled(time, state, noise), step(time, state, noise), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
@@ -71,19 +71,19 @@ def test_a_step_knows_whether_it_shares_its_force(case):
     """A step has its last force at the end, and needs it at the beginning, or neither."""
     dynamics, solver = case.build(), case.solver
     state = case.start(dynamics, *square())
-    program, coefficients = (
-        solver.program(dynamics, state, 0.0),
+    plan, coefficients = (
+        solver.plan(dynamics, state, 0.0),
         solver.coefficients(dynamics, state),
     )
     if case.exact:
         state, coefficients = (
-            program.lattice.to_lattice(state),
-            program.lattice.rationals(coefficients),
+            plan.lattice.to_lattice(state),
+            plan.lattice.rationals(coefficients),
         )
-    noise = [torch.zeros_like(state.position)] * program.draws * program.noise_steps
-    forces, counts = program.forces(dynamics.potential), []
+    noise = [torch.zeros_like(state.position)] * plan.draws * plan.noise_steps
+    forces, counts = plan.forces(dynamics.potential), []
     for _ in range(2):
-        state = program.step(float, state, coefficients, noise, forces)
+        state = plan.step(float, state, coefficients, noise, forces)
         counts.append(forces.stats["energy_evaluations"])
     shared = forces.cached(state.position) is not None and counts[1] < 2 * counts[0]
-    assert program.shares_force == shared
+    assert plan.shares_force == shared

@@ -347,14 +347,16 @@ def test_a_run_that_explodes_names_the_step(adjoint):
 
 def test_a_flow_without_an_inverse_is_for_checkpoints():
     """A term that rounds momenta down destroys information."""
-    from adjsim.dynamics import Map, Term
+    from adjsim.dynamics import GeneralFlow, Term
 
     class Forget(Term):
         def drift(self, t, state):
             return {}
 
         def moves(self, h, state):
-            return (Map(("momentum",), lambda c, p: (p * (p.detach().abs() > 0.05),), None),)
+            return (
+                GeneralFlow(("momentum",), lambda c, p: (p * (p.detach().abs() > 0.05),), None),
+            )
 
     class Forgetful(adjsim.Hamiltonian):
         @property

@@ -59,21 +59,21 @@ def test_steps_are_reversible(name, scheme):
     dynamics = DYNAMICS[name](POTENTIALS["lennard-jones"]())
     start = state = dynamics.init(*square())
     solver = Splitting(scheme, 0.005)
-    program, coefficients = (
-        solver.program(dynamics, start, 0.0),
+    plan, coefficients = (
+        solver.plan(dynamics, start, 0.0),
         solver.coefficients(dynamics, start),
     )
     with torch.no_grad():
-        forces = program.forces(dynamics.potential)
+        forces = plan.forces(dynamics.potential)
 
         def time(share):
             return 0.0
 
         for _ in range(100):
-            state = program.step(time, state, coefficients, None, forces)
+            state = plan.step(time, state, coefficients, None, forces)
         nothing = Cotangents({field: torch.zeros_like(x) for field, x in state._asdict().items()})
         for _ in range(100):
-            state = program.backward(time, state, coefficients, None, forces, nothing)
+            state = plan.backward(time, state, coefficients, None, forces, nothing)
     for found, true in zip(state, start, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-12, atol=1e-12)
 

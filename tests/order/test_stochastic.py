@@ -151,7 +151,7 @@ def _affine(dynamics, solver, dt):
         return np.array([float(end.position), float(end.momentum)])
 
     draws = (
-        solver.program(dynamics, dynamics.init(torch.zeros(1, 1)), 0.0).draws
+        solver.plan(dynamics, dynamics.init(torch.zeros(1, 1)), 0.0).draws
         if isinstance(solver, Splitting)
         else 1
     )

@@ -23,7 +23,7 @@ class Fractions(Splitting):
 
     def coefficients(self, dynamics, state):
         found = super().coefficients(dynamics, state)
-        lattice = Splitting(self.scheme, self.dt, exact=True).program(dynamics, state, 0.0).lattice
+        lattice = Splitting(self.scheme, self.dt, exact=True).plan(dynamics, state, 0.0).lattice
         rational = lattice.rationals(found)
         for letter, group in found.items():
             for name in group:
@@ -140,7 +140,7 @@ def test_the_invariant_of_a_chain_walks_within_its_bound():
     start = hot(dynamics)
     plain, exact = errors_of_invariant(dynamics, start, "NBABN", dt, steps)
     kinetic = 39 * kT / 2
-    lattice = Splitting("NBABN", dt, exact=True).program(dynamics, start, 0.0).lattice
+    lattice = Splitting("NBABN", dt, exact=True).plan(dynamics, start, 0.0).lattice
     roughness = 2**22 * float(lattice.grids["momentum"].spacing) / math.sqrt(6)
     walk = math.sqrt(2 * steps) * (
         2 * kinetic * 2**-23 / math.sqrt(3) + math.sqrt(2 * kinetic) * roughness

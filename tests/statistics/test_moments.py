@@ -19,27 +19,27 @@ from adjsim.solvers.base import SteppingSolver
 def affine(dynamics, solver: SteppingSolver):
     """A and B of z' = A z + B xi, for one particle in one dimension and z its fields."""
     start = zero(dynamics)
-    program, coefficients = (
-        solver.program(dynamics, start, 0.0),
+    plan, coefficients = (
+        solver.plan(dynamics, start, 0.0),
         solver.coefficients(dynamics, start),
     )
     sizes = [x.numel() for x in start]
-    count = program.draws * program.noise_steps
+    count = plan.draws * plan.noise_steps
 
     def step(z, xi):
         parts = torch.split(torch.as_tensor(z), sizes)
         state = type(start)(*(part.reshape(x.shape) for part, x in zip(parts, start, strict=True)))
         with torch.no_grad():
             noise = torch.as_tensor(xi).reshape(-1, 1, 1).unbind(0)
-            after = program.step(
-                lambda share: 0.0, state, coefficients, noise, program.forces(dynamics.potential)
+            after = plan.step(
+                lambda share: 0.0, state, coefficients, noise, plan.forces(dynamics.potential)
             )
         return torch.cat([x.reshape(-1) for x in after]).numpy()
 
     n, none = sum(sizes), np.zeros(count)
     A = np.stack([step(unit, none) for unit in np.eye(n)], 1)
     B = np.stack([step(np.zeros(n), unit) for unit in np.eye(count)], 1)
-    return A, B, program
+    return A, B, plan
 
 
 def zero(dynamics):
@@ -56,9 +56,9 @@ def covariance(dynamics, solver):
     """The stationary covariance; a step that sees the next step's noise carries it along in the
     state.
     """
-    A, B, program = affine(dynamics, solver)
-    n, draws = len(A), program.draws
-    if program.noise_steps == 2:
+    A, B, plan = affine(dynamics, solver)
+    n, draws = len(A), plan.draws
+    if plan.noise_steps == 2:
         own, following = B[:, :draws], B[:, draws:]
         A = np.block([[A, own], [np.zeros((draws, n + draws))]])
         B = np.concatenate([following, np.eye(draws)])

@@ -27,8 +27,8 @@ def run_end(
     clock, noise, lattice, growth = (
         stepper.clock,
         problem.noise,
-        stepper.program.lattice,
-        stepper.growth,
+        stepper.plan.lattice,
+        stepper.buffer_growth,
     )
     if isinstance(clock, VaryingClock):
         return None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adjsim.core.durable.interruption import Interruption
 from adjsim.core.durable.manifest import Saving, check_numbers
-from adjsim.core.durable.store import StoreError, Tree, moved
+from adjsim.core.durable.store import Nested, StoreError, moved
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.solvers.base import Problem
@@ -38,15 +38,15 @@ class Saved(ABC):
         """The number of entries."""
 
     @abstractmethod
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         """Return the entries from number ``first`` on."""
 
     @abstractmethod
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         """Return everything else that a later step needs."""
 
     @abstractmethod
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         """Take over the entries of all saves, and the rest of the last one.
 
         Args:
@@ -66,11 +66,11 @@ class Resumable(ABC):
     force: Tensor | None = None
 
     @abstractmethod
-    def carried(self) -> Tree:
+    def carried(self) -> Nested:
         """Return what it carries from one advance to the next."""
 
     @abstractmethod
-    def resume(self, carried: Tree, like: Tensor) -> None:
+    def resume(self, carried: Nested, like: Tensor) -> None:
         """Take over what another driver carried, on the device of a tensor."""
 
     @property
@@ -218,7 +218,7 @@ class BackwardSaves(_Saves):
             digest.update(hashlib.blake2b(content, digest_size=16).digest())
         self.name = f"backward-{digest.hexdigest()}"
 
-    def begin(self, state: State, cotangents: Cotangents) -> tuple[State, int, Tree]:
+    def begin(self, state: State, cotangents: Cotangents) -> tuple[State, int, Nested]:
         """Return the state, the step, and the rest of the sweep from which it goes on.
 
         The cotangents are those of the save. The rest is None at the beginning of a sweep.
@@ -232,7 +232,7 @@ class BackwardSaves(_Saves):
         self.stats["resumed_at"] = found["step"]
         return _like(state, found["state"]), found["step"], moved(found["rest"], device)
 
-    def after(self, step: int, state: AnyState, cotangents: Cotangents, rest: Tree) -> None:
+    def after(self, step: int, state: AnyState, cotangents: Cotangents, rest: Nested) -> None:
         """Save the sweep after it has reached a step, if it is due.
 
         No products of forces may be outstanding.

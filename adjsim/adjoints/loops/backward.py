@@ -48,8 +48,8 @@ class BackwardCarry(NamedTuple):
 class BackwardLoops:
     """Run the backward pass in compiled loops."""
 
-    def __init__(self, driver: LoopRunner, forces: ForceEvaluator) -> None:
-        self.driver, self.forces = driver, forces
+    def __init__(self, runner: LoopRunner, forces: ForceEvaluator) -> None:
+        self.runner, self.forces = runner, forces
 
     def sweep(
         self,
@@ -61,15 +61,15 @@ class BackwardLoops:
         saves: BackwardSaves | None = None,
     ) -> AnyState:
         """Propagate the cotangents from the last state to the start, and return the start."""
-        pairs = list(pairwise([0, *self.driver.stops]))[::-1]
+        pairs = list(pairwise([0, *self.runner.stops]))[::-1]
         if saves is not None:
-            stepper = self.driver.stepper
+            stepper = self.runner.stepper
             state, last = resumed(saves, state, cotangents, saved, rewind, stepper)
             pairs = [pair for pair in pairs if pair[1] <= last]
         for start, stop in with_progress(pairs, "backward", len(pairs), progress):
-            if self.driver.recorder.average is None:
+            if self.runner.recorder.average is None:
                 saved.accumulate(
-                    stop, self.driver.stepper.from_lattice(state), cotangents, self.forces
+                    stop, self.runner.stepper.from_lattice(state), cotangents, self.forces
                 )
             state = self._traverse(state, stop, start, cotangents, saved, rewind)
             saved.growth.observe(cotangents)
@@ -89,29 +89,29 @@ class BackwardLoops:
         rewind: Rewind,
     ) -> State:
         """Propagate state and cotangents backward from ``stop`` steps to ``start`` steps."""
-        driver, fields, average = self.driver, cotangents.fields, saved.average_cotangent
-        coefficients, sums = driver.fixed.coefficients, cotangents.coefficient_sums
+        runner, fields, average = self.runner, cotangents.fields, saved.average_cotangent
+        coefficients, sums = runner.fixed.coefficients, cotangents.coefficient_sums
         carry = BackwardCarry(
-            {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in driver.wanted},
+            {(a, n): _sum(sums.get((a, n)), coefficients[a][n]) for a, n in runner.wanted},
             {
                 name: _sum(cotangents.parameter_sums.get(name), p)
                 for name, p in cotangents.parameters.items()
             },
-            {name: driver.pack(cotangents[name]) for name in fields},
+            {name: runner.pack(cotangents[name]) for name in fields},
             {name: clone(x) for name, x in saved.growth.injected.items()},
-            tuple(map(driver.pack, state)),
+            tuple(map(runner.pack, state)),
         )
         while stop > start:
             # The parts of the forward run, which begin at ``start``.
-            count = (stop - start - 1) % driver.length + 1
-            averaging = average is not None and driver.averages(stop)
+            count = (stop - start - 1) % runner.length + 1
+            averaging = average is not None and runner.averages(stop)
             average_cotangents = [average] if averaging and average is not None else []
             first = stop - count
             states: tuple[Tensor, ...] = ()
-            if driver.keeps_states:
+            if runner.keeps_states:
                 assert isinstance(rewind, StatesRewind)
-                states = rewind.states_from(first, driver)
-            carry, _ = driver.run(
+                states = rewind.states_from(first, runner)
+            carry, _ = runner.run(
                 BACKWARD,
                 averaging,
                 type(state),
@@ -123,15 +123,15 @@ class BackwardLoops:
             )
             stop = first
         for name, cotangent in carry.cotangents.items():
-            cotangents[name] = driver.unpack(cotangent)
+            cotangents[name] = runner.unpack(cotangent)
         cotangents.coefficient_sums.update(carry.coefficients)
         cotangents.parameter_sums.update(carry.parameters)
         saved.growth.injected.update(carry.injected)
-        return type(state)._make(map(driver.unpack, carry.state))
+        return type(state)._make(map(runner.unpack, carry.state))
 
     @staticmethod
     def spec(
-        driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+        runner: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
     ) -> LoopSpec[LoopConstants, BackwardCarry]:
         """Specify an iteration: step k up to its last position move, and the rest of step k - 1.
 
@@ -140,42 +140,42 @@ class BackwardLoops:
         once. Where no move after the last position move reads the force, and where states are
         stored, an iteration is a whole step.
         """
-        moves = driver.program.moves
-        late = range(driver.last_position_move + 1, len(moves))
-        shared = not driver.keeps_states and any(reads_force(moves[i][1]) for i in late)
-        early = range(driver.last_position_move + 1 if shared else len(moves))
+        moves = runner.plan.moves
+        late = range(runner.last_position_move + 1, len(moves))
+        shared = not runner.keeps_states and any(reads_force(moves[i][1]) for i in late)
+        early = range(runner.last_position_move + 1 if shared else len(moves))
 
         class Sweep:
             """The backward pass inside a trace, rebuilt from its carry."""
 
             def __init__(self, constants: LoopConstants, carry: BackwardCarry) -> None:
                 self.constants, self.stats = constants, {"energy_evaluations": 0}
-                self.state = kind._make(map(driver.unpack, carry.state))
-                trainable = driver.reading.trainable(constants.parameters)
-                fields = {name: driver.unpack(x) for name, x in carry.cotangents.items()}
+                self.state = kind._make(map(runner.unpack, carry.state))
+                trainable = runner.reading.trainable(constants.parameters)
+                fields = {name: runner.unpack(x) for name, x in carry.cotangents.items()}
                 self.sums = Cotangents(fields, trainable, carry.coefficients, carry.parameters)
                 self.growth = CotangentGrowth(carry.injected)
-                self.program = driver.program.with_spacings(constants.spacings)
-                self.forces = self.program.forces(
-                    driver.dynamics.potential, parameters=trainable, stats=self.stats
+                self.plan = runner.plan.with_spacings(constants.spacings)
+                self.forces = self.plan.forces(
+                    runner.dynamics.potential, parameters=trainable, stats=self.stats
                 )
 
             def traverse(self, part: range, k: Tensor) -> None:
                 """Run the backward pass over the moves ``part`` of step number k."""
-                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                t, noise = runner.time(self.constants, k), runner.noise_of(self.constants, k)
                 for i in reversed(part):
                     self.state = self._before(i, t, noise, self.sums)
 
             def traverse_stored(self, k: Tensor) -> None:
                 """Run the backward pass over step number k, from the stored state before it."""
-                t, noise = driver.time(self.constants, k), driver.noise_of(self.constants, k)
+                t, noise = runner.time(self.constants, k), runner.noise_of(self.constants, k)
                 coefficients = self.constants.coefficients
-                start = driver.state_before(self.constants, k, kind)
-                before = self.program.states_before(t, start, coefficients, noise, self.forces)
-                stored, counted = driver.saved_by(self.constants, k, kind), dict(self.stats)
+                start = runner.state_before(self.constants, k, kind)
+                before = self.plan.states_before(t, start, coefficients, noise, self.forces)
+                stored, counted = runner.saved_by(self.constants, k, kind), dict(self.stats)
                 saved = SavedTensors(stored)
                 with saved.hooks() if stored else nullcontext():
-                    self.state = self.program.backward(
+                    self.state = self.plan.backward(
                         t, self.state, coefficients, noise, self.forces, self.sums, before
                     )
                 if stored:
@@ -189,10 +189,10 @@ class BackwardLoops:
 
                 An absent step has the noise and the times of the nearest step of the loop.
                 """
-                steps, time = self.constants.steps, driver.time(self.constants, k)
-                first = driver.time(self.constants, torch.zeros_like(steps))(0.0)
-                last = driver.time(self.constants, steps)(0.0)
-                noise = driver.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
+                steps, time = self.constants.steps, runner.time(self.constants, k)
+                first = runner.time(self.constants, torch.zeros_like(steps))(0.0)
+                last = runner.time(self.constants, steps)(0.0)
+                noise = runner.noise_of(self.constants, k.clamp(min=0).minimum(steps - 1))
                 sums = CotangentsUnless(absent, self.sums)
                 for i in reversed(part):
                     before = self._before(
@@ -212,7 +212,7 @@ class BackwardLoops:
             ) -> AnyState:
                 """Run the backward pass over a move, and return the state before it."""
                 coefficients, part = self.constants.coefficients, slice(i, i + 1)
-                return self.program.backward(
+                return self.plan.backward(
                     t, self.state, coefficients, noise, self.forces, sums, None, part
                 )
 
@@ -220,9 +220,9 @@ class BackwardLoops:
                 """Add the contribution of a time average to the cotangent of the state."""
                 if averaging:
                     sums = self.sums if absent is None else CotangentsUnless(absent, self.sums)
-                    state = driver.stepper.from_lattice(self.state)
+                    state = runner.stepper.from_lattice(self.state)
                     before = dict(self.growth.injected)
-                    RecordSweep(driver.recorder, (), None, 0.0, self.growth).add_function(
+                    RecordSweep(runner.recorder, (), None, 0.0, self.growth).add_function(
                         state, self.constants.average[0], sums, self.forces
                     )
                     if absent is not None:
@@ -233,11 +233,11 @@ class BackwardLoops:
             def carry(self) -> BackwardCarry:
                 self.sums.complete()
                 return BackwardCarry(
-                    {key: clone(self.sums.coefficient_sums[key]) for key in driver.wanted},
+                    {key: clone(self.sums.coefficient_sums[key]) for key in runner.wanted},
                     {name: clone(self.sums.parameter_sums[name]) for name in self.sums.parameters},
-                    {name: driver.pack(self.sums[name]) for name in self.sums.fields},
+                    {name: runner.pack(self.sums[name]) for name in self.sums.fields},
                     {name: clone(x) for name, x in self.growth.injected.items()},
-                    tuple(map(driver.pack, self.state)),
+                    tuple(map(runner.pack, self.state)),
                 )
 
         def start(constants: LoopConstants, carry: BackwardCarry) -> tuple[Tensor, BackwardCarry]:
@@ -256,7 +256,7 @@ class BackwardLoops:
                 sweep.traverse_unless(k == 0, late, k - 1)
             else:
                 sweep.add_average(None)
-                if driver.keeps_states:
+                if runner.keeps_states:
                     sweep.traverse_stored(k)
                 else:
                     sweep.traverse(early, k)

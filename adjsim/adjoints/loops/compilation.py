@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from adjsim.compiler.decompositions import decompositions
 from adjsim.compiler.inductor import compile_with_inductor
-from adjsim.compiler.invariants import take_once
-from adjsim.compiler.program import Part, Parts, program
+from adjsim.compiler.invariants import hoist_invariants
+from adjsim.compiler.to_cpp import Part, Parts, compile_to_cpp
 from adjsim.compiler.values import UnprintableError
 from adjsim.compiler.versions import untested_torch
 from adjsim.potentials.pairs.kernels.merging import merge_pairs
@@ -135,7 +135,7 @@ def compile_loop(
             )
             try:
                 compiled, path = (
-                    program(
+                    compile_to_cpp(
                         parts, constants_list, carry_list, exact, torch.get_num_threads(), capacity
                     ),
                     "C++",
@@ -281,7 +281,7 @@ def _trace(function: Callable[..., list[Tensor]], constants: slice, *inputs: Ten
     merge_pairs(graph)
     baked = _lift(graph)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return Part(graph, baked, take_once(graph, placeholders[: len(inputs)][constants]))
+    return Part(graph, baked, hoist_invariants(graph, placeholders[: len(inputs)][constants]))
 
 
 def _lift(graph: Any) -> list[Tensor]:

@@ -19,11 +19,11 @@ from adjsim.adjoints.loops.saved_tensors import saving_step
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth, growth_in_step
 from adjsim.adjoints.sweep.history import StoredStates
 from adjsim.adjoints.sweep.recorder import Recording
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.core.trajectory import sum_dtype
 from adjsim.dynamics.base import Dynamics
-from adjsim.solvers.base import Program
+from adjsim.solvers.base import StepPlan
 
 # Runs a step, with the arguments of Program.step after the program. It returns the state after it,
 # and what it stores besides the state before it; None: it stores nothing.
@@ -58,41 +58,41 @@ class ForwardLoops(Resumable):
 
     def __init__(
         self,
-        driver: LoopRunner,
+        runner: LoopRunner,
         recording: Recording | None,
         growth: ErrorGrowth | None = None,
         stored: StoredStates | None = None,
     ) -> None:
-        self.driver, self.recording, self.growth, self.stored = driver, recording, growth, stored
+        self.runner, self.recording, self.growth, self.stored = runner, recording, growth, stored
         # The growth in a step, as far as it is known.
         self.pace = 0.0
-        self.forces = driver.program.forces(driver.dynamics.potential, stats=driver.problem.stats)
+        self.forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
         self.force = None
 
     def stops(self, wanted: set[int]) -> Sequence[int]:
-        return self.driver.boundaries(wanted)
+        return self.runner.boundaries(wanted)
 
     @property
     def divisible(self) -> bool:
         return self.growth is None and self.stored is None
 
-    def carried(self) -> Tree:
-        return {"force": self.force, "pace": self.pace, "stops": self.driver.stops}
+    def carried(self) -> Nested:
+        return {"force": self.force, "pace": self.pace, "stops": self.runner.stops}
 
-    def resume(self, carried: Tree, like: Tensor) -> None:
+    def resume(self, carried: Nested, like: Tensor) -> None:
         force = carried["force"]
         self.force = None if force is None else force.to(like.device)
-        self.pace, self.driver.stops = carried["pace"], carried["stops"]
+        self.pace, self.runner.stops = carried["pace"], carried["stops"]
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
-        driver = self.driver
-        if start == 0 and self.force is None and driver.program.shares_force:
+        runner = self.runner
+        if start == 0 and self.force is None and runner.plan.shares_force:
             with torch.no_grad():
-                self.forces.force(position_of(state), driver.clock.time(0))
+                self.forces.force(position_of(state), runner.clock.time(0))
             # None where the force depends on a time that passes while the position stays.
             self.force = self.forces.cached(position_of(state))
         while start < stop:
-            count = min(driver.length, stop - start)
+            count = min(runner.length, stop - start)
             if self.growth is not None:
                 return self._advance_within(self.growth, state, start, count)
             carry, rows = self._run(state, start, count)
@@ -126,61 +126,61 @@ class ForwardLoops(Resumable):
             count = max(1, shorter)
         # Half of the budget is left for the next loop.
         growth.add(carry.growth[0], count, growth.budget / 2)
-        if start + count not in self.driver.stops:
-            insort(self.driver.stops, start + count)
+        if start + count not in self.runner.stops:
+            insort(self.runner.stops, start + count)
         return self._accept(carry, state, start, count)
 
     def _run(
         self, state: AnyState, start: int, count: int
     ) -> tuple[ForwardCarry, tuple[Tensor, ...]]:
         """Run a loop of ``count`` steps, and return the stored states too."""
-        driver = self.driver
-        averaged = self.recording if driver.averages(start + 1) else None
+        runner = self.runner
+        averaged = self.recording if runner.averages(start + 1) else None
         total = () if averaged is None else (clone(self._total(averaged, state)),)
-        if iterated_move(driver) is not None:
+        if iterated_move(runner) is not None:
             stores = self.stored is not None
-            total, state, rows = run_iterated(driver, total, state, start, count, stores)
-            return ForwardCarry(total, (), (), (), tuple(map(driver.pack, state))), rows
+            total, state, rows = run_iterated(runner, total, state, start, count, stores)
+            return ForwardCarry(total, (), (), (), tuple(map(runner.pack, state))), rows
         carry = ForwardCarry(
             total,
-            () if self.force is None else (driver.pack(self.force),),
+            () if self.force is None else (runner.pack(self.force),),
             self._no_growth(state, start),
             self._no_margin(state, start),
-            tuple(map(driver.pack, state)),
+            tuple(map(runner.pack, state)),
         )
-        stores = SAVING if driver.saves_tensors else STORING
+        stores = SAVING if runner.saves_tensors else STORING
         spec = FORWARD if self.stored is None else stores
-        return driver.run(spec, averaged is not None, type(state), start, count, carry)
+        return runner.run(spec, averaged is not None, type(state), start, count, carry)
 
     def _accept(
         self, carry: ForwardCarry, state: State, start: int, count: int
     ) -> tuple[State, int]:
         """Continue from the end of a loop."""
-        driver, recording = self.driver, self.recording
+        runner, recording = self.runner, self.recording
         if carry.total:
             assert recording is not None
             recording.total, recording.last_step = carry.total[0], start + count
-        self.force = driver.unpack(carry.force[0]) if carry.force else None
-        return type(state)._make(map(driver.unpack, carry.state)), start + count
+        self.force = runner.unpack(carry.force[0]) if carry.force else None
+        return type(state)._make(map(runner.unpack, carry.state)), start + count
 
     @torch.no_grad()
     def _no_growth(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
         if self.growth is None:
             return ()
-        clock = self.driver.clock
-        like = growth_in_step(self.driver.dynamics, clock.dt, clock.time(start), state)
+        clock = self.runner.clock
+        like = growth_in_step(self.runner.dynamics, clock.dt, clock.time(start), state)
         return (torch.zeros_like(clone(like)),)
 
     @torch.no_grad()
     def _no_margin(self, state: AnyState, start: int) -> tuple[Tensor, ...]:
-        found = _margin(self.driver, self.driver.clock.time(start), state)
+        found = _margin(self.runner, self.runner.clock.time(start), state)
         return () if found is None else (torch.full_like(clone(found), torch.inf),)
 
     def _total(self, recording: Recording, state: AnyState) -> Tensor:
         """Return the sum of the time average so far."""
         if recording.total is None:
             with torch.no_grad():
-                value = self.driver.recorder.value(self.driver.stepper.from_lattice(state))
+                value = self.runner.recorder.value(self.runner.stepper.from_lattice(state))
             recording.add(torch.zeros_like(value), recording.last_step)
         assert recording.total is not None
         return recording.total
@@ -188,7 +188,7 @@ class ForwardLoops(Resumable):
     @staticmethod
     def spec(
         take_step: TakeStep,
-        driver: LoopRunner,
+        runner: LoopRunner,
         averaging: bool,
         kind: type[AnyState],
         loop: Loop,
@@ -201,13 +201,13 @@ class ForwardLoops(Resumable):
 
         def start(constants: LoopConstants, carry: ForwardCarry) -> tuple[Tensor, ForwardCarry]:
             k = torch.zeros_like(constants.steps)
-            if driver.exact and carry.force:
+            if runner.exact and carry.force:
                 stats = {"energy_evaluations": 0}
-                position = position_of(kind._make(map(driver.unpack, carry.state)))
-                program = driver.program.with_spacings(constants.spacings)
-                forces = program.forces(driver.dynamics.potential, stats=stats)
-                force = forces.force(position, driver.time(constants, k)(0.0))
-                carry = carry._replace(force=(driver.pack(force),))
+                position = position_of(kind._make(map(runner.unpack, carry.state)))
+                plan = runner.plan.with_spacings(constants.spacings)
+                forces = plan.forces(runner.dynamics.potential, stats=stats)
+                force = forces.force(position, runner.time(constants, k)(0.0))
+                carry = carry._replace(force=(runner.pack(force),))
                 loop.fixed_evaluations += stats["energy_evaluations"]
             return k, carry
 
@@ -217,27 +217,27 @@ class ForwardLoops(Resumable):
         def body(
             constants: LoopConstants, k: Tensor, carry: ForwardCarry
         ) -> tuple[Tensor, ForwardCarry, Sequence[Tensor]]:
-            stats, t = {"energy_evaluations": 0}, driver.time(constants, k)
-            state = kind._make(map(driver.unpack, carry.state))
-            known = (position_of(state), driver.unpack(carry.force[0])) if carry.force else None
-            program = driver.program.with_spacings(constants.spacings)
-            forces = program.forces(driver.dynamics.potential, known=known, stats=stats)
-            noise = driver.noise_of(constants, k)
-            state, saved = take_step(program, t, state, constants.coefficients, noise, forces)
+            stats, t = {"energy_evaluations": 0}, runner.time(constants, k)
+            state = kind._make(map(runner.unpack, carry.state))
+            known = (position_of(state), runner.unpack(carry.force[0])) if carry.force else None
+            plan = runner.plan.with_spacings(constants.spacings)
+            forces = plan.forces(runner.dynamics.potential, known=known, stats=stats)
+            noise = runner.noise_of(constants, k)
+            state, saved = take_step(plan, t, state, constants.coefficients, noise, forces)
             total = carry.total
             if averaging:
-                value = driver.recorder.value(driver.stepper.from_lattice(state))
+                value = runner.recorder.value(runner.stepper.from_lattice(state))
                 total = (clone(total[0] + value.to(sum_dtype(value))),)
-            force = (driver.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
+            force = (runner.pack(forces.force(position_of(state), t(1.0))),) if carry.force else ()
             loop.evaluations_per_step = stats["energy_evaluations"]
             growth = tuple(
-                clone(x + growth_in_step(driver.dynamics, driver.clock.dt, t(1.0), state))
+                clone(x + growth_in_step(runner.dynamics, runner.clock.dt, t(1.0), state))
                 for x in carry.growth
             )
             margin = carry.margin
-            if margin and (found := _margin(driver, t(1.0), state)) is not None:
+            if margin and (found := _margin(runner, t(1.0), state)) is not None:
                 margin = (clone(torch.minimum(margin[0], found)),)
-            packed = tuple(map(driver.pack, state))
+            packed = tuple(map(runner.pack, state))
             rows = () if saved is None else (*carry.state, *saved)
             return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
 
@@ -251,17 +251,17 @@ def _is_refused(carry: ForwardCarry) -> bool:
     return any(bool((x < 0).any()) for x in carry.margin)
 
 
-def _margin(driver: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
-    dynamics: Dynamics[Any] = driver.dynamics
-    return dynamics.margin(t, driver.stepper.from_lattice(state))
+def _margin(runner: LoopRunner, t: Any, state: AnyState) -> Tensor | None:
+    dynamics: Dynamics[Any] = runner.dynamics
+    return dynamics.margin(t, runner.stepper.from_lattice(state))
 
 
-def _step(program: Program, *arguments: Any) -> tuple[AnyState, None]:
-    return program.step(*arguments), None
+def _step(plan: StepPlan, *arguments: Any) -> tuple[AnyState, None]:
+    return plan.step(*arguments), None
 
 
-def _storing_step(program: Program, *arguments: Any) -> tuple[AnyState, tuple[()]]:
-    return program.step(*arguments), ()
+def _storing_step(plan: StepPlan, *arguments: Any) -> tuple[AnyState, tuple[()]]:
+    return plan.step(*arguments), ()
 
 
 FORWARD = MakeSpec(partial(ForwardLoops.spec, _step))

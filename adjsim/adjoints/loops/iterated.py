@@ -43,7 +43,7 @@ class IteratedCarry(NamedTuple):
 
 def iterated_move(runner: LoopRunner) -> ImplicitFieldMove | None:
     """Return the move of an implicit step, which is a whole step; None for other steps."""
-    _, move = runner.program.moves[0]
+    _, move = runner.plan.moves[0]
     return move if isinstance(move, ImplicitFieldMove) else None
 
 
@@ -98,10 +98,10 @@ def run_iterated(
 @torch.no_grad()
 def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
     """Run a step without compilation."""
-    forces = runner.program.forces(runner.dynamics.potential, stats=runner.problem.stats)
-    stage, move = runner.program.moves[0]
+    forces = runner.plan.forces(runner.dynamics.potential, stats=runner.problem.stats)
+    stage, move = runner.plan.moves[0]
     time = runner.clock.time_in_step(number)
-    context = runner.program.context(time, stage, runner.fixed.coefficients, None, forces)
+    context = runner.plan.context(time, stage, runner.fixed.coefficients, None, forces)
     assert isinstance(move, ImplicitFieldMove)
     with naming(number + 1):
         after = move.flow(state, context)
@@ -110,10 +110,10 @@ def _step(runner: LoopRunner, state: AnyState, number: int) -> AnyState:
 
 
 def _spec(
-    stores: bool, driver: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
+    stores: bool, runner: LoopRunner, averaging: bool, kind: type[AnyState], loop: Loop
 ) -> LoopSpec[LoopConstants, IteratedCarry]:
     """Specify an iteration: one of Newton's method."""
-    move = iterated_move(driver)
+    move = iterated_move(runner)
     assert move is not None
     steps = move.steps
 
@@ -126,20 +126,20 @@ def _spec(
     def body(
         constants: LoopConstants, k: Tensor, carry: IteratedCarry
     ) -> tuple[Tensor, IteratedCarry, tuple[Tensor, ...]]:
-        state = kind._make(map(driver.unpack, carry.state))
-        now, later = driver.time(constants, k), driver.time(constants, k + 1)
+        state = kind._make(map(runner.unpack, carry.state))
+        now, later = runner.time(constants, k), runner.time(constants, k + 1)
         found = iterate(steps, now, later, state, carry.newton)
         loop.evaluations_per_step = 1 + carry.newton.x.shape[-1]
         total = carry.total
         if averaging:
-            value = driver.recorder.value(driver.stepper.from_lattice(found.state))
+            value = runner.recorder.value(runner.stepper.from_lattice(found.state))
             total = (
                 clone(torch.where(found.done, total[0] + value.to(sum_dtype(value)), total[0])),
             )
         completed = k + found.done.to(torch.int64)
         new = IteratedCarry(
             total,
-            tuple(map(driver.pack, found.state)),
+            tuple(map(runner.pack, found.state)),
             Newton(*map(clone, found.newton)),
             clone(completed),
             clone(carry.iterations + 1),

@@ -21,7 +21,7 @@ class LoopNoise:
     def __init__(self, stepper: Stepper, batch: torch.Size, length: int) -> None:
         self.source, self.batch, self.length = stepper.noise, batch, length
         # A step of some schemes reads the noise of the next one too.
-        self.more = stepper.program.noise_steps - 1
+        self.more = stepper.plan.noise_steps - 1
         self._last: tuple[int, int, Tensor] | None = None
 
     def of(self, first: int, count: int) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ class LoopRunner:
     ) -> None:
         assert isinstance(stepper.clock, Clock)
         self.stepper, self.problem = stepper, problem
-        self.program, self.clock = stepper.program, stepper.clock
+        self.plan, self.clock = stepper.plan, stepper.clock
         self.dynamics, self.reading = problem.dynamics, problem.reading
         self.recorder = Recorder(problem.bound_record, stepper.clock)
         state, axes = problem.state, problem.dynamics.system_axes
@@ -73,14 +73,14 @@ class LoopRunner:
         drawn = (
             0
             if stepper.noise is None
-            else self.program.draws * self.batch.numel() * stepper.noise.shape.numel()
+            else self.plan.draws * self.batch.numel() * stepper.noise.shape.numel()
         )
         self.length = (
             max(1, min(FINITE_EVERY, NOISE_PER_LOOP // drawn)) if drawn else self.clock.last
         )
         self.keeps_states = block_length > 0
         self.saves_tensors = 0 < block_length <= MOST_STEPS and any(
-            isinstance(move, DriftMove) for _, move in self.program.moves
+            isinstance(move, DriftMove) for _, move in self.plan.moves
         )
         most = MOST_STEPS if self.saves_tensors else FINITE_EVERY
         self.capacity = max(1, min(most, STATES_PER_LOOP // state[0].numel()))
@@ -88,13 +88,13 @@ class LoopRunner:
             self.length = min(self.length, self.capacity)
         # The last move of a step that writes the position, or the first field of any other state.
         self.last_position_move = max(
-            i for i, (_, move) in enumerate(self.program.moves) if state._fields[0] in move.writes
+            i for i, (_, move) in enumerate(self.plan.moves) if state._fields[0] in move.writes
         )
         coefficients = inputs.coefficients
         self.wanted = [
             (a, n) for a, group in coefficients.items() for n, c in group.items() if c.requires_grad
         ]
-        lattice = self.program.lattice
+        lattice = self.plan.lattice
         self.exact = lattice is not None
         self.fixed = LoopConstants(
             torch.zeros((), dtype=torch.int64, device=self.device),
@@ -122,7 +122,7 @@ class LoopRunner:
         These are the wanted steps, the step before the first of a time average, and the steps after
         which finiteness or the buffers of an exact run are checked.
         """
-        last, growth = self.clock.last, self.stepper.growth
+        last, growth = self.clock.last, self.stepper.buffer_growth
         found = {*wanted, last, *range(FINITE_EVERY, last, FINITE_EVERY)}
         if self.recorder.average is not None:
             found.add(self.recorder.first - 1)
@@ -222,7 +222,7 @@ class LoopRunner:
             return None
         steps = [
             constants.noise[0].index_select(0, (k + i).reshape(1)).squeeze(0)
-            for i in range(self.program.noise_steps)
+            for i in range(self.plan.noise_steps)
         ]
         return [self.unpack(draw) for step in steps for draw in step.unbind(0)]
 
@@ -240,7 +240,7 @@ class LoopRunner:
         found = copy(self)
         found.dynamics = self.reading.bound(self.fixed.parameters)
         found.problem = replace(self.problem, dynamics=found.dynamics)
-        found.program = found.problem.program
+        found.plan = found.problem.plan
         return found
 
     @contextmanager

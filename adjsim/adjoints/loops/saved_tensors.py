@@ -25,7 +25,7 @@ from adjsim.compiler.products import FEW
 from adjsim.core.state import State, detached
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Program, TimeInStep
+from adjsim.solvers.base import StepPlan, TimeInStep
 
 # Largest number of steps that are stored at a time for the steps to save tensors.
 MOST_STEPS = 100
@@ -149,7 +149,7 @@ class SavedTensors:
 
 
 def saving_step(
-    program: Program,
+    plan: StepPlan,
     time: TimeInStep,
     state: State,
     coefficients: Mapping[str, Coefficients],
@@ -160,7 +160,7 @@ def saving_step(
     saved = SavedTensors()
     leaves = type(state)._make(x.detach().requires_grad_() for x in state)
     with torch.enable_grad(), saved.hooks():
-        after = program.step(time, leaves, coefficients, noise, forces)
+        after = plan.step(time, leaves, coefficients, noise, forces)
     return detached(after), saved.rows
 
 

@@ -103,7 +103,7 @@ class _SweptRun:
     def inputs(self, flat: tuple[Tensor, ...]) -> Inputs:
         """Rebuild the inputs from which :meth:`flat` was made, with the values of the run."""
         coefficients: dict[str, dict[str, Tensor]] = {
-            stage.letter: {} for stage in self.stepper.program.stages
+            stage.letter: {} for stage in self.stepper.plan.stages
         }
         for (letter, name), value in zip(self.keys, flat[self.width :], strict=False):
             coefficients[letter][name] = value
@@ -113,7 +113,7 @@ class _SweptRun:
         problem, stepper = self.problem, self.stepper
         inputs, recording = self.inputs(flat), Recording(self.recorder, stepper)
         if self.compiled is None:
-            forces = stepper.program.forces(problem.dynamics.potential, stats=problem.stats)
+            forces = stepper.plan.forces(problem.dynamics.potential, stats=problem.stats)
             driver: EagerDriver | ForwardLoops = EagerDriver(
                 stepper, inputs, forces, self.history.growth
             )
@@ -140,7 +140,7 @@ class _SweptRun:
         trainable, inputs = problem.reading.trainable(problem.tensors), self.inputs(flat)
         # Detached: an output with its graph and this run would keep each other alive.
         outputs = tuple(x.detach() for x in outputs)
-        final, copies = self.kind._make(outputs[-self.width :]), stepper.program.copies
+        final, copies = self.kind._make(outputs[-self.width :]), stepper.plan.copies
         final_cotangents = cotangents[-self.width :]
         received = {
             n: torch.zeros_like(x) if c is None else c
@@ -152,7 +152,7 @@ class _SweptRun:
             }
         sums = Cotangents(received, trainable)
         whole = problem.record is None
-        forces = stepper.program.forces(
+        forces = stepper.plan.forces(
             problem.dynamics.potential, parameters=trainable, stats=problem.stats
         )
         rewind = self.history.rewind(

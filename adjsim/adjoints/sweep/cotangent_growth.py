@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.dynamics.cotangents import Cotangents
 
 LARGEST_GROWTH = 1e8
@@ -60,7 +60,7 @@ class CotangentGrowth:
             )
         return growth
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         """Return what a sweep that was interrupted goes on from."""
         return {"injected": dict(self.injected), "largest": dict(self.largest)}
 

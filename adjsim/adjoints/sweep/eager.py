@@ -11,7 +11,7 @@ from adjsim.adjoints.sweep.error_growth import ErrorGrowth
 from adjsim.adjoints.sweep.history import Rewind
 from adjsim.adjoints.sweep.recorder import RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, naming
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.progress import with_progress
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
@@ -48,10 +48,10 @@ class EagerDriver(Resumable):
     def divisible(self) -> bool:
         return True
 
-    def carried(self) -> Tree:
+    def carried(self) -> Nested:
         return None
 
-    def resume(self, carried: Tree, like: Tensor) -> None:
+    def resume(self, carried: Nested, like: Tensor) -> None:
         return
 
     def advance(self, state: State, start: int, stop: int) -> tuple[State, int]:
@@ -84,7 +84,7 @@ class EagerDriver(Resumable):
                 rewind.before(step),
             )
             with naming(step):
-                state = stepper.program.backward(
+                state = stepper.plan.backward(
                     t, state, coefficients, noise, self.forces, cotangents, before
                 )
             state = rewind.restore(step - 1, state)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.base import Dynamics
 
@@ -62,11 +62,11 @@ class ErrorGrowth:
         """Return the growth of steps at the vertex where it is largest."""
         return float(varying.max()) + steps * self.constant
 
-    def carried(self) -> Tree:
+    def carried(self) -> Nested:
         """Return what later steps need, for a save."""
         return {"since": self._since, "ahead": self.ahead}
 
-    def resume(self, carried: Tree, like: Tensor) -> None:
+    def resume(self, carried: Nested, like: Tensor) -> None:
         """Go on from a save."""
         since = carried["since"]
         self._since, self.ahead = None if since is None else since.to(like.device), carried["ahead"]

@@ -10,7 +10,7 @@ import torch
 from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.sweep.history import History, Rewind, rounding_tolerance
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, State, detached
 from adjsim.dynamics.buffer import Spill, fingerprint
 from adjsim.dynamics.forces import ForceEvaluator
@@ -52,7 +52,7 @@ class Fingerprints(History):
     def count(self) -> int:
         return len({*self.spills, *self.fingerprints})
 
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         return [
             [
                 step,
@@ -62,10 +62,10 @@ class Fingerprints(History):
             for step in sorted({*self.spills, *self.fingerprints})[first:]
         ]
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         return None
 
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         for number, spills, mark in (entry for part in parts for entry in part):
             if spills:
                 self.spills[number] = [Spill(*found) for found in spills]
@@ -86,7 +86,7 @@ class ExactInversion(Rewind):
     error = 0.0
 
     def __init__(self, history: Fingerprints) -> None:
-        self.history, self.lattice = history, history.stepper.program.lattice
+        self.history, self.lattice = history, history.stepper.plan.lattice
         self.tolerance = rounding_tolerance(history.last[0].dtype)
 
     def final(self) -> AnyState:

@@ -12,7 +12,7 @@ from adjsim.adjoints.durable.saves import Saved
 from adjsim.adjoints.loops.runner import LoopRunner
 from adjsim.adjoints.sweep.error_growth import ErrorGrowth
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -112,12 +112,12 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 100 * torch.finfo(dtype).eps ** 0.5
 
 
-def states_tree(states: Mapping[int, AnyState], first: int) -> Tree:
+def states_tree(states: Mapping[int, AnyState], first: int) -> Nested:
     """Return stored states from number ``first`` on, with their steps, for a save."""
     return [[step, list(state)] for step, state in list(states.items())[first:]]
 
 
-def states_from_tree(parts: Sequence[Tree], like: AnyState) -> dict[int, AnyState]:
+def states_from_tree(parts: Sequence[Nested], like: AnyState) -> dict[int, AnyState]:
     """Return the states of :func:`states_tree`, from the parts of all saves."""
     return {
         step: type(like)._make(x.to(like[0].device) for x in fields)

@@ -12,7 +12,7 @@ from adjsim.adjoints.base import ReconstructionError
 from adjsim.adjoints.durable.saves import Saved
 from adjsim.adjoints.sweep.cotangent_growth import CotangentGrowth
 from adjsim.adjoints.sweep.stepper import Stepper
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, select, stack
 from adjsim.core.trajectory import Record, TimeAverage, check_shape, floating, sum_dtype
 from adjsim.dynamics.buffer import Spill
@@ -118,21 +118,21 @@ class Recording(Saved):
     def count(self) -> int:
         return len(self.states) + len(self.values)
 
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         states, values = self.states[first:], self.values[first:]
         return {
             "states": list(stack(states)) if states else [],
             "values": torch.stack(values) if values else None,
         }
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         return {
             "total": self.total,
             "dtype": self.dtype,
             "last_step": self.last_step,
         }
 
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         like, device = self.stepper.from_lattice(state), state[0].device
         for part in parts:
             if part["states"]:

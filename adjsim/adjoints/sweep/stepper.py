@@ -15,12 +15,11 @@ from adjsim.core.noise import Noise
 from adjsim.core.progress import with_progress
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
-from adjsim.dynamics.buffer import Spill
+from adjsim.dynamics.buffer import BufferGrowth, Spill
 from adjsim.dynamics.forces import ForceEvaluator
 from adjsim.dynamics.heat import HeatLimit
-from adjsim.dynamics.lattice import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Problem, Program, SteppingSolver, VaryingSteps
+from adjsim.solvers.base import Problem, SteppingSolver, StepPlan, VaryingSteps
 from adjsim.solvers.clock import Clock, VaryingClock
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 
@@ -126,18 +125,18 @@ class Stepper:
     """The steps of one run: immutable, functions of a state and of the run's inputs.
 
     Attributes:
-        program: the moves of a step.
+        plan: the moves of a step.
         clock: the times of steps and saves.
         noise: the noise of the steps; None without noise.
-        growth: how the buffers of an exact run fill; None for any other run.
+        buffer_growth: how the buffers of an exact run fill; None for any other run.
         varying: what depends on the size of a step; None if all steps have one size.
         buffers: the buffers at the start of a run that goes on from another.
     """
 
-    program: Program
+    plan: StepPlan
     clock: Clock | VaryingClock
     noise: StepNoise | None = None
-    growth: BufferGrowth | None = None
+    buffer_growth: BufferGrowth | None = None
     varying: VaryingSteps | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -146,16 +145,16 @@ class Stepper:
 
         Without copies and lattice, return it unchanged.
         """
-        program = self.program
-        state = state if program.copies is None else program.copies.add(state)
-        state = state if program.lattice is None else program.lattice.to_lattice(state)
+        plan = self.plan
+        state = state if plan.copies is None else plan.copies.add(state)
+        state = state if plan.lattice is None else plan.lattice.to_lattice(state)
         return state._replace(**self.buffers)
 
     def from_lattice(self, state: AnyState) -> AnyState:
         """Convert a state of the steps back to a state of the dynamics."""
-        program = self.program
-        state = state if program.lattice is None else program.lattice.from_lattice(state)
-        return state if program.copies is None else program.copies.remove(state)
+        plan = self.plan
+        state = state if plan.lattice is None else plan.lattice.from_lattice(state)
+        return state if plan.copies is None else plan.copies.remove(state)
 
     def step(self, number: int, state: State, inputs: Inputs, forces: ForceEvaluator) -> State:
         """Run step number ``number``.
@@ -166,7 +165,7 @@ class Stepper:
         coefficients, noise = self.coefficients_of(number, inputs), self.noise_of(number)
         t = self.clock.time_in_step(number)
         with naming(number + 1):
-            return self.program.step(t, state, coefficients, noise, forces)
+            return self.plan.step(t, state, coefficients, noise, forces)
 
     def coefficients_of(self, number: int, inputs: Inputs) -> Mapping[str, Coefficients]:
         """Return the coefficients of step number ``number``."""
@@ -184,11 +183,11 @@ class Stepper:
 
         This is a function of the step and the state alone.
         """
-        if self.program.lattice is None or self.growth is None:
+        if self.plan.lattice is None or self.buffer_growth is None:
             return state, []
-        if (self.clock.before + step) % self.growth.check_every:
+        if (self.clock.before + step) % self.buffer_growth.check_every:
             return state, []
-        return self.program.lattice.spill(state, self.growth.limit)
+        return self.plan.lattice.spill(state, self.buffer_growth.limit)
 
     def run(
         self,
@@ -211,7 +210,7 @@ class Stepper:
             OverflowError: a number is outside of the lattice of an exact run; the message names the
                 step.
         """
-        last, lattice = self.clock.last, self.program.lattice
+        last, lattice = self.clock.last, self.plan.lattice
         observed = {k for observer in observers for k in observer.stops(self) if 0 < k <= last}
         stops = driver.stops({last, *observed})
         state, k, spilled = (start, 0, 0) if saves is None else saves.begin(start)
@@ -265,7 +264,7 @@ class Stepper:
         reason = self._refusal(state, step, dynamics)
         if reason is None:
             return
-        first, forces = step, self.program.forces(dynamics.potential)
+        first, forces = step, self.plan.forces(dynamics.potential)
         for k in range(good_step, step - 1):
             good, _ = self.spill(k + 1, self.step(k, good, inputs, forces))
             found = self._refusal(good, k + 1, dynamics)
@@ -292,7 +291,7 @@ class Stepper:
 
     def _is_sound(self, state: AnyState, heat: HeatLimit | None) -> bool:
         """Return whether a state is valid, and no hotter than bath and potential allow."""
-        valid = self.program.is_valid(state)
+        valid = self.plan.is_valid(state)
         return valid and (heat is None or not heat.is_exceeded(self.from_lattice(detached(state))))
 
     @torch.no_grad()
@@ -305,12 +304,12 @@ class Stepper:
         dynamics: Dynamics[Any],
         heat: HeatLimit | None,
     ) -> None:
-        first, k, forces = state, start, self.program.forces(dynamics.potential)
+        first, k, forces = state, start, self.plan.forces(dynamics.potential)
         while self._is_sound(state, heat) and k < stop:
             state, _ = self.spill(k + 1, self.step(k, state, inputs, forces))
             k += 1
         where = f"in step {k} (t = {self.clock.time(k):g})"
-        if heat is not None and self.program.is_valid(state):
+        if heat is not None and self.plan.is_valid(state):
             text = heat.describe(self.from_lattice(state), where, self.clock.smaller)
             raise FloatingPointError(text)
         reason = (
@@ -318,7 +317,7 @@ class Stepper:
             if k == 1
             else None
         )
-        raise self.program.failure(
+        raise self.plan.failure(
             state, first, self.clock.time(start), where, self.clock.smaller, dynamics.remedy, reason
         )
 
@@ -349,42 +348,44 @@ def prepare(
     clock = (
         solver.clock(problem.times) if end is None else solver.continued_clock(problem.times, end)
     )
-    program = problem.program
+    plan = problem.plan
     coefficients = solver.coefficients(connected.dynamics, state)
-    lattice, growth = program.lattice, None
-    stats: dict[str, Any] = {"steps": clock.last, "order": program.order, **solver.stats}
+    lattice, buffer_growth = plan.lattice, None
+    stats: dict[str, Any] = {"steps": clock.last, "order": plan.order, **solver.stats}
     if varying is not None:
         assert isinstance(clock, VaryingClock)
-        growth = varying.growth(program, clock)
+        buffer_growth = varying.growth(plan, clock)
         stats["step_times"] = clock.ends
     elif lattice is not None:
         coefficients = lattice.rationals(coefficients)
-        growth = lattice.growth(
-            coefficients, [(stage.letter, move) for stage, move in program.moves]
+        buffer_growth = lattice.growth(
+            coefficients, [(stage.letter, move) for stage, move in plan.moves]
         )
-    if growth is not None:
-        stats.update(buffer_bits=None, buffer_bound=growth.mean(state))
-    if program.copies is not None:
-        stats.update(program.copies.stats)
+    if buffer_growth is not None:
+        stats.update(buffer_bits=None, buffer_bound=buffer_growth.mean(state))
+    if plan.copies is not None:
+        stats.update(plan.copies.stats)
     problem.stats.update(stats)
     problem.stats["energy_evaluations"] += solver.evaluations
     noise = None
-    if program.draws:
+    if plan.draws:
         assert problem.noise is not None
         noise = StepNoise(
             problem.noise,
-            program.draws,
-            program.noise_steps,
+            plan.draws,
+            plan.noise_steps,
             dynamics.batch_shape(state),
             dynamics.draw_shape(float(problem.times[0]), state),
             state[0].detach(),
-            clock.last + program.noise_steps - 1,
+            clock.last + plan.noise_steps - 1,
         )
-    if end is not None and end.check_every != (None if growth is None else growth.check_every):
+    if end is not None and end.check_every != (
+        None if buffer_growth is None else buffer_growth.check_every
+    ):
         raise ValueError(
             "continues=: the friction or the coefficients have changed since the run, and the "
             "buffers of an exact run belong to those that it had. Start a new run at "
             "trajectory.final."
         )
-    stepper = Stepper(program, clock, noise, growth, varying, {} if end is None else end.fields)
+    stepper = Stepper(plan, clock, noise, buffer_growth, varying, {} if end is None else end.fields)
     return stepper, Inputs(state, coefficients, connected.tensors)

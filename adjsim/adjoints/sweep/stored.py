@@ -15,7 +15,7 @@ from adjsim.adjoints.sweep.history import (
     rounding_tolerance,
 )
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.state import AnyState, detached
 from adjsim.dynamics.buffer import Spill
 from adjsim.dynamics.forces import ForceEvaluator
@@ -45,13 +45,13 @@ class AllStates(History):
     def count(self) -> int:
         return len(self._rows)
 
-    def entries(self, first: int) -> Tree:
+    def entries(self, first: int) -> Nested:
         return [[step, list(rows)] for step, rows in list(self._rows.items())[first:]]
 
-    def rest(self) -> Tree:
+    def rest(self) -> Nested:
         return None
 
-    def resume(self, parts: Sequence[Tree], rest: Tree, step: int, state: AnyState) -> None:
+    def resume(self, parts: Sequence[Nested], rest: Nested, step: int, state: AnyState) -> None:
         device = state[0].device
         for first, rows in (entry for part in parts for entry in part):
             self._rows[first] = tuple(x.to(device) for x in rows)

@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import scipy.linalg.cython_lapack
 import torch
 
 from adjsim.compiler.calls import CALLS, Call, in_order, pointer_to
@@ -171,6 +170,8 @@ class NegativeEigenvalueCall(SystemsCall):
 def _lapack(name: str) -> int:
     """Return the address of a function of SciPy's LAPACK."""
     api: Any = ctypes.pythonapi
+    import scipy.linalg.cython_lapack
+
     capsule = scipy.linalg.cython_lapack.__pyx_capi__[name]
     name_of, pointer_of = api.PyCapsule_GetName, api.PyCapsule_GetPointer
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adjsim.core.durable.store import Tree, from_bytes, to_bytes
+from adjsim.core.durable.store import Nested, from_bytes, to_bytes
 
 
 class RankError(RuntimeError):
@@ -70,7 +70,7 @@ class Ranks:
         """Whether this is the first rank, which shows progress and writes files."""
         return self.rank == 0
 
-    def exchange(self, tree: Tree) -> list[Tree]:
+    def exchange(self, tree: Nested) -> list[Nested]:
         """Return the trees of all ranks, in their order.
 
         Raises:
@@ -104,7 +104,7 @@ class Ranks:
                         f"{there} on rank {rank}. {_advice(name)}"
                     )
 
-    def share(self, count: int, compute: Callable[[int], Tree]) -> list[Tree]:
+    def share(self, count: int, compute: Callable[[int], Nested]) -> list[Nested]:
         """Compute ``count`` trees, each on one rank, and return all on every rank.
 
         Rank r computes number i where i is r modulo the number of ranks. An error on one rank is
@@ -113,8 +113,8 @@ class Ranks:
         return self.collect(count, range(self.rank, count, self.size), compute)
 
     def collect(
-        self, count: int, numbers: Iterable[int], compute: Callable[[int], Tree]
-    ) -> list[Tree]:
+        self, count: int, numbers: Iterable[int], compute: Callable[[int], Nested]
+    ) -> list[Nested]:
         """Compute the trees of some numbers on this rank, and return all ``count`` trees.
 
         Raises:
@@ -123,7 +123,7 @@ class Ranks:
         if self.size == 1:
             alone = {i: compute(i) for i in numbers}
             return [alone[i] for i in range(count)]
-        own: list[Tree] = []
+        own: list[Nested] = []
         failed: list[Any] | None = None
         reason: Exception | None = None
         for i in numbers:

@@ -27,7 +27,7 @@ from adjsim.core.durable.files import check_writable, replacing
 
 # A tree is None, a bool, an int, a float, a string, bytes, a dtype, a tensor, or a list or a dict
 # of trees. Tuples become lists.
-Tree = Any
+Nested = Any
 
 FORMAT = "adjsim 2"
 MANIFEST, LOCK, SUFFIX, CLAIM = "manifest.json", "lock", ".safetensors", ".claim"
@@ -46,7 +46,7 @@ class _Writer:
         self.tensors: dict[str, Tensor] = {}
         self.bytes = bytearray()
 
-    def encode(self, tree: Tree) -> Any:
+    def encode(self, tree: Nested) -> Any:
         """Return the tree as JSON values, with references to tensors and bytes."""
         if tree is None or isinstance(tree, bool | int | float | str):
             return tree
@@ -72,7 +72,7 @@ class _Writer:
         raise TypeError(f"a store has no form for {type(tree).__name__}.")
 
 
-def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
+def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Nested:
     if isinstance(found, list):
         return [_decode(value, tensors, data) for value in found]
     if not isinstance(found, dict):
@@ -89,7 +89,7 @@ def _decode(found: Any, tensors: Mapping[str, Tensor], data: bytes) -> Tree:
     return x.permute([axes.index(axis) for axis in range(len(axes))])
 
 
-def to_bytes(tree: Tree, label: str = "") -> bytes:
+def to_bytes(tree: Nested, label: str = "") -> bytes:
     """Write a tree as the bytes of a safetensors file with a checksum.
 
     Args:
@@ -102,7 +102,7 @@ def to_bytes(tree: Tree, label: str = "") -> bytes:
     return save(tensors, {"format": FORMAT, "label": label, "checksum": _checksum(tensors, label)})
 
 
-def from_bytes(data: bytes, label: str = "") -> Tree:
+def from_bytes(data: bytes, label: str = "") -> Nested:
     """Read the tree of :func:`to_bytes`.
 
     Raises:
@@ -124,7 +124,7 @@ def from_bytes(data: bytes, label: str = "") -> Tree:
     return _decode(json.loads(structure), tensors, kept)
 
 
-def moved(tree: Tree, device: torch.device) -> Tree:
+def moved(tree: Nested, device: torch.device) -> Nested:
     """Move all tensors of a tree to a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
@@ -178,7 +178,7 @@ class Store:
         """Return whether there is a part of this name."""
         return self.path(name).exists()
 
-    def read(self, name: str) -> Tree:
+    def read(self, name: str) -> Nested:
         """Read a part.
 
         Raises:
@@ -192,7 +192,7 @@ class Store:
         except StoreError as reason:
             raise StoreError(f"'{path}' {reason}. Remove it, and run again.") from None
 
-    def write(self, name: str, tree: Tree) -> None:
+    def write(self, name: str, tree: Nested) -> None:
         """Write a part, whole or not at all.
 
         Raises:

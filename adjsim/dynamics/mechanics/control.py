@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses
-from adjsim.dynamics.moves import Map, Move
+from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Field, Time
 from adjsim.dynamics.term import Term
 from adjsim.potentials.signals.controls import Controller
@@ -47,13 +48,15 @@ class Feedback(Term[PhaseState]):
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (
-            Map(
+            GeneralFlow(
                 ("momentum",),
                 lambda c, q, t, p: (p + self._increment(c, q, t, p),),
                 lambda c, q, t, p: (self._solved(c, q, t, p),),
                 (Field("position"), Time()),
                 reads_parameters=True,
-                no_loop="its inverse is an iteration whose length depends on the numbers",
+                no_compiled_inverse=Refusal(
+                    "its inverse is an iteration whose length depends on the numbers"
+                ),
             ),
         )
 

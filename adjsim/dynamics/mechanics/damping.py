@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import ive
 from torch import Tensor, nn
 
 from adjsim.core.parameters import leaves, point_of_differentiation
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses, per_atom
-from adjsim.dynamics.moves import Map, Move, Scale
+from adjsim.dynamics.moves import GeneralFlow, Move, Scale
 from adjsim.dynamics.sources import Coefficient, Coefficients
 from adjsim.dynamics.term import Term
 from adjsim.potentials.base import force
@@ -54,7 +54,7 @@ class RayleighDamping(Term[PhaseState]):
     parameters of the energy and the start.
     """
 
-    no_equation = "its stiffness matrix is that of the start of a run"
+    no_equation = Refusal("its stiffness matrix is that of the start of a run")
 
     def __init__(self, masses: Masses, body: nn.Module, gamma: Tensor, beta: Tensor) -> None:
         self.masses, self.body, self.gamma, self.beta = masses, body, gamma, beta
@@ -64,6 +64,8 @@ class RayleighDamping(Term[PhaseState]):
         return {"momentum": -rate(state.momentum)}
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
+        from scipy.special import ive
+
         like = state.momentum
         low, high = self.bounds(state)
         centre, radius = (high + low) / 2, max((high - low) / 2, 1e-3 * (high + abs(low)), 1e-9 / h)
@@ -92,7 +94,7 @@ class RayleighDamping(Term[PhaseState]):
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (
-            Map(
+            GeneralFlow(
                 ("momentum",),
                 lambda c, p: (self._applied(c, c["series"], p),),
                 lambda c, p: (self._applied(c, c["back"], p),),

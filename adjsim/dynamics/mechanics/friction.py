@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjsim.core.state import PhaseState
 from adjsim.dynamics.masses import Masses, per_atom
-from adjsim.dynamics.moves import Map, Move
+from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Field, Time
 from adjsim.dynamics.term import Term
 from adjsim.potentials.contact import SurfaceContact
@@ -86,7 +86,7 @@ class CoulombFriction(Term[PhaseState]):
             return lambda c, q, t, p: (self._decayed(c, q, t, p, sign),)
 
         reads = (Field("position"), Time())
-        return (Map(("momentum",), along(1), along(-1), reads, reads_parameters=True),)
+        return (GeneralFlow(("momentum",), along(1), along(-1), reads, reads_parameters=True),)
 
     def _decayed(self, c: Coefficients, q: Tensor, t: Any, p: Tensor, sign: int) -> Tensor:
         slip, load = self._slip(c["1/m"], q, t, p)

@@ -37,16 +37,16 @@ class Mechanics(MassiveDynamics[PhaseState]):
         dq/dt = p/m
         dp/dt = F(q) + F_contact(q) + friction - gamma p - beta K M^-1 p + u(t, q, p/m)
 
-    ====== ====================================================== =========================
-    letter term                                                   present with
-    ====== ====================================================== =========================
-    A      stream, :class:`~adjsim.dynamics.terms.Stream`         always
-    B      kick, :class:`~adjsim.dynamics.terms.Kick`             always
-    F      :class:`~adjsim.dynamics.mechanics.friction.CoulombFriction`     friction
-    D      :class:`~adjsim.dynamics.mechanics.damping.ViscousDamping` or    damping,
-           :class:`~adjsim.dynamics.mechanics.damping.RayleighDamping`      stiffness_damping
-    U      :class:`~adjsim.dynamics.mechanics.control.Feedback`             a Controller as control
-    ====== ====================================================== =========================
+    ====== ========================================= =======================
+    letter term                                      present with
+    ====== ========================================= =======================
+    A      stream, :class:`~.terms.Stream`           always
+    B      kick, :class:`~.terms.Kick`               always
+    F      :class:`~.friction.CoulombFriction`       friction
+    D      :class:`~.damping.ViscousDamping`, or     damping,
+           :class:`~.damping.RayleighDamping`        stiffness_damping
+    U      :class:`~.control.Feedback`               a Controller as control
+    ====== ========================================= =======================
 
     Schemes: "BAB" (velocity Verlet) and "BA" (semi-implicit Euler, first order) without friction,
     damping and feedback; "FDBABDF" with friction and damping. ``scheme`` is a palindrome over the

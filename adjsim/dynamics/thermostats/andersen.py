@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
 from adjsim.dynamics.masses import Masses, check_entries, check_per_atom, per_atom
-from adjsim.dynamics.moves import Map, Move
+from adjsim.dynamics.moves import GeneralFlow, Move
 from adjsim.dynamics.sources import Coefficients, Random
 from adjsim.dynamics.term import Term
 from adjsim.dynamics.thermostats.base import Thermostat
@@ -40,7 +41,7 @@ class Collide(Term[PhaseState]):
     """
 
     draws = 2
-    no_equation = "its collisions are jumps"
+    no_equation = Refusal("its collisions are jumps")
 
     def __init__(self, masses: Masses, kT: Tensor, rate: Tensor) -> None:
         self.masses, self.kT, self.rate = masses, kT, rate
@@ -66,8 +67,8 @@ class Collide(Term[PhaseState]):
         }
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
-        reads = (Random(0), Random(1))
-        return (Map(("momentum",), _collide, None, reads, "the momenta before collisions"),)
+        lost = Refusal("it loses the momenta before collisions")
+        return (GeneralFlow(("momentum",), _collide, None, (Random(0), Random(1)), lost),)
 
 
 def _collide(c: Coefficients, choice: Tensor, xi: Tensor, p: Tensor) -> tuple[Tensor]:

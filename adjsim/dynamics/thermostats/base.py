@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, PhaseState
 from adjsim.core.typing import Number, PositionsLike, Seed
 from adjsim.dynamics.heat import HeatLimit
 from adjsim.dynamics.masses import Masses
 from adjsim.dynamics.massive import MassiveDynamics
-from adjsim.dynamics.moves import Map
+from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import Source
 from adjsim.dynamics.starts import as_start, check_dof
 from adjsim.dynamics.term import Term
@@ -105,8 +106,8 @@ def rescaling(
     factor: Callable[..., Tensor],
     inverse: Callable[..., Tensor] | None,
     reads: tuple[Source, ...] = (),
-    loses: str = "",
-) -> Map:
+    irreversible: Refusal | None = None,
+) -> GeneralFlow:
     """Make the move ``p' = f(T) p``, with T twice the kinetic energy of a system.
 
     Momenta that are all zero stay zero, with the identity as their derivative, since a factor
@@ -116,7 +117,7 @@ def rescaling(
         factor: ``factor(coefficients, T, *values) -> f``, all ``(*batch, 1, 1)``.
         inverse: ``inverse(coefficients, T', *values) -> 1/f``, or None.
         reads: the sources of the values.
-        loses: the information that the move destroys.
+        irreversible: which information the move destroys.
     """
 
     def scale(f: Callable[..., Tensor]) -> Callable[..., tuple[Tensor]]:
@@ -129,7 +130,9 @@ def rescaling(
 
         return flow
 
-    return Map(("momentum",), scale(factor), inverse and scale(inverse), reads, loses)
+    return GeneralFlow(
+        ("momentum",), scale(factor), inverse and scale(inverse), reads, irreversible
+    )
 
 
 def twice_kinetic(momentum: Tensor, inverse_mass: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_whole
 from adjsim.core.parameters import register
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.density import Canonical
@@ -65,7 +66,7 @@ class StochasticRescale(Rescale):
     """
 
     draws = 1
-    no_equation = (
+    no_equation = Refusal(
         "it is one noise a system, whose amplitude depends on the momenta, and continuous solvers "
         "take independent noises of fixed amplitude"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import PhaseState
 from adjsim.core.typing import Number
 from adjsim.dynamics.moves import Move
@@ -28,7 +29,9 @@ class SetKineticEnergy(Rescale):
         lambda_{K_0} += (lambda_p . e) / (2 sqrt(K_0))
     """
 
-    no_equation = "it sets the kinetic energy once a step, and has no rate in continuous time"
+    no_equation = Refusal(
+        "it sets the kinetic energy once a step, and has no rate in continuous time"
+    )
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         return {}
@@ -42,7 +45,7 @@ class SetKineticEnergy(Rescale):
             rescaling(
                 lambda c, T: torch.sqrt(c["target"] / T),
                 None,
-                loses="the kinetic energy before the step",
+                irreversible=Refusal("it loses the kinetic energy before the step"),
             ),
         )
 

@@ -211,7 +211,7 @@ def lyapunov_spectrum(
     first, last = _kept(times, as_number("burn_in", burn_in), vectors)
     steps = step_numbers(times, problem.solver.dt)[first:]
     stepper, inputs = prepare(problem)
-    if stepper.program.copies is not None:
+    if stepper.plan.copies is not None:
         raise TypeError(
             f"{solver!r} steps a second copy of the state, whose exponents are those of the "
             "method; use RungeKutta(method, dt)."

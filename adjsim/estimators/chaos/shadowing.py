@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.noise import Noise
-from adjsim.core.state import State
+from adjsim.core.state import State, detached
 from adjsim.core.trajectory import TimeAverage, check_times, first_averaged_step, step_numbers
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.estimators.base import Chunk, ChunkedEstimator, Observable, Simulation, Work
@@ -25,6 +25,8 @@ from adjsim.estimators.chaos.shadowing_sweep import (
     trajectory,
 )
 from adjsim.estimators.score_function import common_burn_in
+from adjsim.simulation.start_checks import check_rates
+from adjsim.solvers.base import bound_record
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta
 
 # The factor by which the particular cotangent may grow along the run, from its largest size in the
@@ -158,7 +160,9 @@ class Shadowing(ChunkedEstimator):
         """
         if work.ranks.size > 1 or work.store is not None:
             return super().run_chunks(simulation, observable, starts, slices, seed, work)
-        return self._sweep(simulation, observable, starts, slices)
+        found = self._sweep(simulation, observable, starts, slices)
+        work.unchanged.check()
+        return found
 
     def _sweep(
         self,
@@ -169,10 +173,18 @@ class Shadowing(ChunkedEstimator):
     ) -> list[Chunk]:
         assert isinstance(observable, TimeAverage)
         assert isinstance(simulation.solver, RungeKutta)
-        counts, dynamics = self._count(simulation, observable), simulation.dynamics
+        counts, begin = self._count(simulation, observable), float(simulation.ts[0])
+        # What is computed is a reading, as in a run.
+        with torch.enable_grad():
+            reading, leaves, dynamics, _ = check_rates(
+                simulation.dynamics, detached(starts), begin, observable, False
+            )
+        record = bound_record(observable, reading, dynamics, leaves)
+        assert isinstance(record, TimeAverage)
         y = torch.cat(tuple(x.detach() for x in starts), -1)
-        self._refuse(starts, simulation, y.shape[-1])
-        steps, shape = step_map(simulation, observable, starts)
+        self._refuse_many(y.shape[-1])
+        refuse_time(dynamics, simulation.ts, starts)
+        steps, shape = step_map(dynamics, simulation.solver, begin, record, starts)
         if counts.skip:
             y = last_finite(trajectory(steps, y, counts.skip), 0, steps.h)
         states = trajectory(steps, y, counts.steps)
@@ -180,7 +192,7 @@ class Shadowing(ChunkedEstimator):
         refuse_rest(steps, states)
         for i in torch.linspace(0, counts.steps, 4, dtype=torch.float64).long().tolist():
             widths = [x.shape[-1] for x in starts]
-            refuse_time(simulation, type(starts)._make(states[i].split(widths, -1)))
+            refuse_time(dynamics, simulation.ts, type(starts)._make(states[i].split(widths, -1)))
         mean = averages(steps, states)
         try:
             found = sweep(steps, states, mean, counts.length, self.unstable)
@@ -188,7 +200,7 @@ class Shadowing(ChunkedEstimator):
             self._refuse_growth(math.inf)
             raise
         self._refuse_growth(_growth(found))
-        parameters = dynamics.trainable()
+        parameters = reading.trainable(leaves)
         passes = counts.skip + 3 * counts.steps + 2 * counts.length * len(slices)
         evaluations = passes * len(simulation.solver.tableau.b)
         sizes = found.segments.triangles.diagonal(dim1=-2, dim2=-1).abs()
@@ -205,6 +217,7 @@ class Shadowing(ChunkedEstimator):
                     sizes[:, part].log() / self.segment,
                 )
             )
+        reading.refuse_written(dynamics, leaves)
         return parts
 
     def chunk(
@@ -218,14 +231,13 @@ class Shadowing(ChunkedEstimator):
         whole = slice(0, start[0].shape[0])
         return self._sweep(simulation, observable, start, [whole])[0]
 
-    def _refuse(self, start: State, simulation: Simulation[State], n: int) -> None:
-        """Refuse a field that depends on the time, and too many directions."""
+    def _refuse_many(self, n: int) -> None:
+        """Refuse more directions than a state of n numbers has."""
         if self.unstable > n - 1:
             raise ValueError(
                 f"unstable = {self.unstable} is too many for a state of {n} numbers, of whose "
                 f"directions one is that of the flow: at most {n - 1}."
             )
-        refuse_time(simulation, start)
 
     def _refuse_growth(self, growth: float) -> None:
         if growth > LARGEST_GROWTH:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from adjsim.core.state import State
 from adjsim.core.trajectory import TimeAverage
-from adjsim.estimators.base import Simulation
+from adjsim.core.typing import Times
+from adjsim.dynamics.base import Dynamics
 from adjsim.estimators.chaos.shadowing_sweep import StepMap
 from adjsim.solvers.runge_kutta.runge_kutta import RungeKutta, increment
 
@@ -21,9 +22,16 @@ SETTLED = 0.05
 
 
 def step_map(
-    simulation: Simulation[Any], observable: TimeAverage, start: Any
+    dynamics: Dynamics[Any], solver: RungeKutta, t: float, observable: TimeAverage, start: Any
 ) -> tuple[StepMap, torch.Size]:
-    """Write the steps of a simulation as a map of the fields joined into one tensor.
+    """Write the steps of a dynamics as a map of the fields joined into one tensor.
+
+    Args:
+        dynamics: the dynamics that is computed.
+        solver: makes the steps.
+        t: the time, on which the field does not depend.
+        observable: the average.
+        start: states of all replicas.
 
     Returns:
         The map, and the shape of the observable of one system.
@@ -31,9 +39,7 @@ def step_map(
     Raises:
         ValueError: (by the map) an observable without the axis of states.
     """
-    assert isinstance(simulation.solver, RungeKutta)
-    dynamics, solver = simulation.dynamics, simulation.solver
-    t, kind = float(simulation.ts[0]), type(start)
+    kind = type(start)
     widths = [x.shape[-1] for x in start]
 
     def unpack(y: Tensor) -> Any:
@@ -99,7 +105,7 @@ def refuse_rest(steps: StepMap, states: Tensor) -> None:
 
 
 @torch.no_grad()
-def refuse_time(simulation: Simulation[State], state: State) -> None:
+def refuse_time(dynamics: Dynamics[State], ts: Times, state: State) -> None:
     """Refuse a field that depends on the time at a state.
 
     The times are at random, so that no period is missed.
@@ -107,11 +113,11 @@ def refuse_time(simulation: Simulation[State], state: State) -> None:
     Raises:
         ValueError: the rates at two times differ.
     """
-    begin, end = float(simulation.ts[0]), float(simulation.ts[-1])
+    begin, end = float(ts[0]), float(ts[-1])
     shares = torch.rand(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    first = simulation.dynamics.drift(begin, state)
+    first = dynamics.drift(begin, state)
     for t in (begin + shares * (end - begin)).tolist():
-        later = simulation.dynamics.drift(t, state)
+        later = dynamics.drift(t, state)
         if not all(torch.equal(a, b) for a, b in zip(first, later, strict=True)):
             raise ValueError(
                 "Shadowing is for fields that do not depend on the time, and the field of this "

@@ -131,15 +131,15 @@ class TangentDriver:
         return type(state)._make(x.detach().expand(count, *x.shape).clone() for x in state)
 
     def _step(self, number: int, state: State, count: int | None) -> State:
-        program, noise = self.stepper.program, self.stepper.noise_of(number)
+        plan, noise = self.stepper.plan, self.stepper.noise_of(number)
         if noise is not None and count is not None:
             noise = tuple(x.expand(count, *x.shape) for x in noise)
-        return program.step(
+        return plan.step(
             self.stepper.clock.time_in_step(number),
             state,
             self.inputs.coefficients,
             noise,
-            program.forces(self.potential),
+            plan.forces(self.potential),
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_number, as_whole
 from adjsim.core.durable.identity import tensor_fingerprint
 from adjsim.core.durable.ranks import Ranks
-from adjsim.core.durable.store import Tree
+from adjsim.core.durable.store import Nested
 from adjsim.core.noise import as_generator, seed_from
 from adjsim.core.parameters import refuse_untrainable
 from adjsim.core.progress import progress_bar
@@ -284,7 +284,7 @@ def _evaluate(
     data: Target,
     sharing: _Sharing,
 ) -> _Evaluation:
-    def estimated(i: int) -> Tree:
+    def estimated(i: int) -> Nested:
         run, folder = runs[i], sharing.folder
         made = run.estimator(
             simulation,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import f as fdist
 from torch import Tensor
 
 from adjsim.core.arguments import as_tensor
@@ -106,6 +105,8 @@ def chance_of_drift(drift: Tensor, response: Tensor) -> float:
     z = z / torch.where(spread > 0, spread, 1.0)
     mean, centred = z.mean(0), z - z.mean(0)
     inverse = torch.linalg.pinv(centred.T @ centred / (count - 1), hermitian=True)
+    from scipy.stats import f as fdist
+
     T2 = count * float(mean @ inverse @ mean)
     return float(fdist.sf(T2 * (count - p) / (p * (count - 1)), p, count - p))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.coordinates import Angle, Cosine
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
 from adjsim.potentials.bonded.base import BondedPotential
 from adjsim.potentials.bonded.bonds import HarmonicBond
 
@@ -21,8 +21,7 @@ class HarmonicAngle(BondedPotential):
 
     Args:
         index: ``(angles, 3)``, the atoms of each angle, the middle one second.
-        k: stiffness, energy / radian^2; a number, one for each angle or one for each type.
-        angle: angle at rest, radians; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -30,21 +29,8 @@ class HarmonicAngle(BondedPotential):
     steps = ((0, 1), (1, 2))
     coordinate = Angle
 
-    k: Tensor
-    angle: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        angle: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle, angle=True)
+    k: Tensor = declared("stiffness, energy / radian^2")
+    angle: Tensor = declared("angle at rest, radians", angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         bend = x - self.term_parameter("angle", x)
@@ -65,8 +51,7 @@ class CosineAngle(BondedPotential):
 
     Args:
         index: ``(angles, 3)``, the atoms of each angle, the middle one second.
-        k: stiffness, energy; a number, one for each angle or one for each type.
-        angle: angle at rest, radians; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -74,21 +59,8 @@ class CosineAngle(BondedPotential):
     steps = ((0, 1), (1, 2))
     coordinate = Cosine
 
-    k: Tensor
-    angle: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        angle: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle, angle=True)
+    k: Tensor = declared("stiffness, energy")
+    angle: Tensor = declared("angle at rest, radians", angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         bend = x - torch.cos(self.term_parameter("angle", x))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.box import Periodic, nearest_image
 from adjsim.core.coordinates import Coordinate, Vector, combined, scaled, subtracted
+from adjsim.core.declared import Declaring
 from adjsim.core.layout import is_tracing
 from adjsim.core.parameters import register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.bonded.selection import Selection
@@ -23,7 +24,7 @@ from adjsim.potentials.products import DeferredVJP, Pullback, derivative
 MOST_ATOMS = 2**26
 
 
-class BondedPotential(Periodic, Potential):
+class BondedPotential(Declaring, Periodic, Potential):
     """A sum over terms of ``element(x)``, with x an internal coordinate of the atoms of a term.
 
     Subclasses name the coordinate, and write ``element``; ``slope`` (du/dx) and ``curvature``
@@ -46,7 +47,7 @@ class BondedPotential(Periodic, Potential):
         members: the number of atoms of a term.
         steps: the places in a term, first and last, of each displacement; -1 is a fixed point.
         coordinate: the internal coordinate of these displacements, see
-        :mod:`adjsim.core.coordinates`.
+            :mod:`adjsim.core.coordinates`.
 
     Raises:
         ValueError: an index of another shape, negative or too large, a term that names an atom
@@ -64,9 +65,17 @@ class BondedPotential(Periodic, Potential):
     types: Tensor | None
     box: Tensor | None
 
+    shapes_of_declared = "a number, one for each term or one for each type"
+
     def __init__(
-        self, index: Array, *, types: Array | None = None, box: Array | None = None
+        self,
+        index: Array,
+        *values: Number,
+        types: Array | None = None,
+        box: Array | None = None,
+        **named: Number,
     ) -> None:
+        numbers = self.given(values, named)
         super().__init__()
         with outside_inference_mode():
             found = _checked_index(index, self.members)
@@ -82,6 +91,8 @@ class BondedPotential(Periodic, Potential):
             # The middle atom of an angle has no part in a spring between the ends.
             self.used = sorted({p for step in self.steps for p in step if p >= 0})
             self.atoms = Selection(found[:, self.used].T.flatten(), self._most + 1)
+        for name, value in numbers.items():
+            self.register_term_parameter(name, value, **self.declared[name].rule)
 
     def element(self, x: Tensor) -> Tensor:
         """Compute u(x), elementwise."""
@@ -98,17 +109,17 @@ class BondedPotential(Periodic, Potential):
     def forward(self, position: Positions) -> Energies:
         return self.element(self.geometry(position).value).sum((-1, -2))
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         x = self.geometry(position)
-        return self._join(self._pulls(x, self.slope(x.value), grid), position)
+        return self._join(self._pulls(x, self.slope(x.value), rounding), position)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             x = self.geometry(position)
             slope = self.slope(x.value)
-            value = self._join(self._pulls(x, slope, grid), position)
+            value = self._join(self._pulls(x, slope, rounding), position)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
             with torch.no_grad():
@@ -139,7 +150,7 @@ class BondedPotential(Periodic, Potential):
         """
         b = self.displacements(position)
         x = self.coordinate(*b)
-        pulls = self._pulls(x, self.slope(x.value), None)
+        pulls = self._pulls(x, self.slope(x.value), UNROUNDED)
         products = [
             torch.einsum("...at,...bt->...ab", whole(f), whole(d))
             for f, d in zip(pulls, b, strict=True)
@@ -177,15 +188,14 @@ class BondedPotential(Periodic, Potential):
         parts = nearest_image([x.unsqueeze(-2) for x in d], self.image_box.to(d[0]))
         return [x.squeeze(-2) for x in parts]
 
-    def _pulls(self, x: Coordinate, slope: Tensor, grid: Grid | None) -> list[Vector]:
+    def _pulls(self, x: Coordinate, slope: Tensor, rounding: Rounding) -> list[Vector]:
         """Compute minus the derivative of the energy by each displacement.
 
-        Rounded to a grid, they are added and subtracted exactly, so that a sum over atoms is zero.
+        Rounded, they are added and subtracted exactly, so that a sum over atoms is zero.
         """
         pulls = [scaled(-slope, g) for g in x.gradient]
-        if grid is None:
-            return pulls
-        rounding = Grid(grid.spacing.squeeze(-1)) if grid.spacing.ndim else grid
+        if rounding.rounds and rounding.spacing.ndim:
+            rounding = Rounding(rounding.spacing.squeeze(-1))
         return [[rounding.round(part) for part in pull] for pull in pulls]
 
     def _join(self, pulls: Sequence[Vector], like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.coordinates import Distance
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
 from adjsim.potentials.bonded.base import BondedPotential
 
 
@@ -17,8 +17,7 @@ class HarmonicBond(BondedPotential):
 
     Args:
         index: ``(bonds, 2)``, the atoms of each bond.
-        k: stiffness, energy / length^2; a number, one for each bond or one for each type.
-        length: length of the bond at rest; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -26,21 +25,8 @@ class HarmonicBond(BondedPotential):
     steps = ((0, 1),)
     coordinate = Distance
 
-    k: Tensor
-    length: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        length: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_term_parameter("length", length)
+    k: Tensor = declared("stiffness, energy / length^2")
+    length: Tensor = declared("length of the bond at rest")
 
     def element(self, x: Tensor) -> Tensor:
         stretch = x - self.term_parameter("length", x)
@@ -62,9 +48,7 @@ class MorseBond(BondedPotential):
 
     Args:
         index: ``(bonds, 2)``, the atoms of each bond.
-        depth: energy to break the bond; a number, one for each bond or one for each type.
-        width: inverse width of the well, 1/length; likewise.
-        length: length of the bond at rest; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -72,24 +56,9 @@ class MorseBond(BondedPotential):
     steps = ((0, 1),)
     coordinate = Distance
 
-    depth: Tensor
-    width: Tensor
-    length: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        depth: Number,
-        width: Number,
-        length: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("depth", depth)
-        self.register_term_parameter("width", width, positive=True)
-        self.register_term_parameter("length", length)
+    depth: Tensor = declared("energy to break the bond")
+    width: Tensor = declared("inverse width of the well, 1/length", positive=True)
+    length: Tensor = declared("length of the bond at rest")
 
     def element(self, x: Tensor) -> Tensor:
         depth, _, e = self._exponential(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.coordinates import Dihedral
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
 from adjsim.potentials.bonded.base import BondedPotential
 
 
@@ -20,8 +20,7 @@ class HarmonicImproper(BondedPotential):
 
     Args:
         index: ``(impropers, 4)``, the atoms of each improper.
-        k: stiffness, energy / radian^2; a number, one for each improper or one for each type.
-        angle: dihedral angle at rest, radians; likewise.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -30,21 +29,8 @@ class HarmonicImproper(BondedPotential):
     coordinate = Dihedral
     dim = 3
 
-    k: Tensor
-    angle: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        k: Number,
-        angle: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("k", k)
-        self.register_term_parameter("angle", angle, angle=True)
+    k: Tensor = declared("stiffness, energy / radian^2")
+    angle: Tensor = declared("dihedral angle at rest, radians", angle=True)
 
     def element(self, x: Tensor) -> Tensor:
         difference = self._difference(x)

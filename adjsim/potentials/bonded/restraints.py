@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adjsim.core.coordinates import Coordinate, Distance, Vector, subtracted
 from adjsim.core.parameters import register
+from adjsim.core.rounding import UNROUNDED
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.bonded.base import BondedPotential, whole
 from adjsim.potentials.products import DeferredVJP
@@ -63,7 +64,7 @@ class Restraint(BondedPotential):
     def _pull(self, place: Tensor) -> Tensor:
         """Compute the force on the restrained atoms, ``(*batch, dim, terms)``."""
         x = self.coordinate(*self._from_points([place]))
-        (pull,) = self._pulls(x, self.slope(x.value), None)
+        (pull,) = self._pulls(x, self.slope(x.value), UNROUNDED)
         return whole(pull)
 
     def _from_points(self, places: Vector) -> list[Vector]:

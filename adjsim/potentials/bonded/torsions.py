@@ -7,6 +7,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_indices, outside_inference_mode
 from adjsim.core.coordinates import Dihedral
+from adjsim.core.declared import declared
 from adjsim.core.typing import Array, Number
 from adjsim.potentials.bonded.base import BondedPotential
 
@@ -89,7 +90,7 @@ class RyckaertBellemans(BondedPotential):
 
     Args:
         index: ``(torsions, 4)``, the atoms of each torsion.
-        coefficients: c_0 to c_5, energy; ``(6,)``, ``(torsions, 6)`` or ``(types, 6)``.
+        {parameters}
         types, box: see :class:`~adjsim.potentials.BondedPotential`.
     """
 
@@ -98,18 +99,9 @@ class RyckaertBellemans(BondedPotential):
     coordinate = Dihedral
     dim = 3
 
-    coefficients: Tensor
-
-    def __init__(
-        self,
-        index: Array,
-        coefficients: Number,
-        *,
-        types: Array | None = None,
-        box: Array | None = None,
-    ) -> None:
-        super().__init__(index, types=types, box=box)
-        self.register_term_parameter("coefficients", coefficients, columns=(6,))
+    coefficients: Tensor = declared(
+        "c_0 to c_5, energy; ``(6,)``, ``(torsions, 6)`` or ``(types, 6)``", columns=(6,)
+    )
 
     def element(self, x: Tensor) -> Tensor:
         return _polynomial(-torch.cos(x), self.term_parameters("coefficients", x))

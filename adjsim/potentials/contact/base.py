@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from adjsim.core.arguments import as_indices, describe_type, outside_inference_mode
 from adjsim.core.coordinates import Coordinate, Vector, combined, scaled
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.contact.penalties import Penalty, Softplus
@@ -209,11 +209,11 @@ class Contact(SurfaceContact, Potential):
         return self._energy(position)
 
     # A vertex has one contribution, so there is no sum to round for.
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return self._push(position)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         return self._push_vjp(position)
 
@@ -273,7 +273,7 @@ class MovingContact(SurfaceContact, ForceField):
         t: Any,
         position: Positions,
         parameters: Sequence[Tensor],
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
     ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             shift = self._shift(position, t)

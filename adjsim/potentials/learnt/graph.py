@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, as_number, outside_inference_mode, refuse_uncalled
 from adjsim.core.box import Periodic
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.learnt.edges import Edges, find_edges
@@ -188,9 +188,9 @@ class GraphPotential(_GraphModel, Potential):
         return -derivative(strained, position.new_zeros(*batch, dim, dim))
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        return energy_vjp(self, position, parameters, grid)
+        return energy_vjp(self, position, parameters, rounding)
 
     def _energy(self, position: Tensor, edges: Edges, shifts: Tensor) -> Tensor:
         """Sum the energies of atoms in each system."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.arguments import as_number, as_whole, refuse_uncalled
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Positions
 from adjsim.potentials.base import ForceField, Potential
 from adjsim.potentials.pairs.base import PairPotential
@@ -256,6 +256,6 @@ class InPrecision(Potential):
         return self.potential.virial(position.to(self.dtype)).to(position.dtype)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        return energy_vjp(self, position, parameters, grid)
+        return energy_vjp(self, position, parameters, rounding)

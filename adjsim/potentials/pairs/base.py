@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from adjsim.core.refusal import Refusal
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
-from adjsim.potentials.base import Potential, SumPotential
+from adjsim.potentials.base import Potential
+from adjsim.potentials.evaluated import terms_of
 from adjsim.potentials.pairs import dense, kernel_sums, listed
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.operator import PairOperator
@@ -61,23 +62,23 @@ class PairPotential(PairFormula, Potential):
             return listed.energy(self, position)
         return dense.energy(self, position)
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         operator = PairOperator.of(self, position)
         if isinstance(operator, PairOperator):
-            return kernel_sums.force(operator, position, grid)
+            return kernel_sums.force(operator, position, rounding)
         if listed.applies(self, position, "truncated_slope"):
-            return listed.force(self, position, grid)
-        return dense.force(self, position, grid)
+            return listed.force(self, position, rounding)
+        return dense.force(self, position, rounding)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         operator = PairOperator.of(self, position)
         if isinstance(operator, PairOperator):
-            return kernel_sums.force_vjp(operator, position, parameters, grid)
+            return kernel_sums.force_vjp(operator, position, parameters, rounding)
         if listed.applies(self, position, "truncated_slope", "truncated_curvature"):
-            return listed.force_vjp(self, position, parameters, grid)
-        return dense.force_vjp(self, position, grid)
+            return listed.force_vjp(self, position, parameters, rounding)
+        return dense.force_vjp(self, position, rounding)
 
     def virial(self, position: Positions) -> Tensor:
         """Compute ``sum over i<j of d_ij F_ij``, ``(*batch, dim, dim)``.
@@ -95,12 +96,12 @@ class PairPotential(PairFormula, Potential):
         if isinstance(operator, Refusal):
             near = listed.applies(self, position, "truncated_slope")
             return f"{'neighbour list' if near else 'all pairs'}, by torch: {operator.reason}"
-        return "all pairs" if operator.form.layout.skin is None else "neighbour list"
+        return "all pairs" if operator.form.spec.skin is None else "neighbour list"
 
 
 def pair_paths(potential: nn.Module, position: Positions) -> dict[str, str]:
     """Say how a potential, or the parts of a sum, evaluate pairs, by the name of their class."""
-    parts = potential.parts if isinstance(potential, SumPotential) else [potential]
+    parts = terms_of(potential)
     return {
         type(part).__name__ if len(parts) == 1 else f"{type(part).__name__} {k}": part.path(
             position

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim.core.typing import Array, Number
-from adjsim.potentials.pairs.formula import SHIFTED
+from adjsim.core.declared import declared
 from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class Buckingham(RadialPotential):
@@ -19,34 +17,13 @@ class Buckingham(RadialPotential):
     collisions are hot enough to cross the barrier.
 
     Args:
-        amplitude: A, energy; a number or ``(atoms, atoms)``, symmetric.
-        length: decay length of the repulsion; likewise.
-        dispersion: C, energy times length^6; likewise.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    amplitude: Tensor
-    length: Tensor
-    dispersion: Tensor
-
-    def __init__(
-        self,
-        amplitude: Number,
-        length: Number,
-        dispersion: Number,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        self.register_pair_parameter("amplitude", amplitude)
-        self.register_pair_parameter("length", length, positive=True)
-        self.register_pair_parameter("dispersion", dispersion)
+    amplitude: Tensor = declared("A, energy")
+    length: Tensor = declared("decay length of the repulsion", positive=True)
+    dispersion: Tensor = declared("C, energy times length^6")
 
     def radial_energy(self, r: Tensor) -> Tensor:
         repulsion, _, attraction = self._terms(r)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from adjsim.core.box import differences, nearest_image
 from adjsim.core.layout import is_tracing, materialise_contiguous, memory_order, packed, unpacked
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.formula import PairFormula
 from adjsim.potentials.pairs.kernels.exclusions import interacting
@@ -37,19 +37,21 @@ def energy(pair: PairFormula, position: Positions) -> Energies:
     return 0.5 * torch.where(included, pair.truncated_energy(s), 0.0).sum((-1, -2))
 
 
-def force(pair: PairFormula, position: Positions, grid: Grid | None) -> Positions:
+def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
     """Compute the force, differentiable."""
     d, s, included = geometry(pair, position)
-    return _sum_pairs(-2 * _masked(pair, pair.truncated_slope(s), included), d, grid)
+    return _sum_pairs(-2 * _masked(pair, pair.truncated_slope(s), included), d, rounding)
 
 
-def force_vjp(pair: PairFormula, position: Positions, grid: Grid | None) -> tuple[Tensor, Pullback]:
+def force_vjp(
+    pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED
+) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
     with torch.no_grad():
         d, s, included = geometry(pair, position)
         slope = _masked(pair, pair.truncated_slope(s), included)
         weight = -2 * slope
-        value = _sum_pairs(weight, d, grid)
+        value = _sum_pairs(weight, d, rounding)
         weight = weight.unsqueeze(-3)
 
     def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
@@ -129,10 +131,9 @@ def _masked(pair: PairFormula, x: Tensor, included: Tensor) -> Tensor:
     return x if everything else torch.where(included, x, 0.0)
 
 
-def _sum_pairs(weight: Tensor, d: Sequence[Tensor], grid: Grid | None) -> Tensor:
+def _sum_pairs(weight: Tensor, d: Sequence[Tensor], rounding: Rounding = UNROUNDED) -> Tensor:
     parts = [weight.unsqueeze(-3) * x for x in d]
-    if grid is not None:
-        parts = [grid.round(part) for part in parts]
+    parts = [rounding.round(part) for part in parts]
     return _join_coordinates([part.sum(-1) for part in parts])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from adjsim.core.arguments import as_number
 from adjsim.core.box import volume
 from adjsim.core.derived import derived
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.noble import LennardJonesMixture
@@ -97,11 +97,11 @@ class DispersionCorrection(Potential):
     def forward(self, position: Positions) -> Energies:
         return self._energy().to(position).expand(position.shape[:-2])
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         return torch.zeros_like(position)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         nothing: list[Tensor | None] = [None] * len(parameters)
         return torch.zeros_like(position), lambda v: (torch.zeros_like(v), nothing)

@@ -28,7 +28,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
     TABLE,
     TILTED,
     Kernel,
-    Layout,
+    KernelSpec,
 )
 
 # Kernels of a potential by mode, rounding and gradients, or the reason why there is none.
@@ -45,13 +45,13 @@ class PairForm:
 
     Attributes:
         names: the names of its operands: the tensors that its formulas may read.
-        layout: that of the kernel of the force.
+        spec: that of the kernel of the force.
         key: the key of the potential's formulas.
         kernels: the kernels that have been made.
     """
 
     names: tuple[str, ...]
-    layout: Layout
+    spec: KernelSpec
     key: Any
     kernels: Kernels
 
@@ -92,7 +92,7 @@ def _form(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     box = pair.image_box
     image = NO_BOX if box is None else ORTHOGONAL if box.ndim == 1 else TILTED
     kinds = tuple(kind for kind, _ in operands.values())
-    layout = Layout(
+    spec = KernelSpec(
         FORCE,
         position.dtype,
         dim,
@@ -108,13 +108,13 @@ def _form(pair: PairFormula, position: Tensor) -> PairForm | Refusal:
     shapes = tuple(
         (name, x.shape, x.dtype) for name, x in own_tensors(pair).items() if name != "exclusions"
     )
-    place = (key, shapes, layout)
+    place = (key, shapes, spec)
     with _lock:
         kernels = _cache.setdefault(place, Kernels())
         _cache.move_to_end(place)
         if len(_cache) > CAPACITY:
             _cache.popitem(last=False)
-    return PairForm(tuple(operands), layout, key, kernels)
+    return PairForm(tuple(operands), spec, key, kernels)
 
 
 def operand_of(pair: PairFormula, name: str, position: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_number, describe_type, outside_inference_mode
 from adjsim.core.box import Periodic
+from adjsim.core.declared import Declaring
 from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.parameters import register
 from adjsim.core.typing import Array, Number
@@ -23,7 +24,7 @@ SHIFTED = Shifted()
 F = TypeVar("F", bound="PairFormula")
 
 
-class PairFormula(Periodic):
+class PairFormula(Declaring, Periodic):
     """The energy u(s) of a pair at the squared distance s, its cutoff and its parameters.
 
     It sums nothing: :class:`~adjsim.potentials.PairPotential`, which documents the arguments,
@@ -36,15 +37,19 @@ class PairFormula(Periodic):
     _operands: Mapping[str, Tensor] | None = None
     _tables: tuple[str, ...] = ()
 
+    shapes_of_declared = "a number or ``(atoms, atoms)``, symmetric"
+
     def __init__(
         self,
-        *,
+        *values: Number,
         cutoff: float | None = None,
         box: Array | None = None,
         truncation: Truncation = SHIFTED,
         skin: float | None = None,
         exclusions: Array | None = None,
+        **named: Number,
     ) -> None:
+        numbers = self.given(values, named)
         super().__init__()
         self.cutoff = None if cutoff is None else as_number("cutoff", cutoff)
         self.truncation = truncation
@@ -60,6 +65,8 @@ class PairFormula(Periodic):
             self.register_buffer("species", None)
             pairs = None if exclusions is None else checked_exclusions(exclusions)
             self.register_buffer("exclusions", pairs)
+        for name, value in numbers.items():
+            self.register_pair_parameter(name, value, **self.declared[name].rule)
 
     def validate(self) -> None:
         """Refuse a box, a cutoff, a truncation or a skin that the constructor would refuse."""

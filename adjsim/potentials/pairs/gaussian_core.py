@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim.core.typing import Array, Number
+from adjsim.core.declared import declared
 from adjsim.potentials.pairs.base import PairPotential
-from adjsim.potentials.pairs.formula import SHIFTED
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class GaussianCore(PairPotential):
@@ -18,30 +16,12 @@ class GaussianCore(PairPotential):
     centres of polymer coils do.
 
     Args:
-        epsilon: energy of a pair at zero distance; a number or ``(atoms, atoms)``, symmetric.
-        sigma: range, length; likewise.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    epsilon: Tensor
-    sigma: Tensor
-
-    def __init__(
-        self,
-        epsilon: Number = 1.0,
-        sigma: Number = 1.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        self.register_pair_parameter("epsilon", epsilon)
-        self.register_pair_parameter("sigma", sigma, positive=True)
+    epsilon: Tensor = declared("energy of a pair at zero distance", 1.0)
+    sigma: Tensor = declared("range, length", 1.0, positive=True)
 
     def pair_energy(self, s: Tensor) -> Tensor:
         return self.pair_parameter("epsilon", s) * torch.exp(s * self._rate(s))

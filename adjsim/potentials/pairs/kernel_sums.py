@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs import dense
@@ -29,26 +29,26 @@ def energy(operator: PairOperator, position: Positions) -> Energies:
     return operator.evaluate(ENERGY, position)[0]
 
 
-def force(operator: PairOperator, position: Positions, grid: Grid | None) -> Positions:
+def force(operator: PairOperator, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
     """Compute the force, differentiable."""
     differentiable = torch.is_grad_enabled() and operator.differentiable(position)
     modes = (FORCE, PRODUCT) if differentiable else (FORCE,)
-    if operator.printed or not operator.has(*modes, grid=grid is not None):
-        return dense.force(operator.by_torch(operator.operands), position, grid)
+    if operator.printed or not operator.has(*modes, rounds=rounding.rounds):
+        return dense.force(operator.by_torch(operator.operands), position, rounding)
     if differentiable:
-        return PairForce.apply(operator, grid, position, *operator.settings, *operator.operands)
-    return operator.evaluate(FORCE, position, grid=grid)[0]
+        return PairForce.apply(operator, rounding, position, *operator.settings, *operator.operands)
+    return operator.evaluate(FORCE, position, rounding=rounding)[0]
 
 
 def force_vjp(
     operator: PairOperator,
     position: Positions,
     parameters: Sequence[Tensor],
-    grid: Grid | None,
+    rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
-    if operator.printed or not operator.has(FORCE, PRODUCT, grid=grid is not None):
-        value, product = dense.force_vjp(operator.by_torch(operator.operands), position, grid)
+    if operator.printed or not operator.has(FORCE, PRODUCT, rounds=rounding.rounds):
+        value, product = dense.force_vjp(operator.by_torch(operator.operands), position, rounding)
 
         def pullback_by_rows(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
             along, found = product(v)
@@ -56,10 +56,10 @@ def force_vjp(
             return along, _propagate(operator, _gradients_by_rows(operator, found), parameters)
 
         return value, pullback_by_rows
-    value = operator.evaluate(FORCE, position, grid=grid)[0]
+    value = operator.evaluate(FORCE, position, rounding=rounding)[0]
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        _, along, *found = operator.evaluate(PRODUCT, position, vector=v, grid=grid)
+        _, along, *found = operator.evaluate(PRODUCT, position, vector=v, rounding=rounding)
         return along, _propagate(operator, found, parameters)
 
     return value, pullback
@@ -74,7 +74,7 @@ def _gradients_by_rows(operator: PairOperator, deferred: DeferredVJP) -> list[Te
     rows = (*deferred.x.shape[:-1], 1)
     leaves = [
         (x.detach().expand(rows) if kind == NUMBER else x.detach()).requires_grad_()
-        for x, kind in zip(operator.operands, operator.form.layout.kinds, strict=True)
+        for x, kind in zip(operator.operands, operator.form.spec.kinds, strict=True)
     ]
     with torch.enable_grad():
         slope = operator.by_torch(leaves).truncated_slope(deferred.x)
@@ -134,7 +134,7 @@ class PairForce(torch.autograd.Function):
     def forward(
         ctx: Any,
         operator: PairOperator,
-        grid: Grid | None,
+        rounding: Rounding,
         position: Tensor,
         box: Tensor | None,
         species: Tensor | None,
@@ -144,7 +144,7 @@ class PairForce(torch.autograd.Function):
         ctx.operator = operator
         # With box, species and exclusions, so that a change in place is an error.
         ctx.save_for_backward(position, box, species, exclusions, *operands)
-        return operator.evaluate(FORCE, position, grid=grid)[0]
+        return operator.evaluate(FORCE, position, rounding=rounding)[0]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,7 +152,7 @@ class PairForce(torch.autograd.Function):
         operator: PairOperator = ctx.operator
         if torch.is_grad_enabled() or _is_batched(v):
             along, *rest = _product(
-                lambda q, *values: dense.force(operator.by_torch(values), q, None),
+                lambda q, *values: dense.force(operator.by_torch(values), q),
                 (position, *operands),
                 v,
             )

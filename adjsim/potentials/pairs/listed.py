@@ -26,7 +26,7 @@ from adjsim.core.derived import own_tensors
 from adjsim.core.layout import is_tracing
 from adjsim.core.neighbour_search import pairs_within
 from adjsim.core.parameters import refuse_unknown
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.state import in_transform
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.pairs.conditions import misshapen, skin_of
@@ -93,24 +93,26 @@ def energy(pair: PairFormula, position: Positions) -> Energies:
     return near.checked(rows.sum((-1, -2)))
 
 
-def force(pair: PairFormula, position: Positions, grid: Grid | None) -> Positions:
+def force(pair: PairFormula, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
     """Compute the force, differentiable."""
     near = _Geometry.of(pair, position)
     parts = -2 * near.pair.truncated_slope(near.s) * near.d
-    if grid is not None:
-        parts = near.round(parts, grid)
+    parts = near.round(parts, rounding)
     return near.checked(near.sum_rows(parts))
 
 
 def force_vjp(
-    pair: PairFormula, position: Positions, parameters: Sequence[Tensor], grid: Grid | None
+    pair: PairFormula,
+    position: Positions,
+    parameters: Sequence[Tensor],
+    rounding: Rounding = UNROUNDED,
 ) -> tuple[Tensor, Pullback]:
     """Compute the force, and a function v -> (v^T dF/dq, v^T dF/dtheta)."""
     with torch.no_grad():
         near = _Geometry.of(pair, position)
         weight = -2 * near.pair.truncated_slope(near.s)
         parts = weight * near.d
-        value = near.checked(near.sum_rows(parts if grid is None else near.round(parts, grid)))
+        value = near.checked(near.sum_rows(near.round(parts, rounding)))
 
     def pullback(v: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         with torch.no_grad():
@@ -182,12 +184,14 @@ class _Geometry:
         rows: Tensor = _RowSum.apply(parts.T.contiguous(), self.pairs.i, counts)
         return rows.reshape(*atoms, parts.shape[0])
 
-    def round(self, parts: Tensor, grid: Grid) -> Tensor:
+    def round(self, parts: Tensor, rounding: Rounding) -> Tensor:
         """Round the contributions to a force, of each system to its own grid."""
-        spacing = grid.spacing.reshape(-1)
+        if not rounding.rounds:
+            return parts
+        spacing = rounding.spacing.reshape(-1)
         if len(spacing) > 1:
             spacing = spacing[self.pairs.i // self.position.shape[-2]]
-        return Grid(spacing).round(parts)
+        return Rounding(spacing).round(parts)
 
     def checked(self, x: Tensor) -> Tensor:
         """Set results and gradients of systems whose positions are not finite to NaN."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim.core.typing import Array, Number
-from adjsim.potentials.pairs.formula import SHIFTED
+from adjsim.core.declared import declared
 from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class Morse(RadialPotential):
@@ -18,34 +16,13 @@ class Morse(RadialPotential):
     1/width. The curvature of the well is 2 depth / width^2.
 
     Args:
-        depth: depth of the well, energy; a number or ``(atoms, atoms)``, symmetric.
-        width: width of the well, length; likewise.
-        distance: position of the minimum, length; likewise.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    depth: Tensor
-    width: Tensor
-    distance: Tensor
-
-    def __init__(
-        self,
-        depth: Number = 1.0,
-        width: Number = 1.0,
-        distance: Number = 1.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        self.register_pair_parameter("depth", depth)
-        self.register_pair_parameter("width", width, positive=True)
-        self.register_pair_parameter("distance", distance, positive=True)
+    depth: Tensor = declared("depth of the well, energy", 1.0)
+    width: Tensor = declared("width of the well, length", 1.0, positive=True)
+    distance: Tensor = declared("position of the minimum, length", 1.0, positive=True)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         depth, _, e = self._exponential(r)

@@ -20,7 +20,7 @@ from adjsim.core.derived import own_tensors, replaced
 from adjsim.core.layout import is_tracing
 from adjsim.core.reading import read
 from adjsim.core.refusal import Refusal
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.conditions import unsupported
 from adjsim.potentials.pairs.form import PairForm, form_of, formula_key, operand_of
 from adjsim.potentials.pairs.formula import PairFormula
@@ -33,7 +33,7 @@ from adjsim.potentials.pairs.kernels.kernel import (
     SLOPES,
     TABLE,
     Kernel,
-    Layout,
+    KernelSpec,
 )
 from adjsim.potentials.pairs.kernels.operator import evaluate as evaluate_kernel
 
@@ -73,9 +73,7 @@ class PairOperator:
 
         The loops cannot sum gradients of a table over the pairs of two species.
         """
-        return (
-            self.form.layout.skin is None and is_tracing() and TABLE not in self.form.layout.kinds
-        )
+        return self.form.spec.skin is None and is_tracing() and TABLE not in self.form.spec.kinds
 
     @property
     def settings(self) -> tuple[Tensor | None, ...]:
@@ -87,10 +85,10 @@ class PairOperator:
         """The operands that require grad."""
         return tuple(k for k, x in enumerate(self.operands) if x.requires_grad)
 
-    def has(self, *modes: str, grid: bool = False) -> bool:
+    def has(self, *modes: str, rounds: bool = False) -> bool:
         """Return whether there are kernels for these modes."""
         return all(
-            isinstance(self._kernel(mode, grid and mode in (FORCE, PRODUCT)), Kernel)
+            isinstance(self._kernel(mode, rounds and mode in (FORCE, PRODUCT)), Kernel)
             for mode in modes
         )
 
@@ -104,16 +102,16 @@ class PairOperator:
         position: Tensor,
         *,
         vector: Tensor | None = None,
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
         weight: Tensor | None = None,
     ) -> list[Tensor]:
         """Evaluate the kernel of a mode, see :class:`~.kernels.kernel.Kernel`."""
-        kernel = self._kernel(mode, grid is not None)
+        kernel = self._kernel(mode, rounding.rounds)
         if isinstance(kernel, Refusal):
             raise RuntimeError(f"{type(self.pair).__name__} has no pair operator: {kernel.reason}.")
         box = self.pair.image_box
         box = None if box is None else box.to(position)
-        spacing = None if grid is None else grid.spacing
+        spacing = rounding.spacing if rounding.rounds else None
         return evaluate_kernel(
             kernel,
             position,
@@ -126,9 +124,9 @@ class PairOperator:
             weight=weight,
         )
 
-    def _kernel(self, mode: str, grid: bool = False) -> Kernel | Refusal:
+    def _kernel(self, mode: str, rounds: bool = False) -> Kernel | Refusal:
         gradients = self.wanted if mode in (PRODUCT, SLOPES) else ()
-        known = self.form.kernels.get((mode, grid, gradients))
+        known = self.form.kernels.get((mode, rounds, gradients))
         if known is None:
             if formula_key(self.pair) != self.form.key:
                 raise RuntimeError(
@@ -138,25 +136,25 @@ class PairOperator:
                 )
             try:
                 known = self._compiled(
-                    replace(self.form.layout, mode=mode, grid=grid, gradients=gradients)
+                    replace(self.form.spec, mode=mode, rounds=rounds, gradients=gradients)
                 )
             except UnprintableError as error:
                 known = Refusal(str(error))
-            self.form.kernels[mode, grid, gradients] = known
+            self.form.kernels[mode, rounds, gradients] = known
         return known
 
-    def _compiled(self, layout: Layout) -> Kernel:
+    def _compiled(self, spec: KernelSpec) -> Kernel:
         if not self.form.kernels:
             kinds: dict[str, str] = {}
-            for name, kind in zip(self.form.names, layout.kinds, strict=True):
+            for name, kind in zip(self.form.names, spec.kinds, strict=True):
                 kinds[name] = kind
                 if kind == ATOM:
                     kinds[f"{name} of the other"] = OTHER
             methods = ("truncated_slope", "truncated_energy", "truncated_curvature")
-            check_elementwise([self._formula(x) for x in methods], kinds, layout.dtype)
-        slope = self._functions(replace(layout, mode=FORCE, gradients=()))
-        functions = slope if layout.mode == FORCE else self._functions(layout)
-        return Kernel(layout, functions, slope)
+            check_elementwise([self._formula(x) for x in methods], kinds, spec.dtype)
+        slope = self._functions(replace(spec, mode=FORCE, gradients=()))
+        functions = slope if spec.mode == FORCE else self._functions(spec)
+        return Kernel(spec, functions, slope)
 
     def _formula(self, method: str) -> Any:
         # Potentials of one class share kernels. So the values of tensors other than operands
@@ -168,10 +166,10 @@ class PairOperator:
         )
         return lambda s, values: getattr(bare.with_operands(values), method)(s)
 
-    def _functions(self, layout: Layout) -> str:
+    def _functions(self, spec: KernelSpec) -> str:
         """Print the formulas that a kernel needs."""
         names, swap = list[str](), dict[str, str]()
-        for name, kind in zip(self.form.names, layout.kinds, strict=True):
+        for name, kind in zip(self.form.names, spec.kinds, strict=True):
             names.append(name)
             if kind == ATOM:
                 names.append(f"{name} of the other")
@@ -181,19 +179,17 @@ class PairOperator:
         curvature = self._formula("truncated_curvature")
         formulas = {
             FORCE: [slope], PRODUCT: [slope, curvature], ENERGY: [energy], SLOPES: [],
-        }[layout.mode]  # fmt: skip
-        differentiated = {PRODUCT: slope, SLOPES: energy}.get(layout.mode)
-        wanted = [self.form.names[k] for k in layout.gradients]
-        graph = trace(formulas, differentiated, names, wanted, swap, layout.dtype)
-        return printed(graph, layout.dtype)
+        }[spec.mode]  # fmt: skip
+        differentiated = {PRODUCT: slope, SLOPES: energy}.get(spec.mode)
+        wanted = [self.form.names[k] for k in spec.gradients]
+        graph = trace(formulas, differentiated, names, wanted, swap, spec.dtype)
+        return printed(graph, spec.dtype)
 
     def by_torch(self, operands: Sequence[Tensor]) -> PairFormula:
         """Return the potential with these operands, for torch operations over all pairs."""
         values: dict[str, Tensor] = {}
         species = self.pair.species
-        for name, kind, value in zip(
-            self.form.names, self.form.layout.kinds, operands, strict=True
-        ):
+        for name, kind, value in zip(self.form.names, self.form.spec.kinds, operands, strict=True):
             if kind == TABLE and species is not None:
                 value = value[species.unsqueeze(-1), species]
             if kind == ATOM:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_number, as_whole, describe_type
-from adjsim.potentials.base import Potential, SumPotential
+from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.base import PairPotential
 
 NODES = 200
@@ -42,8 +42,9 @@ def tail_corrections(potential: Potential, atoms: int, volume: float) -> tuple[T
         ValueError: no cutoff, a switch from zero distance, an energy that does not fall faster than
             about 1/r^3.3, fewer than two atoms, or a volume that is not positive.
     """
-    if isinstance(potential, SumPotential):
-        parts = [tail_corrections(cast(Potential, part), atoms, volume) for part in potential.parts]
+    terms = potential.terms()
+    if len(terms) > 1 or terms[0] is not potential:
+        parts = [tail_corrections(cast(Potential, part), atoms, volume) for part in terms]
         energies, pressures = zip(*parts, strict=True)
         return torch.stack(energies).sum(), torch.stack(pressures).sum()
     if not isinstance(potential, PairPotential):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from adjsim.core.typing import Array, Number
-from adjsim.potentials.pairs.formula import SHIFTED
+from adjsim.core.declared import declared
 from adjsim.potentials.pairs.radial import RadialPotential
-from adjsim.potentials.pairs.truncation import Truncation
 
 
 class Yukawa(RadialPotential):
@@ -18,30 +16,12 @@ class Yukawa(RadialPotential):
     length of the medium. See Yukawa, Proc. Phys.-Math. Soc. Japan 17, 48 (1935).
 
     Args:
-        amplitude: A, energy times length; a number or ``(atoms, atoms)``, symmetric.
-        length: screening length; likewise.
+        {parameters}
         cutoff, box, truncation, skin, exclusions: see :class:`~adjsim.potentials.PairPotential`.
     """
 
-    amplitude: Tensor
-    length: Tensor
-
-    def __init__(
-        self,
-        amplitude: Number = 1.0,
-        length: Number = 1.0,
-        *,
-        cutoff: float | None = None,
-        box: Array | None = None,
-        truncation: Truncation = SHIFTED,
-        skin: float | None = None,
-        exclusions: Array | None = None,
-    ) -> None:
-        super().__init__(
-            cutoff=cutoff, box=box, truncation=truncation, skin=skin, exclusions=exclusions
-        )
-        self.register_pair_parameter("amplitude", amplitude)
-        self.register_pair_parameter("length", length, positive=True)
+    amplitude: Tensor = declared("A, energy times length", 1.0)
+    length: Tensor = declared("screening length", 1.0, positive=True)
 
     def radial_energy(self, r: Tensor) -> Tensor:
         length = self.pair_parameter("length", r)

@@ -13,7 +13,7 @@ from adjsim.core.derived import has_values, replaced
 from adjsim.core.layout import is_tracing, materialise_contiguous
 from adjsim.core.parameters import check_numbers, refuse_unknown
 from adjsim.core.reading import read
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Positions
 from adjsim.potentials.base import ForceField, force, force_vjp
 from adjsim.potentials.products import ParameterVJP, Pullback, VJPSum
@@ -79,15 +79,15 @@ class Actuated(ForceField):
         """Compute the energy of the potential at a time, ``(*batch,)``."""
         return self._driven(self._values(t))(position)
 
-    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
-        return force(self._driven(self._values(t)), position, grid=grid)
+    def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return force(self._driven(self._values(t)), position, rounding=rounding)
 
     def force_vjp(
         self,
         t: Any,
         position: Positions,
         parameters: Sequence[Tensor],
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
     ) -> tuple[Tensor, Pullback]:
         with torch.enable_grad():
             values = self._values(t)
@@ -97,7 +97,7 @@ class Actuated(ForceField):
         leaves = {name: x.detach().requires_grad_(x.requires_grad) for name, x in values.items()}
         wanted = [name for name, x in values.items() if x.requires_grad]
         known = [*parameters, *(leaves[name] for name in wanted)]
-        value, inner = force_vjp(self._driven(leaves), position, known, grid=grid)
+        value, inner = force_vjp(self._driven(leaves), position, known, rounding=rounding)
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
             along, found = inner(v)

@@ -15,7 +15,7 @@ from adjsim.core.arguments import (
     refuse_uncalled_class,
 )
 from adjsim.core.parameters import register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.bonded.selection import Selection
@@ -111,7 +111,7 @@ class Controller(ForceField):
             f"{type(self).__name__} has no force: write forward(t, position, velocity)."
         )
 
-    def force(self, t: Any, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         raise TypeError(self._without_velocity())
 
     def force_vjp(
@@ -119,7 +119,7 @@ class Controller(ForceField):
         t: Any,
         position: Positions,
         parameters: Sequence[Tensor],
-        grid: Grid | None = None,
+        rounding: Rounding = UNROUNDED,
     ) -> tuple[Tensor, Pullback]:
         raise TypeError(self._without_velocity())
 

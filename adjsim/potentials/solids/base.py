@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import outside_inference_mode
 from adjsim.core.parameters import register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.meshes import Mesh
 from adjsim.potentials.base import Potential
@@ -137,14 +137,14 @@ class ElasticPotential(Potential):
         ).energies()
         return (mu * a + lam * b).sum(-1)
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         mu, lam, *stretch = self.element_numbers(position)
         inverse = self._inverse(position, stretch)
         stress = self.material(self._deformation(position, inverse)).stress(mu, lam)
-        return self._join(stress, inverse, grid)
+        return self._join(stress, inverse, rounding)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
             mu, lam, *stretch = self.element_numbers(position)
@@ -152,7 +152,7 @@ class ElasticPotential(Potential):
             f = self._deformation(position, inverse)
             material = self.material(f)
             stress = material.stress(mu, lam)
-            value = self._join(stress, inverse, grid)
+            value = self._join(stress, inverse, rounding)
 
         def pullback(v: Tensor) -> tuple[Tensor, DeferredVJP]:
             with torch.no_grad():
@@ -172,7 +172,7 @@ class ElasticPotential(Potential):
                 )
                 weight = torch.stack(torch.broadcast_tensors(*cotangents), -2)
                 numbers = DeferredVJP(self, self._stacked_numbers, weight, weight)
-                return self._join(change, inverse, None), numbers
+                return self._join(change, inverse, UNROUNDED), numbers
 
         return value, pullback
 
@@ -230,16 +230,14 @@ class ElasticPotential(Potential):
             sides.append([end - first for end in rest])
         return product(sides, inverse)
 
-    def _join(self, stress: Matrix, inverse: Matrix, grid: Grid | None) -> Tensor:
+    def _join(self, stress: Matrix, inverse: Matrix, rounding: Rounding) -> Tensor:
         """Sum the forces of stresses V P on vertices, to ``(*batch, vertices, dim)``."""
-        rounding = None
-        if grid is not None:
-            spacing = grid.spacing
-            rounding = Grid(spacing.squeeze(-1).squeeze(-1) if spacing.ndim else spacing)
+        if rounding.rounds and rounding.spacing.ndim:
+            rounding = Rounding(rounding.spacing.squeeze(-1).squeeze(-1))
         columns: list[Tensor] = []
         for pulls in product(stress, transposed(inverse)):
             # The pulls are minus the forces. Rounded, they are added exactly.
-            pulls = pulls if rounding is None else [rounding.round(pull) for pull in pulls]
+            pulls = [rounding.round(pull) for pull in pulls]
             total = pulls[0]
             for pull in pulls[1:]:
                 total = total + pull

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adjsim.core.arguments import as_flag, as_number
 from adjsim.core.parameters import describe, register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.pairs.dense import distinct
@@ -170,7 +170,7 @@ class GeneralizedBorn(Potential):
             )
 
     def forward(self, position: Positions) -> Energies:
-        pairs = BornPairs(self, position, None)
+        pairs = BornPairs(self, position)
         energy = pairs.polarisation.energy()
         if self.cutoff is not None:
             # Pairs are shifted, and not an atom's own energy.
@@ -181,16 +181,16 @@ class GeneralizedBorn(Potential):
 
     def born_radii(self, position: Positions) -> Tensor:
         """Compute the Born radii, ``(*batch, atoms)``."""
-        return BornPairs(self, position, None).born.value
+        return BornPairs(self, position).born.value
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
-        return BornPairs(self, position, grid).force()
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
+        return BornPairs(self, position, rounding).force()
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
         with torch.no_grad():
-            pairs = BornPairs(self, position, grid)
+            pairs = BornPairs(self, position, rounding)
             value = pairs.force()
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:

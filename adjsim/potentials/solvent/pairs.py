@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.box import differences
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.potentials.pairs.dense import (
     _join_coordinates as join_coordinates,
 )
@@ -73,15 +73,15 @@ class BornPairs:
     Args:
         numbers: the numbers of the potential.
         position: ``(*batch, atoms, dim)``.
-        grid: the grid to which contributions to the force are rounded before they are summed.
+        rounding: the grid to which contributions to the force are rounded before they are summed.
     """
 
-    def __init__(self, numbers: Numbers, position: Tensor, grid: Grid | None) -> None:
+    def __init__(self, numbers: Numbers, position: Tensor, rounding: Rounding = UNROUNDED) -> None:
         atoms = len(numbers.charge)
         if position.shape[-2] != atoms:
             raise ValueError(f"charge is for {atoms} atoms and position has {position.shape[-2]}.")
-        self.grid, self.cutoff = grid, numbers.cutoff
-        self.pure = None if grid is None else Grid(position.new_full((), SPACING))
+        self.rounding, self.cutoff = rounding, numbers.cutoff
+        self.pure = Rounding(position.new_full((), SPACING)) if rounding.rounds else UNROUNDED
         self.charge, self.radius = numbers.charge.to(position), numbers.radius.to(position)
         self.scale, self.rho = numbers.scale.to(position), self.radius - numbers.offset
         self.probe, self.surface = numbers.probe, numbers.surface.to(position)
@@ -124,15 +124,15 @@ class BornPairs:
         gy, born = self.polarisation.slope(), self.born.value
         self.gs = self.charges * gy * self.polarisation.by_square()
         self.gp = self.charges * gy * self.polarisation.by_product()
-        grid = None if self.grid is None else self.grid.link(0)
-        by_born = self.summed(self.gp * born.unsqueeze(-2), grid)
+        rounding = self.rounding.link(0)
+        by_born = self.summed(self.gp * born.unsqueeze(-2), rounding)
         self.by_born = by_born - 6 * self.surface * self.areas() / born
         self.c = self.by_born * self.rho * self.born.slope()
         # Times rho^2, the sum of dH/ds d has no unit.
         self.share = self.rho * self.rho
         self.own = self.rows(self.share.unsqueeze(-1) * self.hs, self.pure)
-        polar = self.rows(self.gs, self.grid)
-        columns = self.columns(self.c.unsqueeze(-1) * self.hs, self.grid)
+        polar = self.rows(self.gs, self.rounding)
+        columns = self.columns(self.c.unsqueeze(-1) * self.hs, self.rounding)
         factor = (self.c / self.share).unsqueeze(-2)
         return join_coordinates(
             [
@@ -145,18 +145,18 @@ class BornPairs:
         """Set pairs beyond the cutoff to zero."""
         return x if self.cutoff is None else torch.where(self.s < self.cutoff**2, x, 0.0)
 
-    def summed(self, x: Tensor, grid: Grid | None) -> Tensor:
+    def summed(self, x: Tensor, rounding: Rounding) -> Tensor:
         """Sum over the other atoms."""
-        return (x if grid is None else grid.round(x)).sum(-1)
+        return rounding.round(x).sum(-1)
 
-    def rows(self, weight: Tensor, grid: Grid | None) -> list[Tensor]:
+    def rows(self, weight: Tensor, rounding: Rounding) -> list[Tensor]:
         """Sum weighted differences over the second atom of pairs, by coordinate."""
-        return [self.summed(weight.unsqueeze(-3) * x, grid) for x in self.d]
+        return [self.summed(weight.unsqueeze(-3) * x, rounding) for x in self.d]
 
-    def columns(self, weight: Tensor, grid: Grid | None) -> list[Tensor]:
+    def columns(self, weight: Tensor, rounding: Rounding) -> list[Tensor]:
         """Sum weighted differences over the first atom of pairs, by coordinate."""
         terms = [weight.unsqueeze(-3) * x for x in self.d]
-        return [(x if grid is None else grid.round(x)).sum(-2) for x in terms]
+        return [rounding.round(x).sum(-2) for x in terms]
 
 
 class BornTangent:

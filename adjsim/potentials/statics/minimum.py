@@ -277,6 +277,11 @@ class _Search:
             shift = max(10 * shift, SHIFT)
         return hessian.q
 
+    @torch.no_grad()
+    def force(self, q: Tensor) -> Tensor:
+        """Compute the force at a position."""
+        return force(self.potential, q)
+
     def _energy(self, q: Tensor) -> float:
         with torch.no_grad():
             return float(self.potential(q))
@@ -333,7 +338,7 @@ class _Minimum(torch.autograd.Function):
         flat = start.detach().reshape(-1, *start.shape[-2:])
         found = torch.stack([search.find(q) for q in flat]).reshape(start.shape)
         ctx.search, ctx.parameters = search, parameters
-        ctx.save_for_backward(found)
+        ctx.save_for_backward(found, search.force(found))
         return found
 
     @staticmethod
@@ -343,8 +348,14 @@ class _Minimum(torch.autograd.Function):
                 "the gradient of a minimum comes from a linear system and has no graph of its own, "
                 "so it cannot be differentiated again (create_graph=True, double backward)."
             )
-        (found,) = ctx.saved_tensors
+        found, residual = ctx.saved_tensors
         search, parameters = ctx.search, ctx.parameters
+        if not torch.equal(search.force(found), residual):
+            raise RuntimeError(
+                f"a value that {type(search.potential).__name__} reads (a list, an array, a "
+                "global) has changed since the minimum was found, so the force there is another. "
+                "Call backward before the change."
+            )
         total = [torch.zeros_like(p) for p in parameters.values()]
         systems = found.reshape(-1, *found.shape[-2:])
         positions: list[Tensor] = []

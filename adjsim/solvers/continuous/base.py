@@ -212,10 +212,10 @@ def _mean(average: TimeAverage, ends: dict[int, Any]) -> Tensor:
 def refuse_without_equation(solver: ContinuousSolver, problem: Problem[State]) -> None:
     """Refuse dynamics with a term that is a flow over a step and not a differential equation."""
     for letter, term in problem.dynamics.terms.items():
-        if term.no_equation:
+        if term.no_equation is not None:
             raise TypeError(
                 f"{type(solver).__name__} cannot take term {letter!r} of "
-                f"{type(problem.dynamics).__name__}: {term.no_equation}. Use a splitting."
+                f"{type(problem.dynamics).__name__}: {term.no_equation.reason}. Use a splitting."
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torchdiffeq import odeint, odeint_adjoint
 
 from adjsim.core.arguments import as_number
 from adjsim.core.state import State
@@ -90,6 +89,8 @@ class ODESolver(ContinuousSolver):
         times: Tensor,
         backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
+        from torchdiffeq import odeint, odeint_adjoint
+
         problem = field.problem
         options: dict[str, Any] = {"step_size": 1.0} if self.fixed_step else {}
         if self.method == "explicit_adams":

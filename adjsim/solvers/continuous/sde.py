@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchsde import BaseBrownian, sdeint, sdeint_adjoint
 
 from adjsim.core.noise import Noise
 from adjsim.core.state import AnyState, State, in_transform
@@ -126,6 +125,8 @@ class SDESolver(ContinuousSolver):
         times: Tensor,
         backsolve: dict[str, Any] | None,
     ) -> tuple[Tensor, ...]:
+        from torchsde import sdeint, sdeint_adjoint
+
         problem = field.problem
         assert problem.noise is not None
         equation = _Equation(field, start, "ito" if self.method in ITO else "stratonovich")
@@ -194,7 +195,7 @@ class _Equation(torch.nn.Module):
         return problem.dynamics.noisy_fields(problem.times[0], problem.state)
 
 
-class _StepNoise(BaseBrownian):
+class _StepNoise:
     """The increments of a Brownian motion over whole steps.
 
     They are a function of the step number. Each replica gets the same numbers as in a splitting in
@@ -202,7 +203,6 @@ class _StepNoise(BaseBrownian):
     """
 
     def __init__(self, noise: Noise, equation: _Equation, draws: int) -> None:
-        super().__init__()
         problem = equation._field.problem
         dynamics, state = problem.dynamics, problem.state
         self._noise, self._draws, self._like = noise, draws, state[0]

@@ -13,8 +13,9 @@ from adjsim.core.layout import is_tracing, outside_tracing
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.fields.base import FieldDynamics
+from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import MoveContext, Time
-from adjsim.solvers.base import Program, Stage
+from adjsim.solvers.base import Stage, StepPlan
 from adjsim.solvers.implicit.newton import UnsolvedStepError
 
 # Largest number of Newton iterations, and of shares of one of them that are tried, each half of the
@@ -260,7 +261,7 @@ def largest(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ImplicitFieldMove:
+class ImplicitFieldMove(Move):
     """A whole implicit step as one move, which counts its evaluations."""
 
     steps: ImplicitField
@@ -268,10 +269,6 @@ class ImplicitFieldMove:
     @property
     def writes(self) -> tuple[str, ...]:
         return self.steps.kind._fields
-
-    @property
-    def invertible(self) -> bool:
-        return True
 
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the step."""
@@ -350,10 +347,10 @@ class ImplicitFieldMove:
         return Time().value(state, context).to(state[0])
 
 
-def field_program(
+def field_plan(
     dynamics: FieldDynamics, state: AnyState, h: float, theta: float, tol: float, order: int
-) -> Program:
+) -> StepPlan:
     """Write the implicit step of a vector field as a program."""
     widths = tuple(x.shape[-1] for x in state)
     steps = ImplicitField(dynamics, type(state), widths, h, theta, tol)
-    return Program((Stage("Y", (ImplicitFieldMove(steps),), theta),), h, order)
+    return StepPlan((Stage("Y", (ImplicitFieldMove(steps),), theta),), h, order)

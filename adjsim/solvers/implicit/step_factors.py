@@ -13,13 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import scipy.sparse as sparse
 import torch
 from torch import Tensor
 
 from adjsim.dynamics.forces import ForceEvaluator
-from adjsim.potentials.statics.curvature import Hessian
-from adjsim.potentials.statics.local_hessian import local_hessian, positive_factor
 
 
 class StepFactors:
@@ -51,6 +48,11 @@ def step_factors(forces: ForceEvaluator, x: Tensor, a: float, root: Tensor) -> S
         a: the time a.
         root: the roots s, a scalar or ``(atoms, 1)``.
     """
+    from scipy import sparse
+
+    from adjsim.potentials.statics.curvature import Hessian
+    from adjsim.potentials.statics.local_hessian import local_hessian, positive_factor
+
     atoms, dim = x.shape[-2:]
     each = root.detach().double().cpu().reshape(-1).expand(atoms)
     free = each > 0

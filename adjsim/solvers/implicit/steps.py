@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adjsim.compiler.systems import LARGEST
 from adjsim.core.arguments import as_number
 from adjsim.core.reading import Reading
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import (
     AnyMomentumState,
     AnyState,
@@ -28,9 +29,9 @@ from adjsim.dynamics.mechanics.prescribed import PrescribedStream
 from adjsim.dynamics.moves import Move
 from adjsim.dynamics.sources import Coefficients, MoveContext, unbroadcast
 from adjsim.dynamics.terms import Kick, Stream
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
-from adjsim.solvers.implicit.field import field_program
+from adjsim.solvers.implicit.field import field_plan
 from adjsim.solvers.implicit.newton import StepMatrix, UnsolvedStepError, solve_position
 
 # The letter of the stage that streams and kicks together.
@@ -40,7 +41,7 @@ TOL = 1e-14
 
 
 @dataclass(frozen=True)
-class ImplicitMove:
+class ImplicitMove(Move):
     """Stream and kick together, with the force at a position inside of the step.
 
     With a = theta h, b = (1 - theta) h and inverse masses c::
@@ -66,10 +67,6 @@ class ImplicitMove:
     @property
     def writes(self) -> tuple[str, ...]:
         return ("position", "momentum")
-
-    @property
-    def invertible(self) -> bool:
-        return True
 
     def flow(self, state: State, context: MoveContext) -> State:
         """Return the state after the move."""
@@ -232,19 +229,19 @@ class ImplicitSolver(SteppingSolver):
         if not self.tol > 0:
             raise ValueError(f"tol must be positive; got {tol}.")
 
-    def no_loop(
+    def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
-    ) -> str:
+    ) -> Refusal | None:
         if not isinstance(dynamics, FieldDynamics):
-            return "its linear systems are solved by products, in loops of any length"
+            return Refusal("its linear systems are solved by products, in loops of any length")
         size = 0 if state is None else sum(x.shape[-1] for x in state)
         if size > LARGEST:
-            return f"its linear systems have {size} unknowns, more than {LARGEST}"
+            return Refusal(f"its linear systems have {size} unknowns, more than {LARGEST}")
         if undone and self.theta < 1:
-            return "undoing a step takes an iteration, until it converges"
-        return ""
+            return Refusal("undoing a step takes an iteration, until it converges")
+        return None
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if in_transform():
             raise RuntimeError(
                 f"{type(self).__name__} does not go through torch.func transforms (grad, vmap, "
@@ -257,7 +254,7 @@ class ImplicitSolver(SteppingSolver):
                     f"{type(self).__name__} has no noise, and {type(dynamics).__name__} has: use "
                     "EulerMaruyama(dt), StochasticHeun(dt) or SDESolver(dt=...)."
                 )
-            return field_program(dynamics, state, self.dt, self.theta, self.tol, self.order)
+            return field_plan(dynamics, state, self.dt, self.theta, self.tol, self.order)
         stages, draws = list[Stage](), 0
         letters, middle = self._others(dynamics), len(self._others(dynamics))
         for number, letter in enumerate([*letters, LETTER, *reversed(letters)]):
@@ -269,7 +266,7 @@ class ImplicitSolver(SteppingSolver):
             elapsed = 0.0 if number < middle else 1.0
             stages.append(Stage(letter, moves, elapsed, draws, term.draws))
             draws += term.draws
-        return Program(tuple(stages), self.dt, self.order, draws)
+        return StepPlan(tuple(stages), self.dt, self.order, draws)
 
     def _middle(self, dynamics: Dynamics[State]) -> tuple[Move, ...]:
         """List the implicit move, with moves of prescribed vertices before and after it."""

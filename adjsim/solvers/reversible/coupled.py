@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import as_flag, as_number
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State, detached, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.buffer import LARGEST_DENOMINATOR
@@ -20,7 +21,7 @@ from adjsim.dynamics.copies import Copies, copy_name
 from adjsim.dynamics.lattice import Lattice, typical_sizes
 from adjsim.dynamics.moves import Move, Scale, Shear
 from adjsim.dynamics.sources import Coefficient, Coefficients
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import SMALLER, Clock, VaryingClock, check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.reversible.varying_coupling import VaryingCoupling, steps_within
@@ -145,10 +146,10 @@ class Coupled(SteppingSolver):
     def stats(self) -> dict[str, Any]:
         return {"rejected": self.steps.rejected} if isinstance(self.steps, RecordedTimes) else {}
 
-    def no_loop(
+    def supports_compiling(
         self, dynamics: Dynamics[Any], state: AnyState | None = None, *, undone: bool = False
-    ) -> str:
-        return "" if isinstance(self.steps, float) else "its steps differ in size"
+    ) -> Refusal | None:
+        return None if isinstance(self.steps, float) else Refusal("its steps differ in size")
 
     def resolved(self, dynamics: Dynamics[State], state: State, times: Tensor) -> Coupled:
         """Return these steps with a rate and the times of adaptive steps."""
@@ -170,23 +171,23 @@ class Coupled(SteppingSolver):
             return solver._record(dynamics, state, times.tolist(), _mean(sizes))
         return solver
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if isinstance(self.steps, Adaptive):
             raise TypeError(f"{self!r} has no steps before a run: see resolved().")
         if self.rate is None:
-            return self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64)).program(
+            return self.resolved(dynamics, state, torch.tensor([t], dtype=torch.float64)).plan(
                 dynamics, state, t
             )
-        return self._program(dynamics, state, t, self._typical(t))
+        return self._plan(dynamics, state, t, self._typical(t))
 
-    def _program(
+    def _plan(
         self,
         dynamics: Dynamics[State],
         state: State,
         t: float,
         typical: float,
         end: float = math.inf,
-    ) -> Program:
+    ) -> StepPlan:
         """List the moves of a step, for a run with a start, a typical step size and an end."""
         refuse_no_drift(self, dynamics)
         assert self.rate is not None
@@ -209,7 +210,7 @@ class Coupled(SteppingSolver):
         if self.exact:
             moves = {LETTER: (*forward, *backward)}
             lattice = Lattice(dynamics, t, state, moves, typical, copies)
-        return Program(stages, typical, self.order, lattice=lattice, copies=copies)
+        return StepPlan(stages, typical, self.order, lattice=lattice, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if not isinstance(self.steps, float):
@@ -280,41 +281,41 @@ class Coupled(SteppingSolver):
         The lattice is that which follows from these times, so a pass on another one is repeated.
         """
         start, evaluations = detached(state), 0
-        program = self._program(dynamics, start, ends[0], typical, ends[-1])
+        plan = self._plan(dynamics, start, ends[0], typical, ends[-1])
         for _ in range(PASSES):
-            times = self._pass(dynamics, start, ends, program)
+            times = self._pass(dynamics, start, ends, plan)
             evaluations += times.evaluations
             times = replace(times, evaluations=evaluations)
             found = Coupled(self.method, times, rate=self.rate, exact=self.exact)
-            repeated = found.program(dynamics, start, ends[0])
-            if _same_lattice(program, repeated):
+            repeated = found.plan(dynamics, start, ends[0])
+            if _same_lattice(plan, repeated):
                 return found
-            program = repeated
+            plan = repeated
         raise FloatingPointError(
             "the sizes of the steps change with the lattice of the exact run, and the lattice with "
             f"them, in each of {PASSES} passes. Use other tolerances in Adaptive, or StepTimes."
         )
 
     def _pass(
-        self, dynamics: Dynamics[State], start: State, ends: Sequence[float], program: Program
+        self, dynamics: Dynamics[State], start: State, ends: Sequence[float], plan: StepPlan
     ) -> RecordedTimes:
         """Run adaptive steps once and return their times."""
         assert isinstance(self.steps, Adaptive)
         varying = self.varying(start)
         assert varying is not None
-        lattice, copies, limit = program.lattice, program.copies, varying.limit(program)
+        lattice, copies, limit = plan.lattice, plan.copies, varying.limit(plan)
         assert copies is not None
-        forces = program.forces(dynamics.potential)
+        forces = plan.forces(dynamics.potential)
 
         def take(number: int, t: float, after: float, before: Any, y: AnyState) -> AnyState:
             """Take the step of the run itself, so that the run repeats it bit for bit."""
             times, coefficients = (t, after), varying.coefficients(after - t)
-            step = program.step(lambda share: times[int(share)], before, coefficients, None, forces)
+            step = plan.step(lambda share: times[int(share)], before, coefficients, None, forces)
             if lattice is not None:
                 step, _ = lattice.spill(step, limit)
-            if not program.is_valid(step):
+            if not plan.is_valid(step):
                 where = f"in step {number + 1} (t = {after:g})"
-                raise program.failure(step, before, t, where, SMALLER, dynamics.remedy)
+                raise plan.failure(step, before, t, where, SMALLER, dynamics.remedy)
             return step
 
         def plain(both: Any) -> Any:
@@ -358,7 +359,7 @@ def _mean(sizes: Sequence[float]) -> float:
     return math.fsum(sizes) / len(sizes)
 
 
-def _same_lattice(one: Program, other: Program) -> bool:
+def _same_lattice(one: StepPlan, other: StepPlan) -> bool:
     if one.lattice is None or other.lattice is None:
         return True
     spacings = other.lattice.spacings()

@@ -18,7 +18,7 @@ from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.lattice import Lattice, typical_sizes
 from adjsim.dynamics.moves import Move, Reflection, Shear
 from adjsim.dynamics.sources import Coefficients, MoveContext, Time
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.reversible.increment import Increment, reversed_growth
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER, increment
@@ -86,7 +86,7 @@ class ReversibleHeun(SteppingSolver):
     def __init__(self, dt: float, *, exact: bool = False) -> None:
         self.dt, self.exact = check_dt(dt), as_flag("exact", exact)
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, FieldDynamics):
             raise TypeError(
                 f"ReversibleHeun is for SDE and ODE; for {type(dynamics).__name__} use a "
@@ -112,7 +112,7 @@ class ReversibleHeun(SteppingSolver):
         if self.exact:
             lattice = Lattice(dynamics, t, state, {LETTER: (*first, *shears)}, self.dt, copies)
         order = 1 if dynamics.stochastic else 2
-        return Program(stages, self.dt, order, draws, lattice=lattice, copies=copies)
+        return StepPlan(stages, self.dt, order, draws, lattice=lattice, copies=copies)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adjsim.dynamics.lattice import BufferGrowth
+from adjsim.dynamics.buffer import BufferGrowth
 from adjsim.dynamics.sources import Coefficients
-from adjsim.solvers.base import Program
+from adjsim.solvers.base import StepPlan
 from adjsim.solvers.clock import VaryingClock
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 
@@ -52,28 +52,28 @@ class VaryingCoupling:
             values["c d"] = self._tensor(c.denominator, torch.int64)
         return {LETTER: values}
 
-    def growth(self, program: Program, clock: VaryingClock) -> BufferGrowth | None:
+    def growth(self, plan: StepPlan, clock: VaryingClock) -> BufferGrowth | None:
         if not self.exact:
             return None
-        fastest = self._fastest(program)
+        fastest = self._fastest(plan)
         assert fastest.bits is not None
         mean = float(decays(self.rate, clock.sizes).mean())
         bits = torch.tensor(mean / np.log(2.0), dtype=torch.float64)
         return replace(fastest, bits=dict.fromkeys(fastest.bits, bits))
 
-    def limit(self, program: Program) -> float:
+    def limit(self, plan: StepPlan) -> float:
         """Return the upper bound of the buffers at a check."""
-        return self._fastest(program).limit if self.exact else 0.0
+        return self._fastest(plan).limit if self.exact else 0.0
 
-    def _fastest(self, program: Program) -> BufferGrowth:
+    def _fastest(self, plan: StepPlan) -> BufferGrowth:
         """Return the growth at the smallest coupling.
 
         It bounds that of any step, so a check needs no knowledge of the sizes to come.
         """
-        assert program.lattice is not None
+        assert plan.lattice is not None
         coefficients = self.coefficients(float("inf"))
-        moves = [(stage.letter, move) for stage, move in program.moves]
-        growth = program.lattice.growth(coefficients, moves)
+        moves = [(stage.letter, move) for stage, move in plan.moves]
+        growth = plan.lattice.growth(coefficients, moves)
         return replace(growth, check_every=1)
 
     def _tensor(self, value: Any, dtype: torch.dtype) -> Tensor:

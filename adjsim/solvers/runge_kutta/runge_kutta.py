@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from adjsim.core.arguments import describe_type
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.sources import Coefficients, Time
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.runge_kutta.tableaus import TABLEAUS, Tableau
 from adjsim.solvers.stochastic.drift_move import DriftMove
@@ -97,7 +98,7 @@ class RungeKutta(SteppingSolver):
     def order(self) -> int:
         return self.tableau.order
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         refuse_no_drift(self, dynamics)
         kind, tableau, dt = type(state), self.tableau, self.dt
 
@@ -110,11 +111,11 @@ class RungeKutta(SteppingSolver):
             step,
             None,
             (Time(),),
-            "the stages of an explicit step",
+            Refusal("it loses the stages of an explicit step"),
             reads_parameters=True,
             evaluations=len(tableau.b),
         )
-        return Program((Stage(LETTER, (move,), 0.0),), self.dt, self.order)
+        return StepPlan((Stage(LETTER, (move,), 0.0),), self.dt, self.order)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}
@@ -146,10 +147,10 @@ def refuse_no_drift(solver: SteppingSolver, dynamics: Dynamics[State]) -> None:
     """Refuse dynamics that are not an ordinary differential equation."""
     name = type(dynamics).__name__
     for letter, term in dynamics.terms.items():
-        if term.no_equation:
+        if term.no_equation is not None:
             raise TypeError(
                 f"{type(solver).__name__} cannot take term {letter!r} of {name}: "
-                f"{term.no_equation}. Use a splitting."
+                f"{term.no_equation.reason}. Use a splitting."
             )
     if dynamics.stochastic:
         raise TypeError(

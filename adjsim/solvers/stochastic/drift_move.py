@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from adjsim.core.state import State
 from adjsim.dynamics.cotangents import Cotangents
-from adjsim.dynamics.moves import Map
+from adjsim.dynamics.moves import GeneralFlow
 from adjsim.dynamics.sources import MoveContext
 
 
 @dataclass(frozen=True)
-class DriftMove(Map):
+class DriftMove(GeneralFlow):
     """A whole step as one map without an inverse, which counts its evaluations of the drift."""
 
     evaluations: int = 1

@@ -8,14 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import AnyState, State, position_of
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.masses import per_atom
-from adjsim.dynamics.moves import Map, Shear
+from adjsim.dynamics.moves import GeneralFlow, Shear
 from adjsim.dynamics.sources import Coefficients, Combination, Force, Random, Source, Time
 from adjsim.dynamics.thermostats.overdamped import OverdampedLangevin
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.stochastic.drift_move import DriftMove
 
@@ -48,9 +49,9 @@ class EulerMaruyama(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if isinstance(dynamics, SDE) and type(self) is EulerMaruyama:
-            return self._program_of_sde(dynamics, state)
+            return self._plan_of_sde(dynamics, state)
         if not isinstance(dynamics, OverdampedLangevin):
             fits = (
                 "OverdampedLangevin and SDE"
@@ -61,15 +62,15 @@ class EulerMaruyama(SteppingSolver):
                 f"{type(self).__name__} is for {fits}; "
                 f"for {type(dynamics).__name__} use a splitting or SDESolver(dt=...)."
             )
-        drift = Map(
+        drift = GeneralFlow(
             ("position",), lambda c, force, q: (q + c["mobility"] * force,), None, (Force(),)
         )
         draws: tuple[Source, ...] = tuple(Random(i) for i in range(len(self.weights)))
         noise = Shear("position", Combination("weights", draws), "noise")
         stage = Stage("D", (drift, noise), 0.0, 0, len(draws))
-        return Program((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
+        return StepPlan((stage,), self.dt, self.order, draws=1, noise_steps=len(draws))
 
-    def _program_of_sde(self, sde: SDE, state: AnyState) -> Program:
+    def _plan_of_sde(self, sde: SDE, state: AnyState) -> StepPlan:
         kind, dt = type(state), self.dt
 
         def step(
@@ -84,9 +85,14 @@ class EulerMaruyama(SteppingSolver):
             )
 
         move = DriftMove(
-            state._fields, step, None, (Time(), Random()), "the state", reads_parameters=True
+            state._fields,
+            step,
+            None,
+            (Time(), Random()),
+            Refusal("it loses the state"),
+            reads_parameters=True,
         )
-        return Program((Stage("Y", (move,), 0.0, 0, 1),), self.dt, self.order, draws=1)
+        return StepPlan((Stage("Y", (move,), 0.0, 0, 1),), self.dt, self.order, draws=1)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         if isinstance(dynamics, SDE):

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import State, in_transform
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE, describe_cross_terms
 from adjsim.dynamics.sources import Coefficients, Random, Time
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 from adjsim.solvers.stochastic.drift_move import DriftMove
@@ -60,7 +61,7 @@ class Milstein(SteppingSolver):
                 f"the diffusion of {name} depends on other entries too: use EulerMaruyama(dt)."
             )
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"Milstein is for SDE; for {type(dynamics).__name__} use a splitting or "
@@ -93,9 +94,14 @@ class Milstein(SteppingSolver):
             )
 
         move = DriftMove(
-            state._fields, step, None, (Time(), Random()), "the state", reads_parameters=True
+            state._fields,
+            step,
+            None,
+            (Time(), Random()),
+            Refusal("it loses the state"),
+            reads_parameters=True,
         )
-        return Program((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
+        return StepPlan((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from adjsim.core.refusal import Refusal
 from adjsim.core.state import State
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.fields.sde import SDE
 from adjsim.dynamics.sources import Coefficients, Random, Time
-from adjsim.solvers.base import Program, Stage, SteppingSolver
+from adjsim.solvers.base import Stage, SteppingSolver, StepPlan
 from adjsim.solvers.clock import check_dt
 from adjsim.solvers.runge_kutta.runge_kutta import LETTER
 from adjsim.solvers.stochastic.drift_move import DriftMove
@@ -42,7 +43,7 @@ class StochasticHeun(SteppingSolver):
     def __init__(self, dt: float) -> None:
         self.dt = check_dt(dt)
 
-    def program(self, dynamics: Dynamics[State], state: State, t: float) -> Program:
+    def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
         if not isinstance(dynamics, SDE):
             raise TypeError(
                 f"StochasticHeun is for SDE; for {type(dynamics).__name__} use "
@@ -72,11 +73,11 @@ class StochasticHeun(SteppingSolver):
             step,
             None,
             (Time(), Random()),
-            "the state inside of the step",
+            Refusal("it loses the state inside of the step"),
             reads_parameters=True,
             evaluations=2,
         )
-        return Program((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
+        return StepPlan((Stage(LETTER, (move,), 0.0, 0, 1),), dt, self.order, draws=1)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
         return {LETTER: {}}

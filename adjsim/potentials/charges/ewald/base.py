@@ -14,7 +14,7 @@ from adjsim.core.box import Periodic, refuse_trained_box, volume
 from adjsim.core.derived import derived
 from adjsim.core.layout import materialise
 from adjsim.core.parameters import refuse_unknown, register
-from adjsim.core.rounding import Grid
+from adjsim.core.rounding import UNROUNDED, Rounding
 from adjsim.core.typing import Array, Energies, Number, Positions
 from adjsim.potentials.base import Potential
 from adjsim.potentials.charges.ewald.autograd import ChargeSum, force_of
@@ -148,18 +148,18 @@ class EwaldSum(Periodic, Potential):
             energy = energy + part.energy(position, charge)
         return energy
 
-    def force(self, position: Positions, grid: Grid | None = None) -> Positions:
+    def force(self, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
         refuse_trained_box(self)
         charge = self._charges(position)
-        value = self.real.force(position, grid)
+        value = self.real.force(position, rounding)
         for part in self._parts(position):
-            value = value + _rounded(force_of(part, position, charge), grid)
+            value = value + _rounded(force_of(part, position, charge), rounding)
         return materialise(value)
 
     def force_vjp(
-        self, position: Positions, parameters: Sequence[Tensor], grid: Grid | None = None
+        self, position: Positions, parameters: Sequence[Tensor], rounding: Rounding = UNROUNDED
     ) -> tuple[Tensor, Pullback]:
-        value, real_product = self.real.force_vjp(position, parameters, grid)
+        value, real_product = self.real.force_vjp(position, parameters, rounding)
         with torch.enable_grad():
             charge = self._charges(position)
         refuse_unknown(charge, self, parameters, f"the force of {type(self).__name__}")
@@ -167,7 +167,7 @@ class EwaldSum(Periodic, Potential):
         with torch.no_grad():
             for part in self._parts(position):
                 more, product = part.linearised(position, charge.detach())
-                value = value + _rounded(more, grid)
+                value = value + _rounded(more, rounding)
                 products.append(product)
 
         def pullback(v: Tensor) -> tuple[Tensor, ParameterVJP]:
@@ -220,8 +220,8 @@ class EwaldSum(Periodic, Potential):
         return -factor * charge.sum().square()
 
 
-def _rounded(force: Tensor, grid: Grid | None) -> Tensor:
-    return force if grid is None else grid.round(force.unsqueeze(-2)).squeeze(-2)
+def _rounded(force: Tensor, rounding: Rounding) -> Tensor:
+    return rounding.round(force.unsqueeze(-2)).squeeze(-2)
 
 
 def _to_parameters(

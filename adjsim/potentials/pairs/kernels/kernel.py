@@ -30,7 +30,7 @@ _ORDER = (FORCE, PRODUCT, ENERGY, SLOPES)
 
 
 @dataclass(frozen=True)
-class Layout:
+class KernelSpec:
     """The parts of a kernel other than its formulas.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
         image: the kind of box.
         cutoff: the cutoff; None: all pairs.
         skin: how far beyond the cutoff a neighbour list reaches; None: all pairs are evaluated.
-        grid: whether contributions to the force are rounded to a grid.
+        rounds: whether contributions to the force are rounded to a grid.
         kinds: for each operand, a number, a table by species or a number for each atom.
         gradients: the operands with respect to which derivatives are computed.
         excluded: whether there are exclusions, which are an argument of the kernel.
@@ -53,7 +53,7 @@ class Layout:
     image: int
     cutoff: float | None
     skin: float | None
-    grid: bool
+    rounds: bool
     kinds: tuple[str, ...]
     gradients: tuple[int, ...]
     excluded: bool
@@ -80,7 +80,7 @@ class Layout:
                 f"#define DIM {self.dim}",
                 f"#define CUTOFF {int(self.cutoff is not None)}",
                 f"#define LISTED {int(self.skin is not None)}",
-                f"#define GRID {int(self.grid)}",
+                f"#define GRID {int(self.rounds)}",
                 f"#define OPERANDS {len(self.kinds)}",
                 f"#define SLOTS {slots}",
                 f"#define GRADIENTS {len(self.gradients)}",
@@ -98,7 +98,7 @@ class Layout:
                 "typedef REAL V __attribute__((vector_size(W * sizeof(REAL))));",
                 "typedef decltype(V{} < V{}) Mask;",
                 "static inline V splat(REAL x) { return V{} + x; }",
-                *(_lanes(names, self.grid) if names else ()),
+                *(_lanes(names, self.rounds) if names else ()),
                 functions,
                 text("rows.cpp"),
             ]
@@ -201,7 +201,7 @@ class Kernel:
     """A compiled sum over pairs.
 
     Args:
-        layout: the parts other than the formulas.
+        spec: the parts other than the formulas.
         functions: the printed formulas.
         slope: the printed formula of the force alone, which tells whether another kernel computes
             the same force.
@@ -210,12 +210,12 @@ class Kernel:
         UnprintableError: there is no C++ compiler, or it rejects the formulas.
     """
 
-    def __init__(self, layout: Layout, functions: str, slope: str) -> None:
-        self.layout, self._slope = layout, slope
-        source = layout.source(functions)
+    def __init__(self, spec: KernelSpec, functions: str, slope: str) -> None:
+        self.spec, self._slope = spec, slope
+        source = spec.source(functions)
         self._library = compiled(source, threads=True)
-        self._lists = lists(layout.dtype) if layout.skin is not None else None
-        written = f"{source}\n{layout.cutoff!r} {layout.skin!r}"
+        self._lists = lists(spec.dtype) if spec.skin is not None else None
+        written = f"{source}\n{spec.cutoff!r} {spec.skin!r}"
         #: Identifies the kernel, in this process and in others.
         self.name = hashlib.sha256(written.encode()).hexdigest()[:32]
         KERNELS[self.name] = self
@@ -223,12 +223,10 @@ class Kernel:
     def shares_force(self, other: Kernel) -> bool:
         """Return whether it computes the same force, to the last bit, as another kernel."""
         forces = (FORCE, PRODUCT)
-        first, second = (
-            replace(kernel.layout, mode=FORCE, gradients=()) for kernel in (self, other)
-        )
+        first, second = (replace(kernel.spec, mode=FORCE, gradients=()) for kernel in (self, other))
         return (
-            self.layout.mode in forces
-            and other.layout.mode in forces
+            self.spec.mode in forces
+            and other.spec.mode in forces
             and first == second
             and self._slope == other._slope
         )
@@ -262,12 +260,12 @@ class Kernel:
         Returns:
             the force, the product, the energy and the gradients, as far as it computes them.
         """
-        layout, mode = self.layout, self.layout.mode
+        spec, mode = self.spec, self.spec.mode
         batch, (atoms, dim) = position.shape[:-2], position.shape[-2:]
         flat = position.detach().resolve_neg().reshape(-1, atoms, dim)
-        dtype, results = layout.dtype, list[Tensor]()
-        call = _Call(systems=len(flat), atoms=atoms, dim=dim, image=layout.image)
-        call.threads = thread_count(len(flat) * atoms * (atoms if layout.skin is None else 64))
+        dtype, results = spec.dtype, list[Tensor]()
+        call = _Call(systems=len(flat), atoms=atoms, dim=dim, image=spec.image)
+        call.threads = thread_count(len(flat) * atoms * (atoms if spec.skin is None else 64))
         held: list[Any] = [flat]
 
         def pointer(x: Tensor | None, dtype: torch.dtype) -> int | None:
@@ -302,10 +300,10 @@ class Kernel:
         held.append(values)
         call.operands = pointers(values)
         call.species = pointer(species, torch.int64)
-        call.kinds = table_size(layout, values)
-        gradients = [torch.empty_like(values[k]) for k in layout.gradients]
+        call.kinds = table_size(spec, values)
+        gradients = [torch.empty_like(values[k]) for k in spec.gradients]
         call.gradients = pointers(gradients)
-        call.cutoff, call.skin = layout.cutoff or 0.0, layout.skin or 0.0
+        call.cutoff, call.skin = spec.cutoff or 0.0, spec.skin or 0.0
         call.acquire, call.release = self.list_addresses
         call.exclusions = pointer(exclusions, torch.int64)
         call.excluded = 0 if exclusions is None else len(exclusions)
@@ -323,10 +321,10 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
-def table_size(layout: Layout, operands: Sequence[Any]) -> int:
+def table_size(spec: KernelSpec, operands: Sequence[Any]) -> int:
     """Return the number of rows of the tables among operands."""
     return next(
-        (x.shape[0] for x, kind in zip(operands, layout.kinds, strict=True) if kind == TABLE), 1
+        (x.shape[0] for x, kind in zip(operands, spec.kinds, strict=True) if kind == TABLE), 1
     )
 
 

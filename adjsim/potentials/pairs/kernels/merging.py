@@ -40,7 +40,7 @@ def merge_pairs(graph: GraphModule) -> None:
 
 
 def _mode(node: Node) -> str:
-    return KERNELS[str(node.args[-1])].layout.mode
+    return KERNELS[str(node.args[-1])].spec.mode
 
 
 def _same(force: Node, product: Node) -> bool:

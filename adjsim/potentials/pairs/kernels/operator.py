@@ -37,7 +37,7 @@ def pairs(
 
 @pairs.register_fake
 def _(position: Tensor, vector: Any, weight: Any, operands: Sequence[Tensor], *rest: Any) -> Any:
-    layout = KERNELS[rest[-1]].layout
+    layout = KERNELS[rest[-1]].spec
     results: list[Tensor] = []
     if layout.mode in (FORCE, PRODUCT):
         results.append(torch.empty_like(position))

@@ -53,7 +53,7 @@ class PairCall(Call):
         self.species, self.exclusions = self._dense(species), self._dense(exclusions)
         dtypes = {x.dtype for x in (position, vector, *rest) if x is not None}
         integers = {x.dtype for x in (species, exclusions) if x is not None}
-        if dtypes != {self.kernel.layout.dtype} or not integers <= {torch.int64}:
+        if dtypes != {self.kernel.spec.dtype} or not integers <= {torch.int64}:
             raise UnprintableError("pairs of mixed types")
         numbers = [self.species, self.exclusions]
         used = [self.position, self.vector, self.weight, self.box, self.spacing, *numbers]
@@ -63,10 +63,10 @@ class PairCall(Call):
 
     @property
     def declarations(self) -> str:
-        return f"#define REAL {TYPES[self.kernel.layout.dtype]}\n{text('call.h')}"
+        return f"#define REAL {TYPES[self.kernel.spec.dtype]}\n{text('call.h')}"
 
     def lines(self, functions: Sequence[str]) -> list[str]:
-        layout = self.kernel.layout
+        layout = self.kernel.spec
         outputs = iter(self.outputs)
         pairs_of_atoms = self.systems * self.atoms * (self.atoms if layout.skin is None else 64)
         members = {

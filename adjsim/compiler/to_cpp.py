@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from adjsim.compiler.function import Function, Output
+from adjsim.compiler.function import FunctionPrinter, Output
 from adjsim.compiler.graph import Lowering
 from adjsim.compiler.indexing import Checked
-from adjsim.compiler.invariants import Once
+from adjsim.compiler.invariants import LoopInvariant
 from adjsim.compiler.library import compiled
 from adjsim.compiler.mathematics import HEADER, REPRODUCIBLE, VECTORISED
 from adjsim.compiler.rows import RowMemory, declaration, store_in, stored_examples
@@ -57,7 +57,7 @@ class Part:
 
     graph: GraphModule
     baked: Sequence[Tensor] = ()
-    once: Sequence[Once] = ()
+    once: Sequence[LoopInvariant] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Parts:
     finish: Part
 
 
-def program(
+def compile_to_cpp(
     parts: Parts,
     constants: Sequence[Tensor],
     carry: Sequence[Tensor],
@@ -102,7 +102,7 @@ def program(
         UnprintableError: the loop has unsupported operations, or there is no compiler.
     """
     rows = stored_examples(parts.body.graph, len(carry))
-    text = _Program(parts, constants, carry, exact, threads, rows)
+    text = _CppLoop(parts, constants, carry, exact, threads, rows)
     library = compiled(text.source, text.parallel)
     run = library.run
     run.argtypes, run.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3, ctypes.c_int
@@ -138,7 +138,7 @@ def last_inputs(parts: Sequence[Part], constants: Sequence[Tensor]) -> list[list
     return [[*part.baked, *(values[x] for x in part.once)] for part in parts]
 
 
-class _Program:
+class _CppLoop:
     """The C++ source of a loop.
 
     Attributes:
@@ -232,7 +232,7 @@ class _Program:
             if b not in rows or not store_in(v, b, rows)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
-        function = Function(
+        function = FunctionPrinter(
             lowering,
             targets,
             self.threads,

@@ -1,0 +1,107 @@
+"""Parameters that a class declares once, with their meaning, default and rule.
+
+A class writes ``length: Tensor = declared("length at rest", positive=True)`` in its body. Its base
+class, a :class:`Declaring`, makes the constructor's signature and its documentation from that, and
+registers the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature, cleandoc, signature
+from typing import Any, ClassVar
+
+_REQUIRED = Parameter.empty
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A parameter that a class declares.
+
+    Attributes:
+        meaning: what it is, with its unit.
+        default: its value if none is given.
+        rule: the arguments with which it is registered, see
+            :class:`~adjsim.core.parameters.NumberRule`.
+    """
+
+    meaning: str
+    default: Any
+    rule: Mapping[str, Any]
+
+
+def declared(meaning: str, default: Any = _REQUIRED, **rule: Any) -> Any:
+    """Declare a parameter in the body of a class, in the order of the constructor's arguments."""
+    return Declared(meaning, default, rule)
+
+
+class Declaring:
+    """The base class of modules with declared parameters.
+
+    Attributes:
+        declared: the parameters by their names.
+        shapes_of_declared: the sentence that says which shapes the first parameter may have.
+    """
+
+    declared: ClassVar[Mapping[str, Declared]] = {}
+    shapes_of_declared: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = {name: x for name, x in vars(cls).items() if isinstance(x, Declared)}
+        for name in own:
+            delattr(cls, name)
+        if own:
+            cls.declared = {**cls.declared, **own}
+            cls.__doc__ = _documented(cls, own)
+        if own or "__init__" in vars(cls):
+            cls.__signature__ = _signature_of(cls)
+
+    @classmethod
+    def given(cls, values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Assign the arguments of a constructor to the declared parameters.
+
+        Raises:
+            TypeError: too many arguments, an unknown name, or none for a required parameter.
+        """
+        try:
+            bound = Signature(_parameters(cls)).bind(*values, **named)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}.") from None
+        bound.apply_defaults()
+        return bound.arguments
+
+
+def _parameters(cls: type[Declaring]) -> list[Parameter]:
+    return [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=x.default, annotation="Number")
+        for name, x in cls.declared.items()
+    ]
+
+
+def _signature_of(cls: type[Declaring]) -> Signature:
+    """Return the signature of the constructor, with the declared parameters in their place."""
+    found = signature(cls.__init__)
+    parts: list[Parameter] = []
+    for part in list(found.parameters.values())[1:]:
+        if part.kind is Parameter.VAR_POSITIONAL:
+            parts += _parameters(cls)
+        elif part.kind is not Parameter.VAR_KEYWORD:
+            parts.append(part)
+    return Signature(parts, return_annotation=None)
+
+
+def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:
+    """Return the docstring of a class with its parameters in the list of arguments.
+
+    They stand where the docstring has the line ``{parameters}``.
+    """
+    text = cleandoc(cls.__doc__ or "")
+    rows: list[str] = []
+    for name, x in own.items():
+        shapes = "likewise" if rows else cls.shapes_of_declared
+        # A meaning that gives its own shapes.
+        shapes = "" if "``(" in x.meaning else shapes
+        rows.append(f"{name}: {x.meaning}{'; ' + shapes if shapes else ''}.")
+    return text.replace("{parameters}", "\n    ".join(rows))
