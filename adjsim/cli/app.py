@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from adjsim import __version__
-from adjsim.cli.compare_command import compare_command
-from adjsim.cli.fit_command import fit_command
+from adjsim.cli.compare_command import compare
+from adjsim.cli.fit_command import fit_to_curve
 from adjsim.core.durable.ranks import Ranks
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -37,5 +37,5 @@ def main(
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-app.command("compare")(compare_command)
-app.command("fit")(fit_command)
+app.command("compare")(compare)
+app.command("fit")(fit_to_curve)

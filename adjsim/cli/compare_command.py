@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from adjsim.cli.job import ADJOINTS, Job, adjoints_of, estimators_of, question_of
+from adjsim.adjoints.base import Adjoint
+from adjsim.cli.compare_parameters import CompareParameters
+from adjsim.cli.job import Job, adjoints_of, estimators_of, question_of
 from adjsim.cli.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.cli.options import (
     check_numbers,
     estimator_names,
-    given,
+    is_given,
     line_of,
     memory_kernel,
     observable_named,
-    observable_names,
     preset_of,
     refuse,
     refuse_misplaced,
     sweep_of,
 )
-from adjsim.cli.presets import ESTIMATORS, Preset, presets
+from adjsim.cli.parameters import command_of
+from adjsim.cli.presets import ESTIMATORS, Preset
 from adjsim.cli.quantities import QUANTITIES
 from adjsim.cli.report import report_adjoints, report_estimators
-from adjsim.cli.sweep import run_sweep
+from adjsim.cli.sweep import Method, Sweep, run_sweep
 from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.core.durable.store import StoreError
-from adjsim.io.systems import TRUNCATIONS, Cutoff, cluster, structure
+from adjsim.estimators.compare import Comparison
+from adjsim.io.systems import Cutoff, System, cluster, structure
 from adjsim.solvers.base import SteppingSolver
 
 # Options that every preset takes; the others define the system of lj13.
@@ -50,195 +52,30 @@ COMMON = {
 }
 
 
-def compare_command(
-    context: typer.Context,
-    preset: Annotated[
-        str,
-        typer.Argument(
-            metavar="[PRESET]",
-            help="lj13 (a Lennard-Jones cluster, or the system of --structure), or a test problem "
-            "with an exact answer, on which estimators are compared: "
-            f"{', '.join(presets())}.",
-        ),
-    ] = "lj13",
-    estimators: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Estimators to compare: all, or some of {', '.join(ESTIMATORS)} (repeat the "
-            "option, or separate names by commas). With lj13 they estimate the gradient of the "
-            "mean over the second half of the run with respect to epsilon and sigma.",
-            show_default="all; for lj13 none: adjoints are compared",
-        ),
-    ] = None,
-    observable: Annotated[
-        str | None,
-        typer.Option(help=f"Observable: {observable_names()}.", show_default="the first"),
-    ] = None,
-    structure_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--structure",
-            metavar="FILE",
-            help="Start from this structure (any file ASE reads: xyz, extxyz, pdb, cif) instead of "
-            "the 13-atom cluster. Its cell, if it has one, is the periodic box. Units are then eV, "
-            "angstrom, amu, fs and K.",
-        ),
-    ] = None,
-    epsilon: Annotated[
-        float | None,
-        typer.Option(help="Lennard-Jones well depth. Values for Ne, Ar, Kr and Xe are built in."),
-    ] = None,
-    sigma: Annotated[
-        float | None,
-        typer.Option(help="Lennard-Jones diameter. Values for Ne, Ar, Kr and Xe are built in."),
-    ] = None,
-    cutoff: Annotated[
-        float | None,
-        typer.Option(
-            help="Cutoff distance.",
-            show_default="none; in a box the smaller of 3 sigma and half its width",
-        ),
-    ] = None,
-    truncation: Annotated[
-        str,
-        typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}."),
-    ] = "shifted",
-    switch_start: Annotated[
-        float | None,
-        typer.Option(
-            help="Distance from which --truncation switched switches the energy off.",
-            show_default="0.9 of the cutoff",
-        ),
-    ] = None,
-    skin: Annotated[
-        float | None,
-        typer.Option(
-            help="How far the neighbour list reaches beyond the cutoff. It changes the time, and "
-            "no number.",
-            show_default="chosen by the library",
-        ),
-    ] = None,
-    distance: Annotated[
-        float | None,
-        typer.Option(
-            help="Distance at which the observable rdf is taken.", show_default="2^(1/6) sigma"
-        ),
-    ] = None,
-    dynamics: Annotated[
-        str | None,
-        typer.Option(
-            help="hamiltonian (constant energy), nose-hoover (constant temperature), langevin, "
-            "generalised (Langevin with a memory kernel), overdamped, or a thermostat: bussi, "
-            "andersen, berendsen or velocity-rescale.",
-            show_default="hamiltonian, or langevin with --estimators",
-        ),
-    ] = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help="Splitting scheme; for overdamped, EulerMaruyama or LeimkuhlerMatthews.",
-            show_default=", ".join(f"{scheme} for {name}" for name, scheme in SCHEMES.items()),
-        ),
-    ] = None,
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact",
-            help="Run the steps on a fixed-point lattice, where they are reversed bit for bit, and "
-            "compare with reversal in floating point (plain). By default the cluster then starts "
-            "hotter and runs longer.",
-        ),
-    ] = False,
-    dt: Annotated[
-        float | None,
-        typer.Option(
-            help="Time step.", show_default="0.005 (overdamped 0.0005), 4 fs for a structure"
-        ),
-    ] = None,
-    horizon: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Length of the run, a time that is a multiple of dt. Several horizons (repeat the "
-            "option, or separate them by commas) are the x-axis of the figure.",
-            show_default="1,2,4 (overdamped 0.1,0.2,0.4,0.8; exact 5,10,20,40), or 200,400,800 fs "
-            "for a structure; with --estimators 10 (overdamped 0.4), or 400 fs; or the preset's",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="Temperature of the initial momenta and of the thermostat.",
-            show_default="0.1 epsilon/kB (exact 0.8), or 85 K for a structure",
-        ),
-    ] = None,
-    tau: Annotated[
-        float | None,
-        typer.Option(
-            help="Relaxation time of nose-hoover, bussi and berendsen.", show_default="50 dt"
-        ),
-    ] = None,
-    friction: Annotated[
-        float | None,
-        typer.Option(
-            help="Decay rate of momenta, 1/time; for generalised the integral of the memory "
-            "kernel, and for andersen the rate of collisions. For overdamped the friction "
-            "coefficient is the mass times this rate.",
-            show_default="1, or 0.001/fs for a structure",
-        ),
-    ] = None,
-    rates: Annotated[
-        str | None,
-        typer.Option(
-            help="Decay rates of the memory kernel of generalised, 1/time, separated by commas.",
-            show_default="5 times friction",
-        ),
-    ] = None,
-    strengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Strengths of the memory kernel, one for each rate, 1/time^2.",
-            show_default="friction times rate, over the number of rates",
-        ),
-    ] = None,
-    adjoint: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Adjoints to compare, of {', '.join(ADJOINTS)} (repeat the option, or separate "
-            "names by commas). The first is the reference.",
-            show_default="all that apply to the dynamics",
-        ),
-    ] = None,
-    replicas: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Number of replicas to average over, each with its own momenta and noise. Several "
-            "numbers (repeat the option, or separate them by commas) are the x-axis of the figure "
-            "instead of the horizon.",
-            show_default="1; with --estimators 64; for a preset 4096",
-        ),
-    ] = None,
-    compile_runs: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile the runs of all methods that support it: the adjoints direct, checkpoint "
-            "and reversible, and the estimators pathwise, finite-difference, score-function and "
-            "reweighting. Each compiles for a few seconds at the first horizon and reads the "
-            "compiled code from a cache at the others. The seconds in the table include neither.",
-        ),
-    ] = False,
-    store: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps finished parts. Called again with the same options, the "
-            "command reads these and computes the rest."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
-        "adjsim-compare"
-    ),
-) -> None:
+@dataclass(frozen=True)
+class Comparing:
+    """What is compared.
+
+    Attributes:
+        problem: the questions, with the horizon and the number of replicas of estimators.
+        quantity: the name of the question.
+        names: the estimators; empty: adjoints are compared.
+        job: the runs of a system of atoms; None for a test problem.
+        adjoints: the adjoints by their names.
+        horizons: the horizons of adjoints.
+        dt: the step, in the units of the command line.
+    """
+
+    problem: Preset
+    quantity: str
+    names: list[str]
+    job: Job | None
+    adjoints: dict[str, Adjoint]
+    horizons: str
+    dt: float
+
+
+def compare_command(context: typer.Context, given: CompareParameters) -> None:
     """Compare adjoint gradients with backpropagation, or gradient estimators with each other.
 
     Adjoints: each differentiates the observable of a Lennard-Jones system at the horizon with
@@ -253,121 +90,148 @@ def compare_command(
     """
     try:
         check_numbers(context)
-        names, job, adjoints, default_horizons = estimator_names(estimators), None, {}, ""
-        if preset == "lj13":
-            ending = Cutoff(cutoff, truncation, switch_start, skin)
-            system = (
-                structure(structure_file, epsilon, sigma, ending)
-                if structure_file
-                else cluster(epsilon, sigma, ending)
-            )
-            model = dynamics or ("langevin" if names else "hamiltonian")
-            if model not in SCHEMES:
-                raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
-            refuse_misplaced(context, model)
-            from_file, overdamped = structure_file is not None, model == "overdamped"
-            step = dt if dt is not None else 4.0 if from_file else 0.0005 if overdamped else 0.005
-            start_temperature = (
-                temperature
-                if temperature is not None
-                else (85.0 if from_file else 0.8 if exact else 0.1)
-            )
-            rate = friction if friction is not None else (0.001 if from_file else 1.0)
-            bath = BathSettings(
-                start_temperature,
-                tau if tau is not None else 50 * step,
-                rate,
-                *memory_kernel(rate, rates, strengths),
-            )
-            scheme = scheme or SCHEMES[model]
-            job = Job(
-                system,
-                model_of(system, model, bath),
-                scheme,
-                solver_of(scheme, model, step * system.time, exact),
-                start_temperature,
-                seed,
-                distance,
-            )
-            job.check()
-            quantity = observable_named(QUANTITIES, preset, observable)
-            question = job.question(quantity)
-            default_horizons = (
-                "200,400,800"
-                if from_file
-                else "5,10,20,40"
-                if exact
-                else "0.1,0.2,0.4,0.8"
-                if overdamped
-                else "1,2,4"
-            )
-            problem = Preset(
-                job.title,
-                400.0 if from_file else 0.4 if overdamped else 10.0,
-                64,
-                {quantity: question},
-            )
-            if names:
-                if adjoint:
-                    raise ValueError(
-                        "--adjoint compares adjoints, and --estimators compares estimators; give "
-                        "one of the two."
-                    )
-                # Most estimators have no gradient with respect to the thermostat's parameters, and
-                # one table shows one set of parameters.
-                for parameter in job.model.parameters(recurse=False):
-                    parameter.requires_grad_(False)
-            else:
-                adjoints = adjoints_of(adjoint, model, exact)
-        else:
-            problem = preset_of(preset)
-            misplaced = [
-                name for name in context.params if name not in COMMON and given(context, name)
-            ]
-            if misplaced:
-                option = misplaced[0].removesuffix("_file").replace("_", "-")
-                raise ValueError(f"--{option} is for the preset lj13, not for {preset}.")
-            quantity = observable_named(problem.questions, preset, observable)
-            question = problem.questions[quantity]
-            names = names or list(ESTIMATORS)
-            solver = question.simulation(problem.horizon).solver
-            assert isinstance(solver, SteppingSolver)
-            step = solver.dt
-        # An error bar needs two replicas.
-        default_horizon, default_replicas, least = (
-            (f"{problem.horizon:g}", problem.replicas, 2) if names else (default_horizons, 1, 1)
-        )
-        sweep = sweep_of(
-            horizon or [default_horizon], step, replicas or [str(default_replicas)], least
-        )
+        names = estimator_names(given.estimators)
+        atoms = given.preset == "lj13"
+        found = _of_atoms(context, given, names) if atoms else _of_preset(context, given, names)
+        sweep = _sweep_of(given, found)
         ranks = Ranks.of()
         if ranks.first:
-            check_writable(output)
-        if names:
-            methods = estimators_of(
-                names, partial(question_of, preset, quantity, job), step, seed, compile_runs
-            )
-        else:
-            assert job is not None
-            methods = job.adjoints(adjoints, quantity, compile_runs)
+            check_writable(given.output)
+        methods = _methods(given, found)
     except (ValueError, TypeError) as error:
         refuse(error)
+    store = given.store
     with ending_at_once(line_of(store)) if store is not None else nullcontext():
         try:
-            results = run_sweep(methods, sweep, None if names else next(iter(adjoints)), store)
+            reference = None if found.names else next(iter(found.adjoints))
+            results = run_sweep(methods, sweep, reference, store)
         except (StoreError, RankError) as error:
             refuse(error)
-    if not ranks.first:
-        return
-    if names:
-        report = report_estimators(problem, preset, quantity, question, job, seed, sweep, results)
+    if ranks.first:
+        _write(given, found, sweep, results)
+
+
+def _of_atoms(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
+    """Return a comparison on the cluster, or on the structure of a file."""
+    model = given.dynamics or ("langevin" if names else "hamiltonian")
+    ending = Cutoff(given.cutoff, given.truncation, given.switch_start, given.skin)
+    if given.structure_file is None:
+        system = cluster(given.epsilon, given.sigma, ending)
     else:
-        assert job is not None
-        report = report_adjoints(job, quantity, adjoints, sweep, results)
+        system = structure(given.structure_file, given.epsilon, given.sigma, ending)
+    if model not in SCHEMES:
+        raise ValueError(f"unknown dynamics '{model}'; choose one of {', '.join(SCHEMES)}.")
+    refuse_misplaced(context, model)
+    overdamped = model == "overdamped"
+    job, dt = _job_of(given, system, model)
+    quantity = observable_named(QUANTITIES, given.preset, given.observable)
+    horizon = 400.0 if given.from_file else 0.4 if overdamped else 10.0
+    problem = Preset(job.title, horizon, 64, {quantity: job.question(quantity)})
+    if not names:
+        adjoints = adjoints_of(given.adjoint, model, given.exact)
+        horizons = _horizons(given, overdamped)
+        return Comparing(problem, quantity, names, job, adjoints, horizons, dt)
+    if given.adjoint:
+        raise ValueError(
+            "--adjoint compares adjoints, and --estimators compares estimators; give one of the "
+            "two."
+        )
+    # Most estimators have no gradient with respect to the thermostat's parameters, and one table
+    # shows one set of parameters.
+    for parameter in job.model.parameters(recurse=False):
+        parameter.requires_grad_(False)
+    return Comparing(problem, quantity, names, job, {}, "", dt)
+
+
+def _job_of(given: CompareParameters, system: System, model: str) -> tuple[Job, float]:
+    """Return the runs of a system, and their step in the units of the command line."""
+    small = 0.0005 if model == "overdamped" else 0.005
+    dt = _first(given.dt, 4.0 if given.from_file else small)
+    temperature = _first(
+        given.temperature, 85.0 if given.from_file else 0.8 if given.exact else 0.1
+    )
+    rate = _first(given.friction, 0.001 if given.from_file else 1.0)
+    kernel = memory_kernel(rate, given.rates, given.strengths)
+    bath = BathSettings(temperature, _first(given.tau, 50 * dt), rate, *kernel)
+    scheme = given.scheme or SCHEMES[model]
+    job = Job(
+        system,
+        model_of(system, model, bath),
+        scheme,
+        solver_of(scheme, model, dt * system.time, given.exact),
+        temperature,
+        given.seed,
+        given.distance,
+    )
+    job.check()
+    return job, dt
+
+
+def _first(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _horizons(given: CompareParameters, overdamped: bool) -> str:
+    if given.from_file:
+        return "200,400,800"
+    return "5,10,20,40" if given.exact else "0.1,0.2,0.4,0.8" if overdamped else "1,2,4"
+
+
+def _of_preset(context: typer.Context, given: CompareParameters, names: list[str]) -> Comparing:
+    """Return a comparison of estimators on a test problem."""
+    problem = preset_of(given.preset)
+    misplaced = [name for name in context.params if name not in COMMON and is_given(context, name)]
+    if misplaced:
+        option = misplaced[0].removesuffix("_file").replace("_", "-")
+        raise ValueError(f"--{option} is for the preset lj13, not for {given.preset}.")
+    quantity = observable_named(problem.questions, given.preset, given.observable)
+    solver = problem.questions[quantity].simulation(problem.horizon).solver
+    assert isinstance(solver, SteppingSolver)
+    return Comparing(problem, quantity, names or list(ESTIMATORS), None, {}, "", solver.dt)
+
+
+def _sweep_of(given: CompareParameters, found: Comparing) -> Sweep:
+    if not found.names:
+        return sweep_of(
+            given.horizon or [found.horizons], found.dt, given.replicas or ["1"], least=1
+        )
+    # An error bar needs two replicas.
+    return sweep_of(
+        given.horizon or [f"{found.problem.horizon:g}"],
+        found.dt,
+        given.replicas or [str(found.problem.replicas)],
+        least=2,
+    )
+
+
+def _methods(given: CompareParameters, found: Comparing) -> list[Method]:
+    if not found.names:
+        assert found.job is not None
+        return found.job.adjoints(found.adjoints, found.quantity, given.compile_runs)
+    question = partial(question_of, given.preset, found.quantity, found.job)
+    return estimators_of(found.names, question, found.dt, given.seed, given.compile_runs)
+
+
+def _write(
+    given: CompareParameters, found: Comparing, sweep: Sweep, results: dict[float, Comparison]
+) -> None:
+    """Show the results, and write the figure and the records."""
+    if found.names:
+        question = found.problem.questions[found.quantity]
+        report = report_estimators(
+            found.problem, given.preset, found.quantity, question, found.job, given.seed, sweep,
+            results,
+        )  # fmt: skip
+    else:
+        assert found.job is not None
+        report = report_adjoints(found.job, found.quantity, found.adjoints, sweep, results)
     if report.empty:
         print(
             "adjsim: no method returned a number, so no files were written; the reasons are above.",
             file=sys.stderr,
         )
         raise typer.Exit(1)
-    report.write(output)
+    report.write(given.output)
+
+
+compare = command_of(CompareParameters, compare_command)

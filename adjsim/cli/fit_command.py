@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from torch import Tensor
 
 from adjsim.adjoints import CompileError, ReconstructionError
 from adjsim.cli.curve import UNITS, Curve, read_curve
 from adjsim.cli.fit_report import report_fit
 from adjsim.cli.job import Job
 from adjsim.cli.melting import (
+    Order,
     Preparation,
     different_density,
     melted,
@@ -22,6 +24,7 @@ from adjsim.cli.melting import (
 )
 from adjsim.cli.models import SCHEMES, BathSettings, model_of, solver_of
 from adjsim.cli.options import check_numbers, line_of, memory_kernel, refuse, refuse_misplaced
+from adjsim.cli.parameters import command_of
 from adjsim.cli.radial_fit import BURN_IN, radial_problem
 from adjsim.core.box import perpendicular_widths, volume
 from adjsim.core.durable.files import check_writable
@@ -37,8 +40,10 @@ FAILURES = (ValueError, ReconstructionError, CompileError, RankError)
 WIDTH = 0.01
 
 
-def fit_command(
-    context: typer.Context,
+@dataclass(frozen=True)
+class FitParameters:
+    """The options of the command ``fit``."""
+
     structure_file: Annotated[
         Path,
         typer.Option(
@@ -47,7 +52,7 @@ def fit_command(
             help="Start from this structure with a periodic cell (any file ASE reads: xyz, extxyz, "
             "pdb, cif). Units are eV, angstrom, amu, fs and K.",
         ),
-    ],
+    ]
     target: Annotated[
         Path,
         typer.Option(
@@ -55,17 +60,17 @@ def fit_command(
             help="The measured g(r): columns of distance in angstrom, g(r), and, if known, its "
             "standard error, which then weights the fit.",
         ),
-    ],
+    ]
     target_unit: Annotated[
         str, typer.Option(help=f"Unit of the target's distances: {', '.join(UNITS)}.")
-    ] = "angstrom",
+    ] = "angstrom"
     target_density: Annotated[
         float | None,
         typer.Option(
             help="Atoms per cubic angstrom of the measured liquid, to compare with the structure.",
             show_default="from a comment of the file: number density ... per cubic angstrom",
         ),
-    ] = None,
+    ] = None
     melt: Annotated[
         bool | None,
         typer.Option(
@@ -74,7 +79,7 @@ def fit_command(
             "higher) and cool it, once for each replica.",
             show_default="melt a structure with long-range order",
         ),
-    ] = None,
+    ] = None
     estimator: Annotated[
         str,
         typer.Option(
@@ -82,105 +87,141 @@ def fit_command(
             "(by the reversible adjoint, of the mean over short runs after the burn-in), which is "
             "slower and has larger errors."
         ),
-    ] = "reweighting",
+    ] = "reweighting"
     epsilon: Annotated[
         float | None,
         typer.Option(
             help="Lennard-Jones well depth to start from, eV. Values for Ne, Ar, Kr and Xe are "
             "built in."
         ),
-    ] = None,
+    ] = None
     sigma: Annotated[
         float | None,
         typer.Option(
             help="Lennard-Jones diameter to start from, angstrom. Values for Ne, Ar, Kr and Xe are "
             "built in."
         ),
-    ] = None,
+    ] = None
     cutoff: Annotated[
         float | None,
         typer.Option(
             help="Cutoff distance, held fixed.",
             show_default="the smaller of 3 sigma and half the width of the box",
         ),
-    ] = None,
+    ] = None
     truncation: Annotated[
         str,
         typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}."),
-    ] = "shifted",
+    ] = "shifted"
     switch_start: Annotated[
         float | None,
         typer.Option(
             help="Distance from which --truncation switched switches the energy off.",
             show_default="0.9 of the cutoff",
         ),
-    ] = None,
+    ] = None
     r_min: Annotated[
         float, typer.Option(help="Leave out distances of the target below this one.")
-    ] = 0.0,
+    ] = 0.0
     r_max: Annotated[
         float | None,
         typer.Option(
             help="Leave out distances of the target above this one, at most half the box.",
             show_default="none are left out",
         ),
-    ] = None,
+    ] = None
     width: Annotated[
         float | None,
         typer.Option(
             help="Standard deviation of the kernel that smooths the simulated g(r).",
             show_default=f"{WIDTH} sigma",
         ),
-    ] = None,
-    dynamics: Annotated[str, typer.Option(help=f"Thermostat: {', '.join(BATHS)}.")] = "langevin",
-    temperature: Annotated[float, typer.Option(help="Temperature of the measurement.")] = 85.0,
+    ] = None
+    dynamics: Annotated[str, typer.Option(help=f"Thermostat: {', '.join(BATHS)}.")] = "langevin"
+    temperature: Annotated[float, typer.Option(help="Temperature of the measurement.")] = 85.0
     friction: Annotated[
         float,
         typer.Option(help="Decay rate of momenta, 1/fs; for andersen the rate of collisions."),
-    ] = 0.001,
+    ] = 0.001
     tau: Annotated[
         float | None,
         typer.Option(
             help="Relaxation time of nose-hoover, bussi and berendsen.", show_default="50 dt"
         ),
-    ] = None,
-    dt: Annotated[float, typer.Option(help="Time step.")] = 4.0,
+    ] = None
+    dt: Annotated[float, typer.Option(help="Time step.")] = 4.0
     steps: Annotated[
         int | None,
         typer.Option(
             help="Steps of each run, with those of the burn-in.",
             show_default="2500; for pathwise 250 more than the burn-in",
         ),
-    ] = None,
+    ] = None
     burn_in: Annotated[
         int | None,
         typer.Option(help="Steps at the start that are left out.", show_default="500"),
-    ] = None,
+    ] = None
     replicas: Annotated[
         int, typer.Option(help="Number of runs, each with its own momenta and noise.")
-    ] = 8,
+    ] = 8
     iterations: Annotated[
         int, typer.Option(help="The largest number of steps of the fit, each with its runs.")
-    ] = 10,
+    ] = 10
     compile_runs: Annotated[
         bool,
         typer.Option(
             "--compile/--no-compile",
             help="Run in compiled loops, which takes a C++ compiler, and some seconds once.",
         ),
-    ] = True,
+    ] = True
     store: Annotated[
         Path | None,
         typer.Option(
             help="Folder that keeps finished parts. Called again with the same options, the "
             "command reads these and computes the rest."
         ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of momenta and noise.")] = 0
     output: Annotated[Path, typer.Option(help="Folder for the figure and the JSON file.")] = Path(
         "adjsim-fit"
-    ),
-) -> None:
+    )
+
+    @property
+    def skipped(self) -> int:
+        """The steps at the start of a run that are left out."""
+        return BURN_IN if self.burn_in is None else self.burn_in
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What is fitted.
+
+    Attributes:
+        job: the runs of the liquid.
+        curve: the part of the measured g(r) that is fitted.
+        width: of the kernel of the simulated g(r).
+        density, target_density: those of the structure and of the measurement.
+        order: the order of the structure.
+        doubts: reasons to doubt the result.
+    """
+
+    job: Job
+    curve: Curve
+    width: float
+    density: float
+    target_density: float | None
+    order: Order
+    doubts: list[str]
+
+    def problem(self, given: FitParameters, initial: Any) -> Any:
+        """Return the estimators, the observable and the simulation of starts."""
+        return radial_problem(
+            self.job, self.curve.r, self.width, given.estimator, given.steps, given.burn_in,
+            given.compile_runs, initial,
+        )  # fmt: skip
+
+
+def fit_command(context: typer.Context, given: FitParameters) -> None:
     """Fit epsilon and sigma of a Lennard-Jones liquid to a measured g(r).
 
     Runs of the structure at the temperature of the measurement give g(r) and its gradient. Steps of
@@ -190,99 +231,120 @@ def fit_command(
     """
     try:
         check_numbers(context)
-        system = structure(structure_file, epsilon, sigma, Cutoff(cutoff, truncation, switch_start))
-        diameter = float(system.potential.sigma.detach().mean())
-        measured = read_curve(target).in_angstrom(target_unit, diameter)
-        curve = _within(system, structure_file, measured, target, r_min, r_max)
-        job_at = partial(_job, context, system, dynamics, friction, tau, dt, seed)
-        job = job_at(temperature)
-        kernel = WIDTH * diameter if width is None else width
-        box = system.potential.box
-        assert box is not None
-        density = len(system.position) / float(volume(box))
-        aimed = curve.density if target_density is None else target_density
-        doubts = different_density(density, aimed)
-        order = order_of(system.position, box)
-        prepared = Preparation(order)
-        problem = partial(
-            radial_problem, job, curve.r, kernel, estimator, steps, burn_in, compile_runs
-        )
-        make, observable, simulation = problem(job.initial)
-        if replicas < 2:
-            raise ValueError(f"--replicas must be at least 2, for an error; got {replicas}.")
-        if iterations < 1:
-            raise ValueError(f"--iterations must be at least 1; got {iterations}.")
+        fitting = _fitting(context, given)
+        make, observable, simulation = fitting.problem(given, fitting.job.initial)
+        if given.replicas < 2:
+            raise ValueError(f"--replicas must be at least 2, for an error; got {given.replicas}.")
+        if given.iterations < 1:
+            raise ValueError(f"--iterations must be at least 1; got {given.iterations}.")
         make().check(simulation, observable)
         ranks = Ranks.of()
         if ranks.first:
-            check_writable(output)
+            check_writable(given.output)
     except (ValueError, TypeError) as error:
         refuse(error)
+    job, store, prepared = fitting.job, given.store, Preparation(fitting.order)
     with ending_at_once(line_of(store)) if store is not None else nullcontext():
         try:
-            if melt or (melt is None and order.found):
-                heat = melting_temperature(job)
-                starts = melted(job_at(heat), job, replicas, compile_runs, ranks)
-                ordered = sum(order_of(start, box).found for start in starts)
-                prepared = Preparation(order, heat, ordered, replicas)
-                make, observable, simulation = problem(job.among(starts))
+            if given.melt or (given.melt is None and fitting.order.found):
+                prepared, starts = _melted(context, given, fitting, ranks)
+                make, observable, simulation = fitting.problem(given, job.among(starts))
             found = fit(
                 simulation,
                 observable,
-                curve.g,
+                fitting.curve.g,
                 make,
-                replicas=replicas,
-                iterations=iterations,
-                stderr=curve.stderr,
-                generator=seed,
+                replicas=given.replicas,
+                iterations=given.iterations,
+                stderr=fitting.curve.stderr,
+                generator=given.seed,
                 progress=True,
                 store=store,
                 group=ranks,
             )
         except ArithmeticError as error:
-            unit = f"{1 / system.time:.4g} {system.time_name}"
+            unit = f"{1 / job.system.time:.4g} {job.system.time_name}"
             refuse(ValueError(f"{error} Times in this message are in units of {unit}."))
         except FAILURES as error:
             # A wrong density or a crystal may be the cause.
-            also = "".join(f" Note: {doubt}." for doubt in doubts + prepared.doubts)
+            also = "".join(f" Note: {doubt}." for doubt in fitting.doubts + prepared.doubts)
             refuse(ValueError(f"{error}{also}"))
-    if not ranks.first:
-        return
-    skipped = BURN_IN if burn_in is None else burn_in
-    about = {
-        "target": target.name,
-        "estimator": estimator,
-        "width": kernel,
-        "replicas": replicas,
-        "burn_in_steps": skipped,
-        "gradient_steps": round(simulation.duration / job.solver.dt)
-        - (skipped if estimator == "reweighting" else 0),
-        "compiled": compile_runs,
-        "density": density,
-        "target_density": aimed,
-        "order": {"peak": order.peak, "limit": order.limit},
-        "melted_at": prepared.temperature,
-        "starts": prepared.sentence(system.temperature_name),
-        "doubts": doubts + prepared.doubts,
-    }
-    report_fit(job, found, curve, about, output)
+    if ranks.first:
+        steps = round(simulation.duration / job.solver.dt)
+        report_fit(job, found, fitting.curve, _about(given, fitting, prepared, steps), given.output)
 
 
-def _within(
-    system: System, file: Path, curve: Curve, target: Path, r_min: float, r_max: float | None
-) -> Curve:
-    """Return the part of the target that is fitted, or raise if the box is too small for it."""
+def _fitting(context: typer.Context, given: FitParameters) -> Fitting:
+    """Read the structure and the target, and check them against each other."""
+    ending = Cutoff(given.cutoff, given.truncation, given.switch_start)
+    system = structure(given.structure_file, given.epsilon, given.sigma, ending)
+    diameter = float(system.potential.sigma.detach().mean())
+    measured = read_curve(given.target).in_angstrom(given.target_unit, diameter)
+    curve = _within(system, given, measured)
+    job = _job(context, given, system, given.temperature)
     box = system.potential.box
+    assert box is not None
+    density = len(system.position) / float(volume(box))
+    aimed = curve.density if given.target_density is None else given.target_density
+    return Fitting(
+        job,
+        curve,
+        WIDTH * diameter if given.width is None else given.width,
+        density,
+        aimed,
+        order_of(system.position, box),
+        different_density(density, aimed),
+    )
+
+
+def _melted(
+    context: typer.Context, given: FitParameters, fitting: Fitting, ranks: Ranks
+) -> tuple[Preparation, Tensor]:
+    """Melt the structure, once for each replica."""
+    job, box = fitting.job, fitting.job.system.potential.box
+    assert box is not None
+    heat = melting_temperature(job)
+    hot = _job(context, given, job.system, heat)
+    starts = melted(hot, job, given.replicas, given.compile_runs, ranks)
+    ordered = sum(order_of(start, box).found for start in starts)
+    return Preparation(fitting.order, heat, ordered, given.replicas), starts
+
+
+def _about(
+    given: FitParameters, fitting: Fitting, prepared: Preparation, steps: int
+) -> dict[str, Any]:
+    """Describe the fit, for its report."""
+    return {
+        "target": given.target.name,
+        "estimator": given.estimator,
+        "width": fitting.width,
+        "replicas": given.replicas,
+        "burn_in_steps": given.skipped,
+        "gradient_steps": steps - (given.skipped if given.estimator == "reweighting" else 0),
+        "compiled": given.compile_runs,
+        "density": fitting.density,
+        "target_density": fitting.target_density,
+        "order": {"peak": fitting.order.peak, "limit": fitting.order.limit},
+        "melted_at": prepared.temperature,
+        "starts": prepared.sentence(fitting.job.system.temperature_name),
+        "doubts": fitting.doubts + prepared.doubts,
+    }
+
+
+def _within(system: System, given: FitParameters, curve: Curve) -> Curve:
+    """Return the part of the target that is fitted, or raise if the box is too small for it."""
+    box, file, target = system.potential.box, given.structure_file, given.target
+    r_min, r_max = given.r_min, float("inf") if given.r_max is None else given.r_max
     if box is None:
         raise ValueError(
             f"'{file}' has no periodic cell, and g(r) needs a density; give a file with a cell."
         )
     half = 0.5 * float(perpendicular_widths(box).min())
-    part = curve.between(r_min, float("inf") if r_max is None else r_max)
+    part = curve.between(r_min, r_max)
     if len(part.r) == 0:
         raise ValueError(
             f"target '{target}' has no distances from {r_min:g} to "
-            f"{float('inf') if r_max is None else r_max:g} angstrom; it has {float(curve.r[0]):g} "
+            f"{r_max:g} angstrom; it has {float(curve.r[0]):g} "
             f"to {float(curve.r[-1]):g}. Change --r-min or --r-max."
         )
     if float(part.r[-1]) > half:
@@ -295,29 +357,27 @@ def _within(
     return part
 
 
-def _job(
-    context: typer.Context,
-    system: System,
-    dynamics: str,
-    friction: float,
-    tau: float | None,
-    dt: float,
-    seed: int,
-    temperature: float,
-) -> Job:
+def _job(context: typer.Context, given: FitParameters, system: System, temperature: float) -> Job:
+    dynamics, friction, dt = given.dynamics, given.friction, given.dt
     if dynamics not in BATHS:
         raise ValueError(f"unknown thermostat '{dynamics}'; choose one of {', '.join(BATHS)}.")
     refuse_misplaced(context, dynamics)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"--temperature must be positive; got {temperature:g}.")
     bath = BathSettings(
-        temperature, 50 * dt if tau is None else tau, friction, *memory_kernel(friction, None, None)
+        temperature,
+        50 * dt if given.tau is None else given.tau,
+        friction,
+        *memory_kernel(friction, None, None),
     )
     scheme = SCHEMES[dynamics]
     solver = solver_of(scheme, dynamics, dt * system.time, False)
-    job = Job(system, model_of(system, dynamics, bath), scheme, solver, temperature, seed)
+    job = Job(system, model_of(system, dynamics, bath), scheme, solver, temperature, given.seed)
     # The bath is given, and the potential is fitted.
     for parameter in job.model.parameters(recurse=False):
         parameter.requires_grad_(False)
     job.check()
     return job
+
+
+fit_to_curve = command_of(FitParameters, fit_command)

@@ -159,7 +159,7 @@ def _horizons(requested: list[str], dt: float) -> list[float]:
     return sorted(horizons)
 
 
-def given(context: typer.Context, name: str) -> bool:
+def is_given(context: typer.Context, name: str) -> bool:
     """Return whether an option was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
@@ -168,7 +168,7 @@ def given(context: typer.Context, name: str) -> bool:
 def refuse_misplaced(context: typer.Context, dynamics: str) -> None:
     """Refuse options of a thermostat that the dynamics does not have."""
     for option, users in THERMOSTAT.items():
-        if dynamics not in users and option in context.params and given(context, option):
+        if dynamics not in users and option in context.params and is_given(context, option):
             raise ValueError(f"--{option} is for {' and '.join(users)}, not for {dynamics}.")
 
 

@@ -1,0 +1,40 @@
+"""Commands whose options are the fields of a data class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+
+P = TypeVar("P")
+
+
+def command_of(kind: type[P], run: Callable[[typer.Context, P], None]) -> Callable[..., None]:
+    """Make a command of a function of the context and of its parameters.
+
+    Args:
+        kind: a data class whose fields are annotated by options of typer.
+        run: the function, whose docstring is the help of the command.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    parts = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for part in fields(kind):  # pyright: ignore[reportArgumentType]
+        parts.append(
+            Parameter(
+                part.name,
+                Parameter.POSITIONAL_OR_KEYWORD,
+                default=Parameter.empty if part.default is MISSING else part.default,
+                annotation=hints[part.name],
+            )
+        )
+
+    def command(context: typer.Context, **values: Any) -> None:
+        run(context, kind(**values))
+
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__annotations__ = {part.name: part.annotation for part in parts}
+    command.__signature__ = Signature(parts)
+    return command
