@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adjsim.adjoints.base import Adjoint, Result, refuse_graph
+from adjsim.adjoints.base import Adjoint, Result
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
 from adjsim.solvers.base import Problem
 from adjsim.solvers.continuous.base import ContinuousSolver
@@ -76,5 +77,8 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        refuse_graph()
+        refuse_second_derivative(
+            "this gradient was swept backward in constant memory",
+            "Use DirectAdjoint() without compile=True.",
+        )
         return cotangents[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from adjsim.core.state import State
@@ -18,16 +17,6 @@ Result = tuple[State | None, Tensor | None, State, RunEnd | None]
 
 class ReconstructionError(RuntimeError):
     """Raised when the backward sweep does not recover the stored states of its run."""
-
-
-def refuse_graph() -> None:
-    """Refuse a backward pass with create_graph, where the gradient has no graph of its own."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "this gradient was swept backward in constant memory and has no graph of its own, so "
-            "it cannot be differentiated again (create_graph=True, double backward, torch.func). "
-            "Use DirectAdjoint() without compile=True for that."
-        )
 
 
 class Adjoint(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,20 +12,21 @@ from adjsim.core.state import AnyState, position_of
 from adjsim.core.typing import Energies, Positions
 
 
-@dataclass(frozen=True)
 class Masses:
     """The masses of the atoms of a system, infinite for pinned ones.
 
     ``masses(like)`` returns them in the dtype of a field, a scalar or ``(atoms, 1)``. The trailing
     axis keeps them per atom where the number of atoms equals dim.
 
-    Attributes:
+    Args:
         mass: scalar, ``(atoms,)`` or ``(atoms, 1)``.
         pinned: returns which of a number of atoms are pinned in addition, ``(atoms, 1)``.
     """
 
-    mass: Tensor
-    pinned: Callable[[int], Tensor] | None = None
+    __slots__ = ("mass", "pinned")
+
+    def __init__(self, mass: Tensor, pinned: Callable[[int], Tensor] | None = None) -> None:
+        self.mass, self.pinned = mass, pinned
 
     def __call__(self, like: Tensor) -> Tensor:
         check_count("mass", self.mass, like.shape[-2])

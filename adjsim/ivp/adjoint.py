@@ -32,10 +32,11 @@ import torch
 from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
 from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.rate_check import RateCheck
-from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
+from adjsim.ivp.rhs import OF_A_SOLUTION, Array, RightHandSide, to_numpy
 from adjsim.ivp.sweep import CollocationSweep, SolverSweep, Sweep
 
 METHODS: dict[str, type[OdeSolver]] = {
@@ -175,7 +176,7 @@ class _States(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(OF_A_SOLUTION)
         start, sums = ctx.piece.adjoint.backward(
             ctx.piece, ctx.piece.path, ctx.times, to_numpy(grad_outputs[0]), ctx.states
         )

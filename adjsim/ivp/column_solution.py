@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
 from adjsim.ivp.column_jumps import ColumnJumpCheck
 from adjsim.ivp.column_reads import ColumnReads
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.rate_check import changed_message
-from adjsim.ivp.rhs import (
-    RightHandSide,
-    TimeDerivative,
-    as_times,
-    refuse_second_derivative,
-    to_numpy,
-)
+from adjsim.ivp.rhs import OF_A_SOLUTION, RightHandSide, TimeDerivative, as_times, to_numpy
 
 # The times and states before a step, the times after, and the coefficients of the interpolant.
 Polynomial = tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -196,7 +191,7 @@ class _States(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(OF_A_SOLUTION)
         start, sums = ctx.solution.backward(ctx.times, grad_outputs[0].double())
         found = (total.to(like) for total, like in zip(sums, ctx.likes, strict=True))
         return None, None, None, start.to(grad_outputs[0]), *found

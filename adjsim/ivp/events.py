@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
-from adjsim.ivp.rhs import Array, RightHandSide, refuse_second_derivative, to_numpy
+from adjsim.ivp.rhs import OF_A_SOLUTION, Array, RightHandSide, to_numpy
 
 
 class _Side(NamedTuple):
@@ -305,5 +306,5 @@ class _EventTime(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(OF_A_SOLUTION)
         return -grad_outputs[0] / ctx.rate, None, None

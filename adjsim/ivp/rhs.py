@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from adjsim.core.parameters import leaves
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.input_tensors import InputTensors, owner
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
+
+
+# What refuses a second derivative of a solution.
+OF_A_SOLUTION = "the gradient of a solution comes from its adjoint equation"
 
 
 class RightHandSide:
@@ -271,15 +276,9 @@ class TimeDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative()
+        refuse_second_derivative(OF_A_SOLUTION)
         grad_times = (grad_outputs[0].conj() * ctx.rates).real.sum(0)
         return grad_outputs[0], grad_times.to(ctx.dtype), None
-
-
-def refuse_second_derivative() -> None:
-    """Refuse a backward pass with create_graph, since the gradient has no graph of its own."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("solve_ivp has first derivatives only: leave out create_graph=True.")
 
 
 def to_numpy(x: Tensor) -> Array:

@@ -58,37 +58,35 @@ class Splitting(SteppingSolver):
         return 2 if self.scheme == self.scheme[::-1] else 1
 
     def plan(self, dynamics: Dynamics[State], state: State, t: float) -> StepPlan:
-        shares = self._shares(dynamics)
-        moves = {
-            letter: tuple(dynamics.terms[letter].moves(h, state)) for letter, h in shares.items()
-        }
+        terms, shares = dynamics.terms, self._shares(dynamics)
+        moves = {letter: tuple(terms[letter].moves(h, state)) for letter, h in shares.items()}
         lattice = Lattice(dynamics, t, state, moves, self.dt) if self.exact else None
         stages, elapsed, passed, draws = [], 0.0, Counter(), 0
-        clocks = sum(
-            letter in self.scheme for letter, term in dynamics.terms.items() if term.advances_time
-        )
+        clocks = sum(term.advances_time for term in terms.values())
         for letter in self.scheme:
-            count = dynamics.terms[letter].draws
+            count = terms[letter].draws
             stages.append(Stage(letter, moves[letter], elapsed, draws, count))
             draws += count
-            if dynamics.terms[letter].advances_time:
+            if terms[letter].advances_time:
                 passed[letter] += 1
                 elapsed = sum(n / self.scheme.count(a) for a, n in passed.items()) / clocks
         return StepPlan(tuple(stages), self.dt, self.order, draws, lattice=lattice)
 
     def coefficients(self, dynamics: Dynamics[State], state: State) -> dict[str, Coefficients]:
+        terms = dynamics.terms
         return {
-            letter: dynamics.terms[letter].coefficients(h, state)
+            letter: terms[letter].coefficients(h, state)
             for letter, h in self._shares(dynamics).items()
         }
 
     def check(self, dynamics: Dynamics[State], state: State, t: float) -> None:
         # A word with n kicks and n streams is as stable as n steps of dt/n at best.
+        terms = dynamics.terms
         shares = [
             share
             for letter, share in self._shares(dynamics).items()
-            if dynamics.terms[letter].advances_time
-            or any(map(reads_force, dynamics.terms[letter].moves(share, state)))
+            if terms[letter].advances_time
+            or any(map(reads_force, terms[letter].moves(share, state)))
         ]
         dynamics.check_step(max(shares, default=self.dt), state, t)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
-from adjsim.adjoints.base import Result, refuse_graph
+from adjsim.adjoints.base import Result
 from adjsim.adjoints.durable.run_end import run_end
 from adjsim.adjoints.durable.saves import backward_saves, forward_saves
 from adjsim.adjoints.loops.driver import CompiledDriver
@@ -38,6 +38,7 @@ from adjsim.adjoints.sweep.recorder import Recorder, Recording, RecordSweep
 from adjsim.adjoints.sweep.stepper import Inputs, Stepper, prepare
 from adjsim.core.autocast import autocast_state, restored_autocast
 from adjsim.core.box import refuse_trained_box
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import State
 from adjsim.core.trajectory import RunEnd
 from adjsim.dynamics.cotangents import Cotangents
@@ -216,7 +217,10 @@ class _SweptFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_graph()
+        refuse_second_derivative(
+            "this gradient was swept backward in constant memory",
+            "Use DirectAdjoint() without compile=True.",
+        )
         saved = ctx.saved_tensors
         found = ctx.run.backward(saved[: ctx.saved], saved[ctx.saved :], cotangents)
         return (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_indices, as_number, as_tensor, as_whole, outside_inference_mode
 from adjsim.core.reading import Reading
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import check_position
 from adjsim.core.typing import Positions, PositionsLike
 from adjsim.potentials.base import ForceField, force
@@ -343,11 +344,7 @@ class _Minimum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the gradient of a minimum comes from a linear system and has no graph of its own, "
-                "so it cannot be differentiated again (create_graph=True, double backward)."
-            )
+        refuse_second_derivative("the gradient of a minimum comes from a linear system")
         found, residual = ctx.saved_tensors
         search, parameters = ctx.search, ctx.parameters
         if not torch.equal(search.force(found), residual):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adjsim.compiler.systems import has_negative_eigenvalue, solve
 from adjsim.core.layout import is_tracing, outside_tracing
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import AnyState, State
 from adjsim.dynamics.cotangents import Cotangents
 from adjsim.dynamics.fields.base import FieldDynamics
@@ -238,12 +239,9 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the gradient of an implicit step comes from a linear system and has no graph of "
-                "its own, so it cannot be differentiated again (create_graph=True, double "
-                "backward). Use explicit steps for that."
-            )
+        refuse_second_derivative(
+            "the gradient of an implicit step comes from a linear system", "Use explicit steps."
+        )
         return cotangents[0]
 
 

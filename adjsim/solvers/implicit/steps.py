@@ -12,6 +12,7 @@ from adjsim.compiler.systems import LARGEST
 from adjsim.core.arguments import as_number
 from adjsim.core.reading import Reading
 from adjsim.core.refusal import Refusal
+from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.core.state import (
     AnyMomentumState,
     AnyState,
@@ -187,12 +188,9 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "the gradient of an implicit step comes from a linear system and has no graph of "
-                "its own, so it cannot be differentiated again (create_graph=True, double "
-                "backward). Use a splitting for that."
-            )
+        refuse_second_derivative(
+            "the gradient of an implicit step comes from a linear system", "Use a splitting."
+        )
         q, p, c, after_q, after_p, *_ = ctx.saved_tensors
         reading: Reading[nn.Module] = ctx.move.reading
         leaves = reading.leaves()
