@@ -7,11 +7,13 @@ They differ in the data stored during the forward solution: the interpolant of e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
 from adjsim.ivp.rate_check import agree_to_rounding, changed_message
@@ -23,6 +25,9 @@ Observer = Callable[[OdeSolver], None]
 
 # Largest number of steps whose interpolants are in memory at once.
 SEGMENT_STEPS = 64
+# Error of the state that backsolve integrates to the start, in units of the tolerances, from which
+# the gradient is doubted.
+LOST = 1e4
 
 
 def observed(method: type[OdeSolver], observers: list[Observer]) -> type[OdeSolver]:
@@ -112,12 +117,14 @@ class Backsolved:
 
     Args:
         start: the first time of the forward solution.
+        state: the state there.
         method: SciPy's solver class.
         rate: the right-hand side.
         options: the solver's tolerances and its largest step size.
     """
 
     start: float
+    state: Array
     method: type[OdeSolver]
     rate: Callable[[float, Array], Array]
     options: dict[str, Any]
@@ -151,6 +158,21 @@ class Backsolved:
                     yield float(solver.t), storage.solution()
                     storage = StoredInterpolants(self.method)
                     storage.times.append(solver.t)
+            if end == self.start:
+                self._warn_lost(solver.y)
+
+    def _warn_lost(self, found: Array) -> None:
+        """Warn if the state integrated backward does not end at the start."""
+        scale = self.options["atol"] + self.options["rtol"] * np.abs(self.state)
+        error = float(np.max(np.abs(found - self.state) / scale))
+        # The tolerances hold for each step, and errors of some hundred steps add up.
+        if not error <= LOST:
+            warnings.warn(
+                "adjoint='backsolve': the state integrated backward misses the start by "
+                f"{error:.1g} times the tolerances, so the gradient is lost where the equation "
+                "contracts. Use adjoint='checkpoint'.",
+                stacklevel=2,
+            )
 
 
 class Checkpointed:

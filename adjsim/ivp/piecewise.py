@@ -145,7 +145,7 @@ class PiecewiseSolve:
             else _with_rate_at_start(self.rhs.rate, t0, to_numpy(start), rate_after)
         )
         tolerances = self.options["rtol"], self.options["atol"]
-        path = self._path(t0) if wants_gradient else None
+        path = self._path(t0, start) if wants_gradient else None
         grazing = GrazingCheck(self.events, *tolerances) if wants_gradient and self.events else None
         rates = StepRates(rate)
         rate_check, jumps = (
@@ -192,7 +192,7 @@ class PiecewiseSolve:
             raise RuntimeError(f"{self.method.__name__} failed: {found.message}")
         return found
 
-    def _path(self, start: float) -> Path:
+    def _path(self, start: float, state: Tensor) -> Path:
         if self.kind == "interpolate":
             return StoredInterpolants(self.method)
         if self.kind == "checkpoint":
@@ -202,7 +202,7 @@ class PiecewiseSolve:
             "atol": self.options["atol"],
             "max_step": self.adjoint.max_step,
         }
-        return Backsolved(start, self.method, self.rhs.rate, options)
+        return Backsolved(start, to_numpy(state), self.method, self.rhs.rate, options)
 
     def _eval_times(self, begin: float) -> Tensor | None:
         """Return the evaluation times from the start of a piece on.

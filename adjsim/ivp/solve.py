@@ -90,8 +90,8 @@ def solve_ivp(
             ``t_eval``), up to twice the time. ``"backsolve"`` integrates the state backward with
             the adjoint and stores nothing. Where the equation contracts, errors grow backward
             in time, and the gradient is lost after about ten of the shortest time scales.
-            For van der Pol at mu = 5 and T = 5 the gradient is -0.09 instead of 1.90, without a
-            warning; at T = 10 the step size vanishes.
+            For van der Pol at mu = 5 and T = 5 the gradient is -0.09 instead of 1.90, which a
+            warning tells; at T = 10 the step size vanishes.
         options: SciPy's options ``rtol`` (1e-3), ``atol`` (1e-6), ``max_step``, ``first_step``,
             ``min_step``, ``jac``, ``jac_sparsity``, ``lband``, ``uband``. ``jac="autodiff"``
             computes the Jacobian by automatic differentiation. In addition: ``adjoint_rtol`` (a

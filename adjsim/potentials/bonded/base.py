@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -253,13 +253,14 @@ class BondedPotential(Declaring, Periodic, Potential):
     def validate(self) -> None:
         """Refuse atoms, types or numbers of terms other than those that the tables are made for."""
         super().validate()
-        index = self.index if len(self.used) == self.members else self.index[:, self.used]
+        index, types = self.index, self.types
+        index = index if len(self.used) == self.members else index[:, self.used]
         if not torch.equal(self.atoms.index.reshape(len(self.used), -1).T, index):
             raise ValueError(
                 f"the index of {type(self).__name__} has changed since it was made: make it again."
             )
         for known in self.by_type.values():
-            if self.types is None or not torch.equal(known.index, self.types):  # type: ignore[arg-type]
+            if types is None or not torch.equal(cast(Tensor, known.index), types):
                 raise ValueError(
                     f"the types of {type(self).__name__} have changed since it was made: make it "
                     "again."
@@ -268,7 +269,7 @@ class BondedPotential(Declaring, Periodic, Potential):
             found: Tensor = getattr(self, name)
             lead = found.shape[: found.ndim - len(columns)]
             if found.shape[found.ndim - len(columns) :] == columns and (
-                not lead or (self.types is not None and str(lead[0]) in self.by_type)
+                not lead or (types is not None and str(lead[0]) in self.by_type._modules)
             ):
                 continue
             self._check_parameter(name, found, columns)

@@ -124,12 +124,10 @@ class ScaledPairs(BondedPotential):
         if self._shares_box:
             refuse_other_boxes([pair, self])
         entries: dict[int, Tensor] = {}
+        operands = self.operands._modules
         for name in self._operand_names():
-            known: list[Any] = [
-                self.operands[f"{name} {key}"]
-                for key in ("i", "j", "ij")
-                if f"{name} {key}" in self.operands
-            ]
+            found_of = (operands.get(f"{name} {key}") for key in ("i", "j", "ij"))
+            known: list[Any] = [selection for selection in found_of if selection is not None]
             value: Tensor = getattr(pair, name)
             # Numbers of species are mixed to a table.
             size = value.shape[0] ** (3 - len(known)) if known and value.ndim else 1
