@@ -35,7 +35,7 @@ class ProcessDied(RuntimeError):
     """Raised if a process ended without a result."""
 
 
-def apart(work: Callable[..., T], *arguments: Any) -> T:
+def run_in_process(work: Callable[..., T], *arguments: Any) -> T:
     """Call a function in a new process and return its result.
 
     Args:

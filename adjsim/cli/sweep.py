@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from adjsim.cli.presets import Question
-from adjsim.cli.process import ProcessDied, apart
+from adjsim.cli.process import ProcessDied, run_in_process
 from adjsim.core.durable.ranks import Ranks
 from adjsim.core.progress import progress_bar
 from adjsim.estimators import Estimator
@@ -124,7 +124,7 @@ def run_sweep(
                 folder = None if store is None else store / f"{sweep.axis}-{x:g}"
                 try:
                     part = (
-                        apart(method, horizon, replicas, folder)
+                        run_in_process(method, horizon, replicas, folder)
                         if ranks.size == 1
                         else method(horizon, replicas, folder, ranks)
                     )

@@ -60,9 +60,9 @@ class FunctionPrinter:
         lowering: Lowering,
         outputs: Sequence[Output],
         threads: int,
-        result: Value | None = None,
-        first_function: int = 0,
-        rows: Sequence[Buffer] = (),
+        result: Value,
+        first_function: int,
+        rows: Sequence[Buffer],
     ) -> None:
         self.large, self.threads, self.rows = lowering.large, threads, rows
         self.scratch: list[Buffer] = []
@@ -72,7 +72,7 @@ class FunctionPrinter:
         }
         tasks: dict[Value, list[Task]] = {value: _tasks(value) for value in lowering.stored}
         output_tasks = [Task(output.buffer, output.value) for output in outputs]
-        groups = self._order(tasks, output_tasks, [] if result is None else [result])
+        groups = self._order(tasks, output_tasks, result)
         buffers = [
             value.buffer
             for value in tasks
@@ -81,13 +81,13 @@ class FunctionPrinter:
         self.scratch, self.lines = _share([list(group.lines) for group in groups], buffers)
 
     def _order(
-        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], results: list[Value]
+        self, tasks: dict[Value, list[Task]], output_tasks: list[Task], result: Value
     ) -> list[NestGroup]:
         needs = {value: _stored_operands(value, below=True) & tasks.keys() for value in tasks}
         wanted: set[Value] = set()
         todo = [
             value
-            for root in (*results, *(task.value for task in output_tasks))
+            for root in (result, *(task.value for task in output_tasks))
             for value in _stored_operands(root) & tasks.keys()
         ]
         todo += [value for value in tasks if value.buffer in self.rows]
@@ -123,7 +123,7 @@ class FunctionPrinter:
             remaining = [value for value in remaining if value not in done]
         groups.append(nests(output_tasks, self.threads))
         others = [need for value in tasks if isinstance(value, Called) for need in needs[value]]
-        others += [value for result in results for value in _stored_operands(result)]
+        others += _stored_operands(result)
         join(groups, lambda x: [y.buffer for y in _stored_operands(x) if y.buffer], self.threads)
         names = {value.buffer.name for value in others if value.buffer}
         fuse(groups, names | {buffer.name for buffer in self.rows})

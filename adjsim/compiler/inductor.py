@@ -60,12 +60,12 @@ def compile_with_inductor(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     constants_size, carry_size = len(constants), len(carry)
-    start, more, body, finish = parts.start, parts.more, parts.body, parts.finish
+    start, more, body = parts.start, parts.more, parts.body
     rows = stored_examples(body.graph, carry_size)
 
     def loop(*values: Tensor) -> list[Tensor]:
         fixed = values[:constants_size]
-        at_start, at_body, at_finish = last_inputs((start, body, finish), fixed)
+        at_start, at_body = last_inputs((start, body), fixed)
 
         def condition(k: Tensor, *operands: Tensor) -> Tensor:
             return more.graph(k, operands[carry_size])[0]
@@ -76,10 +76,10 @@ def compile_with_inductor(
         )
         # Without iterations the result shares memory with the initial carry. Inductor would reuse
         # that memory if the initial carry were not an output too.
-        return [*finish.graph(*out, *fixed, *at_finish), *initial]
+        return [*out, *initial]
 
     def iteration(*values: Tensor) -> list[Tensor]:
-        at_body = last_inputs((start, body, finish), values[1 + carry_size :])[1]
+        at_body = last_inputs((start, body), values[1 + carry_size :])[1]
         return body.graph(*values, *at_body)
 
     examples = [*constants, *carry]
@@ -103,7 +103,7 @@ def compile_with_inductor(
     def run_iterations(
         constants: Sequence[Tensor], carry: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        at_start, _, at_finish = last_inputs((start, body, finish), constants)
+        at_start, _ = last_inputs((start, body), constants)
         k, *state = start.graph(*constants, *carry, *at_start)
         found = [torch.empty((capacity, *x.shape), dtype=x.dtype, device=k.device) for x in rows]
         while bool(more.graph(k, constants[0])[0]):
@@ -112,6 +112,6 @@ def compile_with_inductor(
             for row, x in zip(found, state[carry_size:], strict=True):
                 row[number] = x
             del state[carry_size:]
-        return finish.graph(*state, *constants, *at_finish), found
+        return state, found
 
     return run_iterations if stepwise else run_loop

@@ -69,13 +69,11 @@ class Parts:
         more: (number of an iteration, number of steps) to whether the iteration is run.
         body: (number, carry, constants) to (next number, carry, rows); rows are the tensors that
             each iteration stores.
-        finish: (carry, constants) to the final carry.
     """
 
     start: Part
     more: Part
     body: Part
-    finish: Part
 
 
 def compile_to_cpp(
@@ -116,7 +114,7 @@ def compile_to_cpp(
     ) -> tuple[list[Tensor], list[Tensor]]:
         results = [torch.empty(x.shape, dtype=x.dtype) for x in carry]
         stored = memory.take()
-        fixed = last_inputs((parts.start, parts.body, parts.finish), constants)
+        fixed = last_inputs((parts.start, parts.body), constants)
         inputs = [x.contiguous() for x in (*constants, *(x for p in fixed for x in p), *carry)]
         status = run(
             InputPointers(*(x.data_ptr() for x in inputs)),
@@ -180,8 +178,7 @@ class _CppLoop:
         body_fixed = self._function(
             "body", parts.body, [number, *current, *consts], next_carry, "int64_t", rows
         )
-        finish_fixed = self._function("finish", parts.finish, [*current, *consts], carry_in, None)
-        all_constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
+        all_constants = [*consts, *start_fixed, *body_fixed]
         self.source = "\n".join(
             [
                 HEADER,
@@ -192,7 +189,6 @@ class _CppLoop:
                     consts,
                     start_fixed,
                     body_fixed,
-                    finish_fixed,
                     carry_in,
                     current,
                     next_carry,
@@ -209,13 +205,13 @@ class _CppLoop:
         part: Part,
         inputs: list[Buffer],
         outputs: list[Buffer],
-        result: str | None,
+        result: str,
         rows: Sequence[Buffer] = (),
     ) -> list[Buffer]:
         """Print the function of one graph.
 
-        It writes the outputs and, after them, the rows. If ``result`` is a C++ type, it returns the
-        first output.
+        It returns the first output, of the C++ type ``result``. It writes the other outputs and,
+        after them, the rows.
 
         Returns:
             the buffers of its last inputs: captured tensors, and values of constants alone.
@@ -225,10 +221,9 @@ class _CppLoop:
         inputs = [*inputs, *fixed]
         part.graph.graph.eliminate_dead_code()
         lowering = Lowering(part.graph, inputs, self.large, self.exact)
-        kept = lowering.outputs[1:] if result else lowering.outputs
         targets = [
             Output(v, b)
-            for v, b in zip(kept, [*outputs, *rows], strict=True)
+            for v, b in zip(lowering.outputs[1:], [*outputs, *rows], strict=True)
             if b not in rows or not store_in(v, b, rows)
         ]
         self.checked[name] = {x.buffer.name: x for x in lowering.checked}
@@ -236,7 +231,7 @@ class _CppLoop:
             lowering,
             targets,
             self.threads,
-            lowering.outputs[0] if result else None,
+            lowering.outputs[0],
             len(self.addresses),
             rows,
         )
@@ -252,10 +247,9 @@ class _CppLoop:
             lines.append(f"{kind}* __restrict {buffer.name} = ({kind}*)(work + {at});")
             at += _bytes(buffer)
         lines += function.lines
-        if result:
-            body = Body("r")
-            text = lowering.outputs[0].load(body, ())
-            lines += [*body.lines, f"return {text};"]
+        body = Body("r")
+        text = lowering.outputs[0].load(body, ())
+        lines += [*body.lines, f"return {text};"]
         self.work = max(self.work, at)
         names = [_parameter(b, const=True) for b in inputs] + [
             _parameter(b, const=False) for b in (*outputs, *rows)
@@ -264,7 +258,7 @@ class _CppLoop:
         self.functions.append(
             "\n".join(
                 [
-                    f"static {result or 'void'} {name}({', '.join([*names, *EXTRA])}) {{",
+                    f"static {result} {name}({', '.join([*names, *EXTRA])}) {{",
                     *lines,
                     "}",
                 ]
@@ -277,13 +271,12 @@ class _CppLoop:
         consts: list[Buffer],
         start_fixed: list[Buffer],
         body_fixed: list[Buffer],
-        finish_fixed: list[Buffer],
         carry_in: list[Buffer],
         current: list[Buffer],
         next_carry: list[Buffer],
         rows: list[Buffer],
     ) -> list[str]:
-        constants = [*consts, *start_fixed, *body_fixed, *finish_fixed]
+        constants = [*consts, *start_fixed, *body_fixed]
         lines, at = [], 0
         for i, buffer in enumerate(constants):
             kind, name = TYPES[buffer.dtype], buffer.name
@@ -310,8 +303,6 @@ class _CppLoop:
             lines.append(f"{kind}* {buffer.name} = ({kind}*)in[{len(constants) + i}];")
             lines.append(f"{kind}* y{i} = ({kind}*)out[{i}];")
 
-        results = [f"y{i}" for i in range(len(carry_in))]
-
         def call(function: str, *buffers: Buffer | str) -> str:
             names = [b if isinstance(b, str) else b.name for b in buffers]
             names += self.checked[function]
@@ -328,7 +319,7 @@ class _CppLoop:
             f"k = {call('body', 'k', *current, *consts, *body_fixed, *next_carry, *rows)};",
             *(f"exchange({a.name}, {n.name});" for a, n in zip(current, next_carry, strict=True)),
             "}",
-            f"{call('finish', *current, *consts, *finish_fixed, *results)};",
+            *(_copy_out(buffer, f"y{i}") for i, buffer in enumerate(current)),
         ]
         return [
             'extern "C" int run(const void* const* in, void* const* out, void* const* functions) {',
@@ -354,6 +345,16 @@ def _constant_buffer(name: str, x: Tensor) -> Buffer:
     if x.numel() == 1:
         return Buffer(name, x.dtype, tuple(x.shape), (0,) * x.ndim, variable=True, constant=True)
     return replace(_buffer(name, x, fill=x.numel() <= COPY_LIMIT), constant=True)
+
+
+def _copy_out(buffer: Buffer, result: str) -> str:
+    """Print the copy of a buffer, whose rows may be padded, to a dense result."""
+    kind, numbers = TYPES[buffer.dtype], torch.Size(buffer.shape).numel()
+    size, pitch = (buffer.inner, buffer.row) if buffer.row else (numbers, numbers)
+    return (
+        f"for (int64_t r = 0; r < {numbers // max(1, size)}; ++r) memcpy({result} + r * {size}, "
+        f"{buffer.name} + r * {pitch}, {size} * sizeof({kind}));"
+    )
 
 
 def _bytes(buffer: Buffer) -> int:

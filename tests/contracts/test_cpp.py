@@ -43,7 +43,6 @@ def spec(function: Callable[..., Tensor]) -> LoopSpec:
             (function(*given.inputs).detach().clone(memory_format=torch.contiguous_format),),
             (),
         ),
-        finish=lambda given, carry: carry,
     )
 
 
@@ -420,7 +419,6 @@ def test_what_is_not_printed_is_refused(name):
             steps,
             x,
         ),
-        finish=loops._trace(lambda carry, steps, x: [carry], slice(1, None), *carry, steps, x),
     )
     assert isinstance(parts.start, Part)
     with pytest.raises(UnprintableError):
@@ -475,7 +473,6 @@ def test_rows_hold_the_carry_before_each_iteration(width):
             start=lambda given, carry: (torch.zeros_like(given.steps), carry),
             more=lambda k, count: k < count,
             body=lambda given, k, carry: (k + 1, (carry[0] + 1, 2 * carry[1]), (carry[1],)),
-            finish=lambda given, carry: carry,
         ),
         nullcontext,
         Constants(torch.tensor(4), ()),

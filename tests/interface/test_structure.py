@@ -1,12 +1,26 @@
 """The structure of the package keeps its limits, and the counts see what breaks them."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.structure import measured
 
+# Packages that are imported where they are used.
+HEAVY = {
+    "ase", "matplotlib", "meshio", "openmm", "rich", "scipy", "torchdiffeq", "torchsde", "typer",
+}  # fmt: skip
+
 
 def test_the_package_keeps_its_limits():
     assert not measured().faults
+
+
+def test_heavy_packages_are_imported_where_they_are_used():
+    code = "import sys, adjsim; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not HEAVY & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

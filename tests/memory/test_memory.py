@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import adjsim
-from adjsim.cli.process import apart
+from adjsim.cli.process import run_in_process
 from tests.memory.measure import measured
 from tests.problems import parameter, square
 
@@ -17,7 +17,7 @@ MB = 1e6
 
 
 def growth(method: str, steps: int, problem: str | int) -> int:
-    return apart(measured, method, steps, problem)
+    return run_in_process(measured, method, steps, problem)
 
 
 def test_reversible_is_flat_in_the_number_of_steps():

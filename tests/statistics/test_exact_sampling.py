@@ -141,7 +141,7 @@ def test_the_invariant_of_a_chain_walks_within_its_bound():
     plain, exact = errors_of_invariant(dynamics, start, "NBABN", dt, steps)
     kinetic = 39 * kT / 2
     lattice = Splitting("NBABN", dt, exact=True).plan(dynamics, start, 0.0).lattice
-    roughness = 2**22 * float(lattice.grids["momentum"].spacing) / math.sqrt(6)
+    roughness = 2**22 * float(lattice.roundings["momentum"].spacing) / math.sqrt(6)
     walk = math.sqrt(2 * steps) * (
         2 * kinetic * 2**-23 / math.sqrt(3) + math.sqrt(2 * kinetic) * roughness
     )

@@ -265,10 +265,7 @@ class BackwardLoops:
             loop.fixed_evaluations = loop.evaluations_per_step if shared else 0
             return k - 1, found, ()
 
-        def finish(constants: LoopConstants, carry: BackwardCarry) -> BackwardCarry:
-            return carry
-
-        return LoopSpec(start, more, body, finish)
+        return LoopSpec(start, more, body)
 
 
 def _sum(known: Tensor | None, like: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def one_step_uncompiled(
         k, after = spec.start(constants, _mapped(clone, carry))
         while bool(spec.more(k, constants.steps)):
             k, after, _ = spec.body(constants, k, after)
-        return leaves(spec.finish(constants, after))
+        return leaves(after)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], carry: Any) -> Any:

@@ -56,13 +56,11 @@ class LoopSpec(Generic[Constants, Carry]):
         more: returns, for ``k`` and the number of steps, whether to run another iteration.
         body: runs one iteration and returns the next ``k``, the carry and the tensors that the
             iteration stores.
-        finish: runs after the last iteration and returns the final carry.
     """
 
     start: Callable[[Constants, Carry], tuple[Tensor, Carry]]
     more: Callable[[Tensor, Tensor], Tensor]
     body: Callable[[Constants, Tensor, Carry], tuple[Tensor, Carry, Sequence[Tensor]]]
-    finish: Callable[[Constants, Carry], Carry]
 
 
 def compile_loop(
@@ -115,12 +113,6 @@ def compile_loop(
             )
         return [k, *tree_leaves(next_carry), *rows]
 
-    def finish(*values: Tensor) -> list[Tensor]:
-        with within(tree_unflatten(list(values[carry_size:]), constants_tree)) as traced:
-            return tree_leaves(
-                spec.finish(traced, tree_unflatten(list(values[:carry_size]), carry_tree))
-            )
-
     untested = untested_torch()
     try:
         with _compiling:
@@ -131,7 +123,6 @@ def compile_loop(
                 body=_trace(
                     body, slice(1 + carry_size, None), number, *carry_list, *constants_list
                 ),
-                finish=_trace(finish, slice(carry_size, None), *carry_list, *constants_list),
             )
             try:
                 compiled, path = (

@@ -241,10 +241,7 @@ class ForwardLoops(Resumable):
             rows = () if saved is None else (*carry.state, *saved)
             return k + 1, ForwardCarry(total, force, growth, margin, packed), rows
 
-        def finish(constants: LoopConstants, carry: ForwardCarry) -> ForwardCarry:
-            return carry
-
-        return LoopSpec(start, more, body, finish)
+        return LoopSpec(start, more, body)
 
 
 def _is_refused(carry: ForwardCarry) -> bool:

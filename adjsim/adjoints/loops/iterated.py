@@ -147,10 +147,7 @@ def _spec(
         k = torch.where(found.failed, constants.steps, completed)
         return k, new, carry.state if stores else ()
 
-    def finish(constants: LoopConstants, carry: IteratedCarry) -> IteratedCarry:
-        return carry
-
-    return LoopSpec(start, more, body, finish)
+    return LoopSpec(start, more, body)
 
 
 def _iterations(carry: Any) -> int:

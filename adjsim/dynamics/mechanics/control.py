@@ -39,12 +39,13 @@ class Feedback(Term[PhaseState]):
 
     def drift(self, t: Any, state: PhaseState) -> Mapping[str, Tensor]:
         q, p = state
-        return {"momentum": self._control(q, t, p / self.masses(p))}
+        return {"momentum": self.masses.mobile(q) * self.control(t, q, p / self.masses(p))}
 
     def coefficients(self, h: float, state: PhaseState) -> dict[str, Tensor]:
         with torch.no_grad():
             step = torch.as_tensor(h, dtype=torch.float64).to(state.momentum)
-        return {"h": step, "1/m": 1 / self.masses(state.momentum)}
+            mobile = self.masses.mobile(state.momentum)
+        return {"h": step, "1/m": 1 / self.masses(state.momentum), "mobile": mobile}
 
     def moves(self, h: float, state: PhaseState) -> Sequence[Move]:
         return (
@@ -61,11 +62,9 @@ class Feedback(Term[PhaseState]):
         )
 
     def _increment(self, c: Coefficients, q: Tensor, t: Any, p: Tensor) -> Tensor:
-        middle = p + 0.5 * c["h"] * self._control(q, t, p * c["1/m"])
-        return c["h"] * self._control(q, t, middle * c["1/m"])
-
-    def _control(self, q: Tensor, t: Any, velocity: Tensor) -> Tensor:
-        return self.masses.mobile(q) * self.control(t, q, velocity)
+        step = c["h"] * c["mobile"]
+        middle = p + 0.5 * step * self.control(t, q, p * c["1/m"])
+        return step * self.control(t, q, middle * c["1/m"])
 
     def _solved(self, c: Coefficients, q: Tensor, t: Any, after: Tensor) -> Tensor:
         p, change, last = after, math.inf, math.inf

@@ -105,7 +105,8 @@ class RayleighDamping(Term[PhaseState]):
     @torch.no_grad()
     def bounds(self, state: PhaseState) -> tuple[float, float]:
         """Bound the rates of damping at a start, by Lanczos iteration with a margin."""
-        parts, mobile = self._parts(state), self.masses.mobile(state.momentum)
+        parts = self._parts(state)
+        mobile = parts["mobile"]
         root = parts["1/m"].sqrt()
         rate = self._rate(parts, state.position)
         generator = torch.Generator().manual_seed(0)
@@ -123,12 +124,12 @@ class RayleighDamping(Term[PhaseState]):
             "gamma": per_atom(self.gamma, p),
             "beta": self.beta.to(p),
             "1/m": 1 / self.masses(p),
+            "mobile": self.masses.mobile(p),
         }
 
     def _rate(self, c: Coefficients, position: Tensor) -> Callable[[Tensor], Tensor]:
         product = stiffness(self.body, position)
-        mobile = self.masses.mobile(position)
-        return lambda p: mobile * (c["gamma"] * p + c["beta"] * product(c["1/m"] * p))
+        return lambda p: c["mobile"] * (c["gamma"] * p + c["beta"] * product(c["1/m"] * p))
 
     def _applied(self, c: Coefficients, series: Tensor, p: Tensor) -> Tensor:
         rate = self._rate(c, c["reference"])

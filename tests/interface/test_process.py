@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from adjsim import CheckpointAdjoint, Pathwise, ReversibleAdjoint
-from adjsim.cli import process as apart
+from adjsim.cli import process
 from adjsim.cli.app import app
 from adjsim.cli.job import ADJOINTS, PLAIN, Job, estimators_of, question_of
 from adjsim.cli.models import BathSettings, model_of, solver_of
@@ -72,7 +72,7 @@ def test_parallel_loops_run_in_forks():
     torch.set_num_threads(2)
     here = sines()
     for _ in range(2):
-        there, threads, touched = apart.apart(threads_and_sines)
+        there, threads, touched = process.run_in_process(threads_and_sines)
         assert torch.equal(here, there)
         assert threads == 2  # its own, and the one that watches the caller
         assert not touched
@@ -80,8 +80,8 @@ def test_parallel_loops_run_in_forks():
 
 @pytest.mark.slow
 def test_processes_that_import_the_library_themselves(monkeypatch):
-    monkeypatch.setattr(apart, "START", "spawn")
-    assert apart.apart(max, 1, 2) == 2
+    monkeypatch.setattr(process, "START", "spawn")
+    assert process.run_in_process(max, 1, 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_processes_that_import_the_library_themselves(monkeypatch):
 )
 def test_errors_come_back(error):
     with pytest.raises(type(error), match=str(error)) as caught:
-        apart.apart(fail, error)
+        process.run_in_process(fail, error)
     assert "in fail" in caught.value.__notes__[0]  # where in the process it was raised
 
 
 def test_errors_that_do_not_pickle_are_described():
     with pytest.raises(RuntimeError, match=r"Stubborn: this and that"):
-        apart.apart(raise_stubborn)
+        process.run_in_process(raise_stubborn)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_errors_that_do_not_pickle_are_described():
     ],
 )
 def test_a_process_that_dies_says_how(work, says):
-    with pytest.raises(apart.ProcessDied, match=says):
-        apart.apart(work)
+    with pytest.raises(process.ProcessDied, match=says):
+        process.run_in_process(work)
 
 
 def test_a_method_that_dies_is_listed_with_its_reason():
@@ -159,7 +159,7 @@ def estimators(names, preset, look):
 def test_numbers_are_those_of_this_process(make, horizon, replicas):
     methods = make()
     for method in methods:
-        here, there = method(horizon, replicas), apart.apart(method, horizon, replicas)
+        here, there = method(horizon, replicas), process.run_in_process(method, horizon, replicas)
         assert here.failures == there.failures
         assert list(here.estimates) == list(there.estimates)
         for mine, theirs in zip(here.estimates.values(), there.estimates.values(), strict=True):
