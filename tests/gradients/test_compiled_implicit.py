@@ -204,7 +204,6 @@ def compiled(function, *inputs):
             ),
             (),
         ),
-        lambda constants, carry: carry,
     )
     constants = Constants(torch.tensor(1))
     loop, path = compile_loop(

@@ -118,7 +118,6 @@ def computed(function, *inputs):
         lambda given, carry: (torch.zeros_like(given.steps), carry),
         lambda k, count: k < count,
         body,
-        lambda given, carry: carry,
     )
     constants = Constants(torch.tensor(1), inputs)
     examples = tuple(torch.zeros_like(x.detach()) for x in function(*inputs))
