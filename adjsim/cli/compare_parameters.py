@@ -10,9 +10,8 @@ import typer
 
 from adjsim.cli.job import ADJOINTS
 from adjsim.cli.models import SCHEMES
-from adjsim.cli.options import observable_names
+from adjsim.cli.options import SwitchStartOption, TruncationOption, observable_names
 from adjsim.cli.presets import ESTIMATORS, presets
-from adjsim.io.systems import TRUNCATIONS
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,8 @@ class CompareParameters:
             show_default="none; in a box the smaller of 3 sigma and half its width",
         ),
     ] = None
-    truncation: Annotated[
-        str,
-        typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}."),
-    ] = "shifted"
-    switch_start: Annotated[
-        float | None,
-        typer.Option(
-            help="Distance from which --truncation switched switches the energy off.",
-            show_default="0.9 of the cutoff",
-        ),
-    ] = None
+    truncation: TruncationOption = "shifted"
+    switch_start: SwitchStartOption = None
     skin: Annotated[
         float | None,
         typer.Option(

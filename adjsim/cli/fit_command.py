@@ -23,7 +23,15 @@ from adjsim.cli.melting import (
     order_of,
 )
 from adjsim.cli.models import SCHEMES, BathSettings, model_of, solver_of
-from adjsim.cli.options import check_numbers, line_of, memory_kernel, refuse, refuse_misplaced
+from adjsim.cli.options import (
+    SwitchStartOption,
+    TruncationOption,
+    check_numbers,
+    line_of,
+    memory_kernel,
+    refuse,
+    refuse_misplaced,
+)
 from adjsim.cli.parameters import command_of
 from adjsim.cli.radial_fit import BURN_IN, radial_problem
 from adjsim.core.box import perpendicular_widths, volume
@@ -31,7 +39,7 @@ from adjsim.core.durable.files import check_writable
 from adjsim.core.durable.interruption import ending_at_once
 from adjsim.core.durable.ranks import RankError, Ranks
 from adjsim.estimators.fit.fit import fit
-from adjsim.io.systems import TRUNCATIONS, Cutoff, System, structure
+from adjsim.io.systems import Cutoff, System, structure
 
 BATHS = [name for name in SCHEMES if name != "hamiltonian"]
 # Errors of a run, which are shown in one line.
@@ -109,17 +117,8 @@ class FitParameters:
             show_default="the smaller of 3 sigma and half the width of the box",
         ),
     ] = None
-    truncation: Annotated[
-        str,
-        typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}."),
-    ] = "shifted"
-    switch_start: Annotated[
-        float | None,
-        typer.Option(
-            help="Distance from which --truncation switched switches the energy off.",
-            show_default="0.9 of the cutoff",
-        ),
-    ] = None
+    truncation: TruncationOption = "shifted"
+    switch_start: SwitchStartOption = None
     r_min: Annotated[
         float, typer.Option(help="Leave out distances of the target below this one.")
     ] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -13,6 +13,19 @@ from adjsim.cli.presets import ESTIMATORS, Preset, presets
 from adjsim.cli.quantities import QUANTITIES
 from adjsim.cli.sweep import Sweep
 from adjsim.core.trajectory import check_times, step_numbers
+from adjsim.io.systems import TRUNCATIONS
+
+# Options that several commands have.
+TruncationOption = Annotated[
+    str, typer.Option(help=f"How the energy ends at the cutoff: {', '.join(TRUNCATIONS)}.")
+]
+SwitchStartOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Distance from which --truncation switched switches the energy off.",
+        show_default="0.9 of the cutoff",
+    ),
+]
 
 # The dynamics that have the parameters of these options.
 THERMOSTAT = {

@@ -101,7 +101,7 @@ def _documented(cls: type[Declaring], own: Mapping[str, Declared]) -> str:
     rows: list[str] = []
     for name, x in own.items():
         shapes = "likewise" if rows else cls.shapes_of_declared
-        # A meaning that gives its own shapes.
-        shapes = "" if "``(" in x.meaning else shapes
+        # The meaning of a parameter with several columns gives its shapes.
+        shapes = "" if "columns" in x.rule else shapes
         rows.append(f"{name}: {x.meaning}{'; ' + shapes if shapes else ''}.")
     return text.replace("{parameters}", "\n    ".join(rows))
