@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -251,9 +252,12 @@ def reads_force(x: Any) -> bool:
     """Return whether a move, or a source, reads the force."""
     if isinstance(x, tuple):
         return any(map(reads_force, x))
-    if isinstance(x, Force):
-        return True
-    return is_dataclass(x) and any(reads_force(getattr(x, part.name)) for part in fields(x))
+    return isinstance(x, Force) or any(reads_force(getattr(x, name)) for name in _parts(type(x)))
+
+
+@cache
+def _parts(kind: type) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind)) if is_dataclass(kind) else ()
 
 
 def as_leaves(coefficients: Coefficients) -> tuple[dict[str, Tensor], list[str]]:

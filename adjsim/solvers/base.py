@@ -170,9 +170,11 @@ class StepPlan:
     @property
     def shares_force(self) -> bool:
         """Whether a step begins with the force with which the step before ended."""
-        reading = [i for i, (_, move) in enumerate(self.moves) if reads_force(move)]
         moving = [i for i, (_, move) in enumerate(self.moves) if "position" in move.writes]
-        return bool(reading) and reading[0] <= min(moving) and reading[-1] > max(moving)
+        first, after = self.moves[: min(moving) + 1], self.moves[max(moving) + 1 :]
+        return any(reads_force(move) for _, move in first) and any(
+            reads_force(move) for _, move in reversed(after)
+        )
 
     @property
     def force_rounding(self) -> Rounding:
