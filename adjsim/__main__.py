@@ -1,5 +1,5 @@
 """``python -m adjsim``: the same as the ``adjsim`` command."""
 
-from adjsim.cli.app import app
+from adjsim_command import main
 
-app(prog_name="adjsim")
+main()

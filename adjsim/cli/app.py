@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
 
 import typer
 
-from adjsim import __version__
 from adjsim.cli.compare_command import compare
 from adjsim.cli.fit_command import fit_to_curve
 from adjsim.core.durable.ranks import Ranks
@@ -16,22 +14,8 @@ from adjsim.core.durable.ranks import Ranks
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
-        print(f"adjsim {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def main(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """adjsim: gradients through physical simulation."""
+def main() -> None:
     if not Ranks.of().first:
         # Of several ranks, the first one alone shows tables, progress and errors.
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
-from typer.testing import CliRunner
 
 import adjsim
+import adjsim_command
 from adjsim.cli.app import app
 from adjsim.compiler import versions
 
@@ -29,9 +32,10 @@ def constraints() -> dict[str, Version]:
     return {name: Version(number) for name, number in (line.split("==") for line in lines)}
 
 
-def test_one_version():
-    done = CliRunner().invoke(app, ["--version"])
-    assert (done.exit_code, done.stdout) == (0, f"adjsim {adjsim.__version__}\n")
+def test_one_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adjsim", "--version"])
+    adjsim_command.main()
+    assert capsys.readouterr().out == f"adjsim {adjsim.__version__}\n"
     assert (
         re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]
         == adjsim.__version__
@@ -39,6 +43,26 @@ def test_one_version():
     assert re.search(
         r"^## (\S+) - (unreleased|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M
     )[1] == (adjsim.__version__)
+
+
+def test_the_list_of_commands_is_that_of_the_library():
+    listed, real = (typer.main.get_command(x).commands for x in (adjsim_command.overview, app))
+    assert list(listed) == list(real)
+    for name, command in real.items():
+        assert command.help.startswith(listed[name].help)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_version_and_the_list_of_commands_are_printed_without_torch(option):
+    """Importing torch takes seconds."""
+    code = (
+        f"import sys; sys.argv[1:] = [{option!r}]\n"
+        "try: import adjsim_command; adjsim_command.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'adjsim', 'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "adjsim" in done.stdout
 
 
 def requirements() -> list[Requirement]:
