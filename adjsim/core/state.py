@@ -77,6 +77,11 @@ def position_of(state: AnyState) -> Tensor:
     return cast(AnyPositionState, state).position
 
 
+def momentum_of(state: AnyState) -> Tensor:
+    """Return the momentum of a state that has one."""
+    return cast(AnyMomentumState, state).momentum
+
+
 def detached(state: State) -> State:
     """Detach every field of a state."""
     return type(state)._make(x.detach() for x in state)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from adjsim.core.state import AnyMomentumState, AnyState, detached, position_of
+from adjsim.core.state import AnyState, detached, momentum_of, position_of
 from adjsim.dynamics.masses import Masses
 from adjsim.potentials.base import ForceField
 
@@ -98,5 +98,4 @@ class HeatLimit:
         )
 
     def _kinetic(self, state: AnyState) -> Tensor:
-        assert isinstance(state, AnyMomentumState)
-        return self.masses.kinetic_energy(state.momentum)
+        return self.masses.kinetic_energy(momentum_of(state))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from adjsim.core.arguments import as_tensor
 from adjsim.core.parameters import NumberRule, register
-from adjsim.core.state import AnyMomentumState, AnyState, MomentumState
+from adjsim.core.state import AnyState, MomentumState, momentum_of, position_of
 from adjsim.core.typing import Energies, Number, Positions, PositionsLike, Seed
 from adjsim.dynamics.base import Dynamics
 from adjsim.dynamics.masses import Masses, check_entries, check_per_atom
@@ -50,11 +50,11 @@ class MassiveDynamics(Dynamics[MomentumState]):
     def check(self, state: AnyState) -> None:
         super().check(state)
         check_entries("mass", self.mass, state)
-        assert isinstance(state, AnyMomentumState)
-        if state.momentum.shape != state.position.shape:
+        momentum, position = momentum_of(state), position_of(state)
+        if momentum.shape != position.shape:
             raise ValueError(
-                f"momentum has shape {tuple(state.momentum.shape)} and position "
-                f"{tuple(state.position.shape)}; they must be equal."
+                f"momentum has shape {tuple(momentum.shape)} and position "
+                f"{tuple(position.shape)}; they must be equal."
             )
 
     def thermal_momentum(

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from adjsim.core.state import AnyMomentumState, AnyState
+from adjsim.core.state import AnyState, momentum_of
 from adjsim.core.trajectory import Final, TimeAverage, Trajectory
 from adjsim.estimators.base import Observable
 from adjsim.estimators.probes import depends_on
@@ -33,11 +33,11 @@ class MomentumCheck:
     def refuse_slopes(self, final: AnyState, frames: AnyState | None) -> None:
         """Refuse an observable whose graph reaches the momenta."""
         with torch.enable_grad():
-            moving = final._replace(momentum=_momentum(final).detach().requires_grad_())
+            moving = final._replace(momentum=momentum_of(final).detach().requires_grad_())
             seen = self._seen(moving, final, frames)
         if not seen.requires_grad:
             return
-        (slope,) = torch.autograd.grad(seen.sum(), _momentum(moving), allow_unused=True)
+        (slope,) = torch.autograd.grad(seen.sum(), momentum_of(moving), allow_unused=True)
         if slope is not None:
             self._refuse()
 
@@ -50,12 +50,12 @@ class MomentumCheck:
             return self.observable.function(state)
         assert frames is not None
         shares = (
-            torch.linspace(0.5, 1.0, len(_momentum(frames)), dtype=torch.float64)
-            .to(_momentum(state))
+            torch.linspace(0.5, 1.0, len(momentum_of(frames)), dtype=torch.float64)
+            .to(momentum_of(state))
             .square()
         )
-        along = _momentum(state) - _momentum(final)
-        moved = _momentum(frames) + shares.reshape(-1, 1, 1, 1) * along
+        along = momentum_of(state) - momentum_of(final)
+        moved = momentum_of(frames) + shares.reshape(-1, 1, 1, 1) * along
         return self.observable(
             Trajectory(self.times, frames._replace(momentum=moved), None, state, {})
         )
@@ -66,8 +66,3 @@ class MomentumCheck:
             "Girsanov: under BAOAB only positions have a path density, and the observable depends "
             "on momenta; use Splitting('OBABO', dt)."
         )
-
-
-def _momentum(state: AnyState) -> Tensor:
-    assert isinstance(state, AnyMomentumState)
-    return state.momentum
