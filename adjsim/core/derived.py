@@ -144,7 +144,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 def has_values() -> bool:
     """Return whether the values of tensors can be read."""
-    return not (in_transform() or is_tracing() or torch.compiler.is_compiling())
+    return not (torch.compiler.is_compiling() or in_transform() or is_tracing())
 
 
 def source_of(module: M) -> M:

@@ -269,8 +269,8 @@ def _name_of(leaf: Tensor, module: nn.Module) -> str:
 def check_numbers(part: nn.Module) -> None:
     """Refuse numbers of one module that its constructor would refuse."""
     for name, rule in vars(part).get("_rules", {}).items():
-        x = part._buffers.get(name)
         # An attribute lookup of a module takes as long as the check.
+        x = part._buffers.get(name, part._parameters.get(name))
         x = getattr(part, name) if x is None else x
         if isinstance(x, Tensor) and not is_lazy(x):
             rule(name, x.detach() if x.requires_grad else x)
