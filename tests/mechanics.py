@@ -22,8 +22,7 @@ class Follower(Controller):
         super().__init__()
         self.gain, self.target = vector(0.7, 0.4), parameter(0.3)
 
-    def forward(self, t, position: Tensor, velocity: Tensor | None = None) -> Tensor:
-        assert velocity is not None
+    def forward(self, t, position: Tensor, velocity: Tensor) -> Tensor:
         away = position - self.target * torch.sin(torch.as_tensor(t, dtype=torch.float64) + 1.0)
         return -self.gain[0] * torch.tanh(velocity) - self.gain[1] * away * velocity**2
 

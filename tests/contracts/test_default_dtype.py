@@ -208,7 +208,7 @@ def test_a_control_acts_for_the_whole_step(under_both):
     """A constant force of 1 leaves the momentum 1 after the time 1."""
 
     class Push(adjsim.Controller):
-        def forward(self, t, position, velocity=None):
+        def forward(self, t, position, velocity):
             return torch.ones_like(position)
 
     def computed() -> list[Tensor]:

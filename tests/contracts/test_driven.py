@@ -415,11 +415,8 @@ def test_controls_that_do_not_fit_are_refused(unchecked):
         dynamics = adjsim.Hamiltonian(potential)
         with pytest.raises(TypeError, match="reads velocities, which a potential does not see"):
             adjsim.simulate(dynamics, dynamics.init(q, q), [0.0, 0.1], solver=Splitting("BAB", 0.1))
-    for read in (control.force, lambda t, x: control.force_vjp(t, x, [])):
-        with pytest.raises(TypeError, match="reads velocities"):
-            read(0.0, q)
-    with pytest.raises(TypeError, match=r"write forward\(t, position, velocity\)"):
-        Controller()(0.0, q, q)
+    with pytest.raises(TypeError, match=r"abstract method '?forward"):
+        Controller()
 
 
 def test_functional_calls_reach_every_number():

@@ -384,7 +384,7 @@ class Strong(Controller):
         super().__init__()
         self.gain = parameter(200.0)
 
-    def forward(self, t, position, velocity=None):
+    def forward(self, t, position, velocity):
         return -self.gain * torch.sin(velocity)
 
 

@@ -106,7 +106,7 @@ class Mechanics(MassiveDynamics[PhaseState]):
         smoothing: Number = 1e-2,
         damping: Number = 0.0,
         stiffness_damping: Number = 0.0,
-        control: ForceField | None = None,
+        control: ForceField | Controller | None = None,
         prescribed: tuple[Array, Callable[[Any], Tensor]] | None = None,
     ) -> None:
         _check_parts(contact, control)
@@ -314,10 +314,10 @@ def _check_parts(contact: Any, control: Any) -> None:
             f"contact must be a contact with a surface, such as PlaneContact(...); got "
             f"{describe_type(contact)}."
         )
-    if control is not None and not isinstance(control, ForceField):
+    if control is not None and not isinstance(control, ForceField | Controller):
         raise TypeError(
-            "control must be a force field, such as OpenLoop(signal) or NeuralController(network);"
-            f" got {describe_type(control)}."
+            "control must be a force field, such as OpenLoop(signal), or a Controller, such as "
+            f"NeuralController(network); got {describe_type(control)}."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,10 @@ from adjsim.core.arguments import (
     refuse_uncalled_class,
 )
 from adjsim.core.parameters import register
-from adjsim.core.rounding import UNROUNDED, Rounding
+from adjsim.core.reading import read
 from adjsim.core.typing import Array, Number, Positions
 from adjsim.potentials.base import ForceField
 from adjsim.potentials.bonded.selection import Selection
-from adjsim.potentials.products import Pullback
 
 
 class _Placed(nn.Module):
@@ -98,7 +98,7 @@ class OpenLoop(ForceField):
         return self.placed(self.signal(t), position)
 
 
-class Controller(ForceField):
+class Controller(nn.Module, ABC):
     """A feedback force, ``u(t, q, v)``. Subclasses write ``forward(t, position, velocity)``.
 
     The dynamics gives it the velocity: ``Mechanics(potential, mass, control=controller)``. It is no
@@ -106,28 +106,17 @@ class Controller(ForceField):
     velocity there.
     """
 
-    def forward(self, t: Any, position: Positions, velocity: Positions | None = None) -> Positions:
-        raise TypeError(
-            f"{type(self).__name__} has no force: write forward(t, position, velocity)."
-        )
+    def __call__(self, *arguments: Any, **named: Any) -> Positions:
+        if len(arguments) + len(named) != 3:
+            raise TypeError(
+                f"{type(self).__name__} reads velocities, which a potential does not see: give it "
+                "to the dynamics, Mechanics(potential, mass, control=...)."
+            )
+        return nn.Module.__call__(read(self), *arguments, **named)
 
-    def force(self, t: Any, position: Positions, rounding: Rounding = UNROUNDED) -> Positions:
-        raise TypeError(self._without_velocity())
-
-    def force_vjp(
-        self,
-        t: Any,
-        position: Positions,
-        parameters: Sequence[Tensor],
-        rounding: Rounding = UNROUNDED,
-    ) -> tuple[Tensor, Pullback]:
-        raise TypeError(self._without_velocity())
-
-    def _without_velocity(self) -> str:
-        return (
-            f"{type(self).__name__} reads velocities, which a potential does not see: give it to "
-            "the dynamics, Mechanics(potential, mass, control=...)."
-        )
+    @abstractmethod
+    def forward(self, t: Any, position: Positions, velocity: Positions) -> Positions:
+        """Compute the force ``(*batch, atoms, dim)`` at time t."""
 
 
 class NeuralController(Controller):
@@ -161,9 +150,7 @@ class NeuralController(Controller):
         self.placed = _Placed(index)
         register(self, "scale", scale)
 
-    def forward(self, t: Any, position: Positions, velocity: Positions | None = None) -> Positions:
-        if velocity is None:
-            raise TypeError(self._without_velocity())
+    def forward(self, t: Any, position: Positions, velocity: Positions) -> Positions:
         *batch, atoms, dim = position.shape
         time = position.new_zeros((*batch, 1)) + t
         seen = torch.cat([time, position.flatten(-2), velocity.flatten(-2)], -1)
