@@ -6,6 +6,8 @@ from importlib.metadata import version as installed
 
 import matplotlib
 from sphinx.ext.autosummary import autosummary_toc
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+from sphinx_gallery.sorting import ExplicitOrder
 
 matplotlib.use("Agg")
 # Examples run in two processes, which would otherwise have a team of threads each.
@@ -28,13 +30,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 templates_path = ["_templates"]
-exclude_patterns = [
-    "_build",
-    "_templates",
-    "gallery/*.py",
-    "gallery/*.ipynb",
-    "gallery/**/GALLERY_HEADER.rst",
-]
+exclude_patterns = ["_build", "_templates"]
 
 html_theme = "furo"
 html_title = f"adjsim {release}"
@@ -58,13 +54,28 @@ autodoc_type_aliases = {
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 
+# The sections of the gallery, and the examples of each, the simplest first. New ones come last.
+GALLERY = {
+    "first_steps": "fit_sigma throw cookbook_runs cookbook_fits adjoint_against_bptt "
+    "exact_reversal potentials_and_integrators",
+    "molecules": "learn_angle learnt_force fit_fluid argon network_from_structure water "
+    "dipeptide peptide_distances",
+    "statistics": "barrier_crossing estimators fit_memory exploding_gradients "
+    "energy_based_model beyond_equilibrium",
+    "mechanics": "least_effort soft_cube two_balls cart_pole crawler identify_material "
+    "inverse_design",
+    "equations": "ivp_pouring ivp_throwing ivp_bounce ivp_identification ivp_van_der_pol "
+    "latent_force neural_ode neural_sde stochastic_volatility lorenz",
+}
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"/plot_",
     "ignore_pattern": r"/data/|__init__\.py",
-    "nested_sections": False,
-    "within_subsection_order": "FileNameSortKey",
+    "subsection_order": ExplicitOrder([*(f"../examples/{name}" for name in GALLERY), "*"]),
+    "within_subsection_order": ExplicitOrder(
+        [*(f"plot_{name}.py" for names in GALLERY.values() for name in names.split()), "*"]
+    ),
     "abort_on_example_error": True,
     "show_memory": False,
     # The page of computation times would load a script from the internet.
@@ -77,8 +88,20 @@ sphinx_gallery_conf = {
 }
 
 
+def show_picture_first(app, docname, source):
+    """Show the figure that stands on the tile of an example also before the code of its page."""
+    folder, _, name = docname.rpartition("/")
+    if name.startswith("plot_"):
+        settings, *_ = split_code_and_text_blocks(f"{app.srcdir}/{docname}.py")
+        figure = f"/{folder}/images/sphx_glr_{name}_{settings.get('thumbnail_number', 1):03}.*"
+        code = "\n.. GENERATED FROM PYTHON SOURCE LINES"
+        picture = f"\n.. image:: {figure}\n   :alt: a figure that this page computes\n{code}"
+        source[0] = source[0].replace(code, picture, 1)
+
+
 def setup(app):
     """Write aliased types by their bare names, and leave public names out of the sidebar."""
+    app.connect("source-read", show_picture_first)
     # This extension only adds files to pages, but does not declare that parallel reading is safe.
     app.extensions["sphinx-mathjax-offline"].parallel_read_safe = True
 

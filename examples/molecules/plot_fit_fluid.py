@@ -205,7 +205,7 @@ assert crossing(1.0) < THEORY - 0.05
 # changes, and within these 500 steps the gradients of single runs become larger than
 # the slope of the curve by factors of thousands, with both signs. With the rate of the
 # fit one step of gradient descent would be longer than the box. The page on
-# :ref:`exploding gradients <sphx_glr_gallery_plot_exploding_gradients.py>` shows how
+# :doc:`exploding gradients </gallery/statistics/plot_exploding_gradients>` shows how
 # they grow, and how the gradient of a mean is found in such a fluid.
 
 sigma = torch.nn.Parameter(torch.tensor(0.5))

@@ -9,7 +9,7 @@ friction and the stiffness of the contact. The gradients go through the impact, 
 page compares each with a difference quotient. Units are m, kg and s.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 3
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -17,7 +17,7 @@ seconds. Longer runs and larger systems were computed before, by
 below, from ``argon_study.json``, where each has its commit and seed.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 1
 
 import json
 from pathlib import Path

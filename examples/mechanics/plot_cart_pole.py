@@ -17,7 +17,7 @@ Training takes some minutes and is a script of its own,
 weights.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 5
 
 import json
 import math

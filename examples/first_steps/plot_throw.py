@@ -11,7 +11,7 @@ Units are m and s. The truth is :math:`y_0 = 2`, :math:`v_0 = 3` and :math:`g = 
 and the noise has a standard deviation of 0.01 m.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 3
 
 import matplotlib.pyplot as plt
 import numpy as np

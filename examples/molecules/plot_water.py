@@ -505,4 +505,4 @@ assert stderr[-1, 0] > 3
 # So an equilibrium estimator gives the gradient of g(r) and not that of D. A gradient
 # along paths exists at any time, but for water it is lost before it becomes that of D,
 # which is best taken as it was here, by a difference of runs. In a simpler liquid both
-# parts can be had, see the page on :ref:`argon <sphx_glr_gallery_plot_argon.py>`.
+# parts can be had, see the page on :doc:`argon <plot_argon>`.

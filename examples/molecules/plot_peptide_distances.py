@@ -271,7 +271,7 @@ for square, product in zip(*middle.values(), strict=True):
 # end with a larger n = 2 than products. The gradients at the known numbers are zero
 # within their errors for both losses. So 32 starts show the bias of squares in
 # the trainings at most. A fit that has to recover numbers needs an equilibrium mean, as
-# on the page on :ref:`alanine dipeptide <sphx_glr_gallery_plot_dipeptide.py>`.
+# on the page on :doc:`alanine dipeptide <plot_dipeptide>`.
 
 # %%
 # Growth
@@ -335,8 +335,8 @@ assert 130e9 < slope * exact[-1, 0] < 170e9
 # Left: up to 0.4 ps the gradient agrees with the differences to 1e-5. It grows by a
 # factor of a hundred and more within three picoseconds, and its sign becomes a matter
 # of chance. It stays the exact gradient of the steps, but says little about the mean,
-# so the trainings used runs of 0.3 ps. The page on :ref:`exploding gradients
-# <sphx_glr_gallery_plot_exploding_gradients.py>` has remedies.
+# so the trainings used runs of 0.3 ps. The page on :doc:`exploding gradients
+# </gallery/statistics/plot_exploding_gradients>` has remedies.
 #
 # Right: each point is the growth of the resident set in a fresh process. The exact run
 # retraces itself: it takes some megabytes for buffers, and no more for longer runs.

@@ -15,7 +15,7 @@ stepping that exchanges velocities at the end of the step of contact is the thir
 its gradient is wrong at any step.
 """
 
-# sphinx_gallery_thumbnail_number = 1
+# sphinx_gallery_thumbnail_number = 3
 
 import math
 

@@ -10,7 +10,7 @@ Then the mass pulls a second one by a spring, and both should be at rest at the 
 Control theory knows this answer too, from the Gramian of controllability.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 3
 
 import matplotlib.pyplot as plt
 import numpy as np
