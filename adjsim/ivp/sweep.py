@@ -15,6 +15,7 @@ import numpy as np
 from scipy.integrate import OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
+from adjsim.core.step_control import next_factor
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
 from adjsim.ivp.forward_states import solution
 from adjsim.ivp.quadrature import (
@@ -28,7 +29,8 @@ from adjsim.ivp.quadrature import (
 )
 from adjsim.ivp.rhs import Array, RightHandSide
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 30.0
+# Largest ratio of a collocation step to the one before.
+GROW = 30.0
 # Power of the tolerance that is required of the difference of two collocation results. The
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
@@ -238,8 +240,8 @@ class CollocationSweep(Sweep):
                 break
             if abs(step.h) <= smallest:
                 raise _adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
-            size = abs(step.h) * max(SHRINK, SAFETY * error ** (-1 / ORDER))
-        wanted = abs(step.h) * min(GROW, SAFETY * max(error, np.finfo(float).tiny) ** (-1 / ORDER))
+            size = abs(step.h) * next_factor(error, ORDER)
+        wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
         self.step = max(wanted, size) if cut else wanted
         return end, step

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import adjsim
 from adjsim import DirectAdjoint, Hamiltonian, NoseHooverChain, ReversibleAdjoint, TimeAverage
+from adjsim.core.tableaus import TABLEAUS, Tableau
 from adjsim.dynamics.fields.ode import ODE
 from adjsim.solvers.reversible.coupled import Coupled
 from adjsim.solvers.runge_kutta.step_sizes import Adaptive, StepTimes
-from adjsim.solvers.runge_kutta.tableaus import TABLEAUS, Tableau
 from tests.flows import DrivenPendulum, Linear, Lorenz
 
 PAIRS = {"bogacki-shampine": RK23, "dormand-prince": RK45}
