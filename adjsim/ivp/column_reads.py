@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from adjsim.ivp.column_steps import interpolate
+
 # For each column the number of a time (batch,), and whether this time is read (batch,).
 Row = tuple[Tensor, Tensor]
 
@@ -53,11 +55,8 @@ class ColumnReads:
             polynomial: the coefficients of its interpolant.
         """
         for number, due in rows:
-            x = self._fraction(number, due, t, h)
-            change = torch.zeros_like(y)
-            for coefficient in reversed(polynomial):
-                change = x * (coefficient + change)
-            states[:, number[due], self._columns[due]] = (y + change)[:, due]
+            found = interpolate(y, polynomial, self._fraction(number, due, t, h))
+            states[:, number[due], self._columns[due]] = found[:, due]
 
     def cotangents(
         self, cotangents: Tensor, rows: Sequence[Row], t: Tensor, h: Tensor, degree: int

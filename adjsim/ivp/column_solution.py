@@ -11,9 +11,9 @@ from torch import Tensor
 
 from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
-from adjsim.ivp.column_jumps import ColumnJumpCheck
 from adjsim.ivp.column_reads import ColumnReads
 from adjsim.ivp.column_steps import ColumnStepper, Step
+from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.rate_check import changed_message
 from adjsim.ivp.rhs import OF_A_SOLUTION, RightHandSide, TimeDerivative, as_times, to_numpy
 

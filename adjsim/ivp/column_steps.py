@@ -184,5 +184,13 @@ def combine(start: Tensor, weights: Sequence[float], terms: Sequence[Tensor]) ->
     return start
 
 
+def interpolate(y: Tensor, coefficients: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Return the states at fractions x ``(batch,)`` of a step from y, by its polynomial."""
+    change = torch.zeros_like(y)
+    for coefficient in reversed(coefficients):
+        change = x * (coefficient + change)
+    return y + change
+
+
 def _first(marked: Tensor) -> int:
     return int(marked.nonzero()[0, 0])
