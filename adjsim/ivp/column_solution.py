@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adjsim.core.second_derivative import refuse_second_derivative
 from adjsim.ivp.column_history import CheckpointedSteps, Point, StoredSteps
 from adjsim.ivp.column_reads import ColumnReads
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.jumps import ColumnJumpCheck
 from adjsim.ivp.rate_check import changed_message
-from adjsim.ivp.rhs import OF_A_SOLUTION, RightHandSide, TimeDerivative, as_times, to_numpy
+from adjsim.ivp.rhs import AdjointStates, RightHandSide, TimeDerivative, as_times, to_numpy
 
 # The times and states before a step, the times after, and the coefficients of the interpolant.
 Polynomial = tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -115,7 +115,9 @@ class ColumnSolution:
         if not torch.is_grad_enabled():
             return values
         if any(x.requires_grad for x in (self.start, *parameters)):
-            values = _States.apply(self, at, values, self.start, *parameters)
+            values = AdjointStates.apply(
+                partial(self.backward, at), values, self.start, *parameters
+            )
         if times.requires_grad:
             with torch.no_grad():
                 rates = [self.stepper.rate(at[k], states[:, k]) for k in range(len(at))]
@@ -129,7 +131,7 @@ class ColumnSolution:
             times: the sorted times at which the states are used, ``(times, batch)``.
             cotangents: the cotangents of these states ``(n, times, batch)``.
         """
-        reads = ColumnReads(times, self.stepper.direction)
+        reads, cotangents = ColumnReads(times, self.stepper.direction), cotangents.double()
         cotangent = torch.zeros_like(self.start, dtype=cotangents.dtype)
         sums = [torch.zeros_like(x) for x in self.rhs.parameter_leaves]
         for count, (before, after) in enumerate(self.history.backward()):
@@ -177,24 +179,6 @@ def _refuse_changed(end: Tensor, before: Point, after: Point) -> None:
     wrong = ~(off <= torch.finfo(end.dtype).eps ** 0.5 * size.clamp(min=1e-300))
     if wrong.any():
         raise RuntimeError(changed_message(float(before[0][wrong][0])))
-
-
-class _States(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, solution: Any, times: Tensor, states: Tensor, start: Tensor, *parameters: Tensor
-    ) -> Tensor:
-        ctx.solution, ctx.times = solution, times
-        # Their values are those of the run, whatever becomes of them.
-        ctx.likes = [x.new_empty(0) for x in parameters]
-        return states.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        refuse_second_derivative(OF_A_SOLUTION)
-        start, sums = ctx.solution.backward(ctx.times, grad_outputs[0].double())
-        found = (total.to(like) for total, like in zip(sums, ctx.likes, strict=True))
-        return None, None, None, start.to(grad_outputs[0]), *found
 
 
 @dataclass

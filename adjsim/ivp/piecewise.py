@@ -13,7 +13,7 @@ import torch
 from scipy.integrate import OdeSolution, OdeSolver
 from torch import Tensor
 
-from adjsim.ivp.adjoint import AdjointSolver, Path, Piece
+from adjsim.ivp.adjoint import Path, Piece
 from adjsim.ivp.events import Event
 from adjsim.ivp.forward_states import (
     Backsolved,
@@ -28,6 +28,7 @@ from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rate_check import RateCheck, StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
 from adjsim.ivp.roots import Root, time_unit
+from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
 # Resets closer than this fraction of the time since the start count as accumulating.
@@ -58,7 +59,7 @@ class PiecewiseSolve:
     rhs: RightHandSide
     method: type[OdeSolver]
     kind: str
-    adjoint: AdjointSolver
+    adjoint: AdjointSettings
     begin: Tensor
     end: Tensor
     t_eval: Tensor | None

@@ -22,7 +22,7 @@ from adjsim.ivp.input_tensors import InputTensors, owner
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
-
+Pull = Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 
 # What refuses a second derivative of a solution.
 OF_A_SOLUTION = "the gradient of a solution comes from its adjoint equation"
@@ -264,6 +264,27 @@ class RightHandSide:
                     "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
                     "by params=[...], make it a parameter of a module, or detach() it."
                 )
+
+
+class AdjointStates(torch.autograd.Function):
+    """States whose gradient comes from an adjoint.
+
+    ``pull`` takes their cotangents to those of the start and of the parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pull: Pull, states: Tensor, start: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.pull = pull
+        # Their values are those of the run, whatever becomes of them.
+        ctx.likes = [x.new_empty(0) for x in (start, *parameters)]
+        return states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        refuse_second_derivative(OF_A_SOLUTION)
+        start, sums = ctx.pull(grad_outputs[0])
+        found = (x.to(like) for x, like in zip((start, *sums), ctx.likes, strict=True))
+        return None, None, *found
 
 
 class TimeDerivative(torch.autograd.Function):

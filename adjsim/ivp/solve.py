@@ -12,12 +12,13 @@ from scipy.integrate import OdeSolver
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from adjsim.ivp.adjoint import METHODS, AdjointSolver
+from adjsim.ivp.adjoint import METHODS
 from adjsim.ivp.columns import COLUMN_METHODS, as_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
+from adjsim.ivp.sweep import AdjointSettings
 
 # SciPy's solvers replace a smaller rtol by this.
 SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
@@ -251,7 +252,7 @@ def _check_span(begin: float, end: float, must_be_finite: bool) -> None:
 
 def _adjoint_settings(
     rhs: RightHandSide, method: type[OdeSolver], options: dict[str, Any]
-) -> tuple[dict[str, Any], AdjointSolver]:
+) -> tuple[dict[str, Any], AdjointSettings]:
     """Separate SciPy's options from those of the adjoint, and make the adjoint's settings."""
     options = {"rtol": 1e-3, "atol": 1e-6, **options}
     for name in ("rtol", "atol"):
@@ -271,7 +272,7 @@ def _adjoint_settings(
     elif callable(jac):
         options["jac"] = lambda t, y: _array(jac(rhs.time(t), rhs.tensor(y), *rhs.args))
     max_step, tolerances = options.get("max_step", np.inf), (options["rtol"], options["atol"])
-    return options, AdjointSolver(rhs, method, backward, absolute, max_step, *tolerances)
+    return options, AdjointSettings(rhs, method, backward, absolute, max_step, *tolerances)
 
 
 def _array(x: Any) -> Any:

@@ -6,13 +6,12 @@ A sweep integrates :math:`\dot\lambda = -J^T \lambda` along a path of states, an
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.integrate import OdeSolution, OdeSolver, Radau
+from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.core.step_control import next_factor
@@ -35,19 +34,47 @@ GROW = 30.0
 # difference is of order 6 in the step size and the error of order 10. The power 6 / 10 would be too
 # lax where the integrand jumps, since the difference is then about as large as the error.
 POWER = 0.85
+# Largest number of real state entries for which the adjoint of a stiff problem is solved by
+# collocation, which solves one dense linear system per step.
+MAX_COLLOCATION_SIZE = 32
+IMPLICIT = (Radau, BDF, LSODA)
 # Fraction of a change of the states at which a change of the integrand has to be smaller too.
 SHRUNK = 2.0**-10
 
 
 @dataclass
+class AdjointSettings:
+    """The settings with which the adjoint of a problem is integrated.
+
+    Args:
+        rhs: the right-hand side of the problem.
+        method: SciPy's solver class for the forward solution.
+        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
+        max_step: largest step size, as in the forward solution.
+        state_rtol, state_atol: tolerances of the forward solution.
+    """
+
+    rhs: RightHandSide
+    method: type[OdeSolver]
+    rtol: float
+    atol: float
+    max_step: float
+    state_rtol: Array
+    state_atol: Array
+
+    def sweep(self, adjoint: Array) -> Sweep:
+        """Make the sweep that begins with a cotangent of the state."""
+        if not issubclass(self.method, IMPLICIT):
+            return SolverSweep(self, adjoint, self.method)
+        large = (1 + np.iscomplexobj(adjoint)) * adjoint.size > MAX_COLLOCATION_SIZE
+        return SolverSweep(self, adjoint, Radau) if large else CollocationSweep(self, adjoint)
+
+
 class Sweep(ABC):
     """The adjoint and the integral in one backward pass.
 
     Args:
-        rhs: the right-hand side.
-        rtol, atol: tolerances of the adjoint; atol is relative to the adjoint's largest entry.
-        max_step: the largest step size.
-        state_rtol, state_atol: the tolerances of the states along which the sweep integrates.
+        settings: the settings of the adjoint.
         adjoint: the cotangent of the state at the current time.
 
     Attributes:
@@ -55,18 +82,11 @@ class Sweep(ABC):
         integral: the integral so far.
     """
 
-    rhs: RightHandSide
-    rtol: float
-    atol: float
-    max_step: float
-    state_rtol: Array
-    state_atol: Array
-    adjoint: Array
-    step: float | None = dataclasses.field(init=False)
-    integral: Integral = dataclasses.field(init=False)
+    integral: Integral
 
-    def __post_init__(self) -> None:
-        self.step = None
+    def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
+        self.settings, self.rhs, self.adjoint = settings, settings.rhs, adjoint
+        self.step: float | None = None
 
     @abstractmethod
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
@@ -79,7 +99,7 @@ class Sweep(ABC):
         """
 
     def _absolute(self) -> float:
-        return self.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
+        return self.settings.atol * max(np.abs(self.adjoint).max(initial=0.0), np.finfo(float).tiny)
 
     def _integrand_size(self, t: float, adjoint: Array, path: OdeSolution) -> list[Tensor]:
         """Return the size of the integrand at a time if nothing cancels in it."""
@@ -96,7 +116,8 @@ class Sweep(ABC):
         jump of fun, is left out.
         """
         states, sizes = path(times), _without_cancellation(weights)
-        scale = np.reshape(self.state_atol, (-1, 1)) + self.state_rtol * np.abs(states)
+        atol, rtol = self.settings.state_atol, self.settings.state_rtol
+        scale = np.reshape(atol, (-1, 1)) + rtol * np.abs(states)
         shift = np.cos(np.arange(len(states)) ** 2)[:, None] * scale
         here, there, nearby = (
             self.rhs.parameter_vjp(times, states + part * shift, sizes)[0]
@@ -111,21 +132,16 @@ class Sweep(ABC):
         ]
 
 
-@dataclass
 class SolverSweep(Sweep):
     """Integration by one of SciPy's solvers, with the step size carried across jumps.
 
-    The integral is computed afterwards over the forward steps.
-
-    Args:
-        method: an explicit solver class, or Radau.
+    The integral is computed afterwards over the forward steps. The solver is explicit, or Radau.
     """
 
-    method: type[OdeSolver]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, self.rtol)
+    def __init__(self, settings: AdjointSettings, adjoint: Array, method: type[OdeSolver]) -> None:
+        super().__init__(settings, adjoint)
+        self.method = method
+        self.integral = self.points = AdaptiveLobatto(self.rhs.parameters, settings.rtol)
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         solver = self._solver(begin, end, path)
@@ -171,9 +187,9 @@ class SolverSweep(Sweep):
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
         like = self.adjoint
         options: dict[str, Any] = {
-            "rtol": self.rtol,
+            "rtol": self.settings.rtol,
             "atol": self._absolute(),
-            "max_step": self.max_step,
+            "max_step": self.settings.max_step,
         }
         if self.step:
             options["first_step"] = min(self.step, abs(end - begin))
@@ -188,16 +204,16 @@ class SolverSweep(Sweep):
         return self.method(rate, begin, _as_real(like), end, **options)
 
 
-@dataclass
 class CollocationSweep(Sweep):
     """Integration by collocation, with the integral as one more component of the equation.
 
     The boundary layer behind a jump of the adjoint is not resolved.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol**POWER), 0
+    def __init__(self, settings: AdjointSettings, adjoint: Array) -> None:
+        super().__init__(settings, adjoint)
+        self.rtol = settings.rtol**POWER
+        self.integral, self.rejections = Integral(self.rhs.parameters, self.rtol), 0
 
     def integrate(self, begin: float, end: float, path: OdeSolution, remaining: float) -> None:
         now, marks = begin, _forward_steps_between(begin, end, path)
@@ -216,10 +232,8 @@ class CollocationSweep(Sweep):
     ) -> tuple[float, Step]:
         """Take one step, at most to ``farthest``, and return the time at which it ends."""
         smallest = 10 * float(np.spacing(abs(now)))
-        size, atol = (
-            min(self.step or np.inf, self.max_step),
-            self._absolute() * self.rtol ** (POWER - 1),
-        )
+        size = min(self.step or np.inf, self.settings.max_step)
+        atol = self._absolute() * self.settings.rtol ** (POWER - 1)
         while True:
             size = max(size, smallest)
             cut = size >= abs(farthest - now)
@@ -229,7 +243,7 @@ class CollocationSweep(Sweep):
                 z,
                 np.concatenate([matrix, self._matrices(now + (end - now) * POINTS, path)]),
             )
-            error, propagated = step.error(self.rtol**POWER, atol, beyond + abs(farthest - end))
+            error, propagated = step.error(self.rtol, atol, beyond + abs(farthest - end))
             found = []
             if error <= 1 and self.rhs.parameters:
                 missed, found = self._integrate(now, step, propagated, path, abs(farthest - now))
