@@ -97,11 +97,12 @@ class ColumnSolution:
         """Return the states ``(n, times, batch)`` at sorted times, from the stored steps."""
         return _read(self.start, self.direction, self._polynomials(), times)
 
-    def values(self) -> ColumnValues:
-        """Return the solution without its equation and its gradient."""
+    def __reduce__(self) -> Any:
+        # The gradient needs fun, which may be a local function, and the graph of the start.
         with torch.no_grad():
             polynomials = list(self._polynomials())
-        return ColumnValues(self.begin, self.end, self.direction, self.start.detach(), polynomials)
+        start = self.start.detach()
+        return ColumnValues, (self.begin, self.end, self.direction, start, polynomials)
 
     def _polynomials(self) -> Iterator[Polynomial]:
         assert isinstance(self.history, StoredSteps)
@@ -201,9 +202,6 @@ class ColumnValues:
     def read(self, times: Tensor) -> Tensor:
         return _read(self.start, self.direction, self.polynomials, times)
 
-    def values(self) -> ColumnValues:
-        return self
-
     def connected(self, times: Tensor, states: Tensor) -> Tensor:
         return states.to(self.start.dtype)
 
@@ -233,12 +231,6 @@ class DenseColumns:
 
     def __init__(self, solution: ColumnSolution | ColumnValues) -> None:
         self._solution = solution
-
-    def __copy__(self) -> DenseColumns:
-        return DenseColumns(self._solution)
-
-    def __reduce__(self) -> Any:
-        return DenseColumns, (self._solution.values(),)
 
     def __call__(self, t: Any) -> Tensor:
         solution = self._solution

@@ -28,7 +28,7 @@ from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column,
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
 from adjsim.ivp.result import OdeResult
-from adjsim.ivp.rhs import RightHandSide, TimeDerivative, as_times, check_tolerance, to_numpy
+from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
 COLUMN_METHODS: dict[str, type[Step]] = {"RK45": DormandPrince, "Rodas4": Rodas4}
@@ -40,22 +40,8 @@ SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 NUDGE = 1e-3
 
 
-def as_columns(y0: Any) -> Tensor | None:
-    """Convert states ``(n, batch)`` to a tensor; None: ``y0`` is one state.
-
-    A list of n tensors ``(batch,)`` is stacked.
-    """
-    if isinstance(y0, list | tuple) and any(isinstance(x, Tensor) for x in y0):
-        if not all(isinstance(x, Tensor) and x.ndim == 1 and len(x) > 1 for x in y0):
-            return None
-        y0 = torch.stack(y0)
-    if not isinstance(y0, Tensor):
-        y0 = np.asarray(y0)
-        if y0.ndim != 2:
-            return None
-        y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
-    if y0.ndim != 2:
-        return None
+def check_columns(y0: Tensor) -> None:
+    """Refuse states ``(n, batch)`` that are complex, empty or not finite."""
     if y0.is_complex():
         raise ValueError("y0 of shape (n, batch) must be real: stack real and imaginary parts.")
     if not y0.numel():
@@ -65,8 +51,6 @@ def as_columns(y0: Any) -> Tensor | None:
         raise ValueError(
             f"y0 must be finite; got {y0[:, wrong[0, 0]].tolist()} in column {int(wrong[0, 0])}."
         )
-    y0 = y0.clone() if y0.is_inference() else y0
-    return y0 if y0.is_floating_point() else y0.double()
 
 
 def solve_columns(
@@ -112,7 +96,9 @@ def solve_columns(
     )
     if wants_gradient:
         rhs.check_differentiable(to_numpy(begin), to_numpy(start))
-        start = _shifted(start, begin, rate)
+        with torch.no_grad():
+            rates = rate(begin, start)
+        start = rhs.with_start_time(start, begin, rates)
     stepper = _stepper(rate, method, begin.detach(), end.detach(), start, options)
     keeps_all = dense_output or adjoint == "interpolate"
     history = StoredSteps() if keeps_all else CheckpointedSteps(stepper)
@@ -120,10 +106,7 @@ def solve_columns(
     rate.calls = 0
     with torch.no_grad():
         states = solution.solve(
-            grid.detach(),
-            options.get("first_step"),
-            wants_gradient or dense_output,
-            wants_gradient,
+            grid.detach(), options.get("first_step"), wants_gradient or dense_output, wants_gradient
         )
     calls, jacobians = rate.calls, solution.attempts if method == "Rodas4" else 0
     return OdeResult(
@@ -161,18 +144,6 @@ def _times(t_eval: Any, ends: list[Tensor], begin: Tensor, end: Tensor, like: Te
     if t_eval is not None:
         return as_times(t_eval, like)
     return torch.stack(ends if all(t.ndim == 0 for t in ends) else [begin, end])
-
-
-def _shifted(start: Tensor, begin: Tensor, rate: _Rate) -> Tensor:
-    """Connect a start to its time.
-
-    A start that is later by dt is equivalent to a start state that is smaller by f dt.
-    """
-    if not begin.requires_grad:
-        return start
-    with torch.no_grad():
-        rates = rate(begin, start.double()).to(start)
-    return start - (TimeDerivative.apply(start.detach(), begin, rates) - start.detach())
 
 
 def _stepper(

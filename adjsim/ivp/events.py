@@ -260,11 +260,7 @@ class Event:
             )
             flow = self.rhs.rate(t + near_t, y + shift)
             found.append(
-                _Side(
-                    side * sense * (dg_dt + float((dg_dy.conj() * flow).sum().real)),
-                    flow,
-                    shift,
-                )
+                _Side(side * sense * (dg_dt + float((dg_dy.conj() * flow).sum().real)), flow, shift)
             )
         return found
 

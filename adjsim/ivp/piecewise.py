@@ -126,12 +126,7 @@ class PiecewiseSolve:
             the piece, and the event that ended the piece.
         """
         t0 = float(begin.detach())
-        rate_column = None if rate_after is None else rate_after[:, None]
-        # A start that is later by dt is equivalent to a start state that is smaller by f dt.
-        later = self.rhs.with_time_derivative(
-            start[:, None].detach(), begin.reshape(1), rate_column
-        )[:, 0]
-        start = start - (later - start.detach())
+        start = self.rhs.with_start_time(start, begin, rate_after)
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
         if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
@@ -171,7 +166,7 @@ class PiecewiseSolve:
         jumps.refuse(end, self.sign, stopped is not None)
         if grazing is not None:
             grazing.refuse(end, self.sign)
-        self._connect(piece, found, start, begin, rate_column, grazing, stopped)
+        self._connect(piece, found, start, begin, rate_after, grazing, stopped)
         return found, stopped
 
     def _call(self, rates: Rates, t0: float, start: Tensor, method: Any) -> March:
@@ -230,7 +225,7 @@ class PiecewiseSolve:
         found: March,
         start: Tensor,
         begin: Tensor,
-        rate_column: Array | None,
+        rate_after: Array | None,
         grazing: GrazingCheck | None,
         stopped: Event | None,
     ) -> None:
@@ -253,10 +248,8 @@ class PiecewiseSolve:
                 flow = cache(partial(event.rate_before, root.t, root.y, self.sign, unit))
                 time = event.event_time(root.t, at, partial(_rate, grazing, event, root, flow))
                 if time.requires_grad:
-                    at = self.rhs.with_time_derivative(
-                        at[:, None], time.reshape(1), flow()[:, None]
-                    )[:, 0]
-                    arriving = flow()[:, None] if event is stopped else arriving
+                    at = self.rhs.with_time_derivative(at, time, flow())
+                    arriving = flow() if event is stopped else arriving
             event.times.append(time)
             event.states.append(at)
         connected = connected[:, : len(saved)]
@@ -266,13 +259,11 @@ class PiecewiseSolve:
             connected = self.rhs.with_time_derivative(connected, times)
         else:
             # The times of the solver's intermediate steps are constants.
-            last = (self.end if stopped is None else stopped.times[-1]).reshape(1)
-            ends = [
-                self.rhs.with_time_derivative(connected[:, :1], begin.reshape(1), rate_column),
-                self.rhs.with_time_derivative(connected[:, -1:], last, arriving),
-            ]
-            times = torch.cat([begin.reshape(1), torch.as_tensor(saved[1:-1]).to(begin), last])
-            connected = torch.cat([ends[0], connected[:, 1:-1], ends[1]], 1)
+            last = (self.end if stopped is None else stopped.times[-1])[None]
+            first = self.rhs.with_time_derivative(connected[:, 0], begin, rate_after)
+            final = self.rhs.with_time_derivative(connected[:, -1], last[0], arriving)
+            times = torch.cat([begin[None], torch.as_tensor(saved[1:-1]).to(begin), last])
+            connected = torch.cat([first[:, None], connected[:, 1:-1], final[:, None]], 1)
         self.times.append(times)
         self.states.append(connected)
 

@@ -79,19 +79,30 @@ class RightHandSide:
         return torch.stack(torch.broadcast_tensors(*rows))
 
     def with_time_derivative(
-        self, states: Tensor, times: Tensor, rates: Array | None = None
+        self, states: Tensor, times: Tensor, rates: Array | Tensor | None = None
     ) -> Tensor:
-        """Give states ``(n, times)`` their derivative with respect to times, which is their rate.
+        """Give states their derivative with respect to their times, which is their rate.
 
-        The values remain. ``rates`` replaces the rates of ``fun`` at these states where a one-sided
-        limit is meant.
+        The values remain. The states are ``(n, times)``, or ``(n,)`` for a time without axes.
+        ``rates`` replaces the rates of ``fun`` at these states where a one-sided limit is meant.
         """
         if not times.requires_grad or not times.numel():
             return states
         if rates is None:
-            along = zip(times.detach().tolist(), to_numpy(states).T, strict=True)
-            rates = np.stack([self.rate(t, y) for t, y in along], 1)
+            values, at = to_numpy(states), times.detach().reshape(-1).tolist()
+            along = zip(at, values.reshape(len(values), -1).T, strict=True)
+            rates = np.stack([self.rate(t, y) for t, y in along], 1).reshape(values.shape)
         return TimeDerivative.apply(states, times, torch.as_tensor(rates).to(states))
+
+    def with_start_time(
+        self, start: Tensor, time: Tensor, rates: Array | Tensor | None = None
+    ) -> Tensor:
+        """Connect an initial state to its time.
+
+        A start that is later by dt is equivalent to an initial state that is smaller by f dt.
+        """
+        later = self.with_time_derivative(start.detach(), time, rates)
+        return start - (later - start.detach())
 
     # Called by SciPy.
 
@@ -313,10 +324,15 @@ def to_numpy(x: Tensor) -> Array:
 
 
 def as_state(y0: Any) -> Tensor:
-    """Convert a tensor, numbers, or a list of both to a state ``(n,)``."""
+    """Convert a tensor, numbers, or a list of both to a state ``(n,)``, or to ``(n, batch)``."""
     if not isinstance(y0, Tensor):
         tensors = [x for x in y0 if isinstance(x, Tensor)] if isinstance(y0, list | tuple) else []
-        if tensors:
+        if not tensors:
+            y0 = np.asarray(y0)
+            y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
+        elif len(tensors) == len(y0) and all(x.ndim == 1 and len(x) > 1 for x in tensors):
+            y0 = torch.stack(tensors)
+        else:
             dtype = reduce(torch.promote_types, (x.dtype for x in tensors))
             dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
             if any(isinstance(x, complex) for x in y0):
@@ -324,14 +340,10 @@ def as_state(y0: Any) -> Tensor:
             y0 = torch.stack(
                 [torch.as_tensor(x, dtype=dtype, device=tensors[0].device).reshape(()) for x in y0]
             )
-        else:
-            y0 = np.asarray(y0)
-            y0 = torch.tensor(y0, dtype=torch.complex128 if np.iscomplexobj(y0) else torch.float64)
-    if not (y0.is_floating_point() or y0.is_complex()):
-        y0 = y0.double()
-    if y0.ndim != 1:
+    if y0.ndim not in (1, 2):
         raise ValueError(f"y0 must be of shape (n,) or (n, batch); got {tuple(y0.shape)}.")
-    return y0
+    y0 = y0.clone() if y0.is_inference() else y0
+    return y0 if y0.is_floating_point() or y0.is_complex() else y0.double()
 
 
 def as_times(t: Any, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adjsim.ivp.adjoint import METHODS
-from adjsim.ivp.columns import COLUMN_METHODS, as_columns, solve_columns
+from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
@@ -158,21 +158,21 @@ def solve_ivp(
             "Supplied 'args' cannot be unpacked: args must be a tuple; got "
             f"{type(args).__name__}. For a single argument write args=(x,)."
         )
-    columns = as_columns(y0)
-    if columns is not None:
+    start = as_state(y0)
+    if start.ndim == 2:
+        check_columns(start)
         if events is not None:
             raise ValueError(
                 "y0 of shape (n, batch) takes no events: solve the columns one by one, with y0 of "
                 "shape (n,)."
             )
         return solve_columns(
-            fun, t_span, columns, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
+            fun, t_span, start, method, t_eval, dense_output, tuple(args or ()), params, adjoint,
             options,
         )  # fmt: skip
     solver = _solver(method)
     if adjoint not in ADJOINTS:
         raise ValueError(f"adjoint must be one of {', '.join(ADJOINTS)}; got {adjoint!r}.")
-    start = as_state(y0)
     begin, end = (as_times(t, start).reshape(()) for t in t_span)
     times = None if t_eval is None else as_times(t_eval, start)
     rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized)
