@@ -6,19 +6,17 @@ the adjoint it computes vector-Jacobian products with respect to the state and t
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from functools import partial, reduce
-from types import MethodType
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adjsim.core.parameters import leaves
 from adjsim.core.second_derivative import refuse_second_derivative
-from adjsim.ivp.input_tensors import InputTensors, owner
+from adjsim.ivp.input_tensors import InputTensors
 from adjsim.ivp.numpy_functions import computes_with_numpy, naming_function, numpy_error
 
 Array = np.ndarray[Any, Any]
@@ -213,7 +211,7 @@ class RightHandSide:
         with torch.enable_grad():
             x = self.tensor(y).requires_grad_()
             out = self(self.time(t), x)
-        self.refuse_undeclared(out, x)
+        self.inputs.refuse_undeclared(out, x)
         return x, out
 
     # Checks.
@@ -234,7 +232,7 @@ class RightHandSide:
                 f"fun returned shape {tuple(out.shape)} for a state of shape "
                 f"{tuple(self.like.shape)}."
             )
-        self.refuse_undeclared(out, x)
+        self.inputs.refuse_undeclared(out, x)
 
     def check_differentiable(self, t: float | Array, y: Array) -> None:
         """Refuse a function that computes with NumPy, where a gradient is wanted."""
@@ -255,26 +253,6 @@ class RightHandSide:
         """
         read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
         return not self.inputs.named <= read
-
-    def refuse_undeclared(self, out: Tensor, *known: Tensor) -> None:
-        """Refuse a rate whose graph has an undeclared leaf; ``known`` leaves are allowed too."""
-        for node in _graph_nodes(out):
-            leaf = getattr(node, "variable", None)
-            if self.inputs.is_declared(node, leaf):
-                raise ValueError(
-                    "fun reads a tensor that was computed from a declared one before the solution: "
-                    "compute it in fun, or declare it instead."
-                )
-            if (
-                leaf is not None
-                and not self.inputs.is_stand_in(leaf)
-                and not any(leaf is x for x in known)
-            ):
-                raise ValueError(
-                    f"fun reads {name_of(leaf, self.fun)}, which requires grad and was not "
-                    "declared, so the adjoint would lose its gradient. Pass it in args, declare it "
-                    "by params=[...], make it a parameter of a module, or detach() it."
-                )
 
 
 class AdjointStates(torch.autograd.Function):
@@ -361,41 +339,3 @@ def check_tolerance(name: str, value: Any) -> None:
     """Refuse a negative tolerance, and NaN, with which no step would be accepted."""
     if not np.all(np.asarray(value, float) >= 0):
         raise ValueError(f"{name} must be zero or positive; got {value}.")
-
-
-def name_of(leaf: Tensor, fun: Callable[..., Any]) -> str:
-    """Describe a tensor by its name in a function, or else by its shape."""
-    places = (
-        [(f"a plain attribute of {type(owner(fun)).__name__}", vars(owner(fun)))]
-        if owner(fun) is not None
-        else []
-    )
-    plain = fun.forward if isinstance(fun, nn.Module) else fun
-    while isinstance(plain, partial | MethodType):
-        if isinstance(plain, partial):
-            places.append(
-                ("an argument of a partial", {**plain.keywords, **dict(enumerate(plain.args))})
-            )
-        plain = plain.func if isinstance(plain, partial) else plain.__func__
-    if inspect.isfunction(plain):
-        seen = inspect.getclosurevars(plain)
-        places.append(("", {**seen.globals, **seen.nonlocals}))
-    for where, names in places:
-        for name, value in names.items():
-            if value is leaf or (
-                isinstance(value, Tensor) and any(x is leaf for x in leaves(value))
-            ):
-                return f"'{name}'" + (f" ({where})" if where else "")
-    return f"a tensor of shape {tuple(leaf.shape)}"
-
-
-def _graph_nodes(x: Tensor) -> Iterator[Any]:
-    """Yield the nodes of a tensor's autograd graph."""
-    seen, queue = set(), [x.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        queue.extend(parent for parent, _ in node.next_functions)
