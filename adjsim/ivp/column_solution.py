@@ -149,21 +149,17 @@ class ColumnSolution:
             by_start, weights = reads.cotangents(
                 cotangents, rows, t, after[0] - t, len(outputs) - 1
             )
-            pairs = [
-                (out, weight)
-                for out, weight in zip(outputs, (cotangent, *weights), strict=True)
-                if out.requires_grad
-            ]
+            pairs = zip(outputs, (cotangent, *weights), strict=True)
+            used = [(out, weight) for out, weight in pairs if out.requires_grad]
             found = torch.autograd.grad(
-                [out for out, _ in pairs],
+                [out for out, _ in used],
                 [start, *self.rhs.parameter_leaves],
-                [weight for _, weight in pairs],
-                allow_unused=True,
+                [weight for _, weight in used],
+                materialize_grads=True,
             )
             cotangent = found[0] + by_start
             for total, x in zip(sums, found[1:], strict=True):
-                if x is not None:
-                    total += x
+                total += x
         rows = reads.up_to(self.begin)
         at_start, _ = reads.cotangents(cotangents, rows, self.begin, self.begin, 0)
         return cotangent + at_start, sums

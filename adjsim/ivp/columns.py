@@ -27,6 +27,7 @@ from adjsim.ivp.column_history import CheckpointedSteps, StoredSteps
 from adjsim.ivp.column_solution import ColumnSolution, DenseColumns, per_column, refuse_outside
 from adjsim.ivp.column_steps import ColumnStepper, Step
 from adjsim.ivp.dormand_prince import DormandPrince
+from adjsim.ivp.march import ENDED
 from adjsim.ivp.result import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
@@ -85,7 +86,9 @@ def solve_columns(
     ends = [as_times(t, start) for t in t_span]
     columns = start.detach()[0]
     begin, end = (per_column(t, columns, 1, "each end of t_span") for t in ends)
-    times = _times(t_eval, ends, begin, end, start)
+    shared = all(t.ndim == 0 for t in ends)
+    times = torch.stack(ends if shared else [begin, end])
+    times = times if t_eval is None else as_times(t_eval, start)
     grid = per_column(times, columns, 2, "t_eval")
     _check_times(begin.detach(), end.detach(), None if t_eval is None else grid.detach())
     grad = torch.is_grad_enabled()
@@ -121,7 +124,7 @@ def solve_columns(
         steps=solution.steps,
         rejections=solution.rejections,
         status=0,
-        message="The solver successfully reached the end of the integration interval.",
+        message=ENDED,
         success=True,
     )
 
@@ -137,13 +140,6 @@ class _Rate:
         self.calls += 1
         dtype = self.rhs.like.dtype
         return self.rhs(t.to(dtype), y.to(dtype)).double()
-
-
-def _times(t_eval: Any, ends: list[Tensor], begin: Tensor, end: Tensor, like: Tensor) -> Tensor:
-    """Return the times of the result; without ``t_eval`` these are the two ends."""
-    if t_eval is not None:
-        return as_times(t_eval, like)
-    return torch.stack(ends if all(t.ndim == 0 for t in ends) else [begin, end])
 
 
 def _stepper(

@@ -180,13 +180,10 @@ class Event:
         with torch.enable_grad(), naming_function(f"event {self.number}"):
             at, x = self.rhs.time(t).requires_grad_(), self.rhs.tensor(y).requires_grad_()
             value = self._scalar(self.value(at, x))
-        dg_dt, dg_dy = (
-            torch.autograd.grad(value, (at, x), allow_unused=True)
-            if value.requires_grad
-            else (None, None)
-        )
-        gradient = np.zeros_like(y) if dg_dy is None else to_numpy(dg_dy)
-        return float(value.detach()), 0.0 if dg_dt is None else float(dg_dt), gradient
+        if not value.requires_grad:
+            return float(value), 0.0, np.zeros_like(y)
+        dg_dt, dg_dy = torch.autograd.grad(value, (at, x), materialize_grads=True)
+        return float(value.detach()), float(dg_dt), to_numpy(dg_dy)
 
     def rate_before(self, t: float, y: Array, sign: float, unit: float) -> Array:
         """Compute the limit, from before the event, of the rate at a state.

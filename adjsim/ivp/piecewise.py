@@ -130,32 +130,20 @@ class PiecewiseSolve:
         wants_gradient = self.wants_gradient or (torch.is_grad_enabled() and start.requires_grad)
         if wants_gradient and np.min(self.options["rtol"]) >= 1e-3:
             _warn_loose()
-        batched_rate = (
-            self.rhs.numpy
-            if rate_after is None
-            else _with_rate_at_start(self.rhs.numpy, t0, to_numpy(start), rate_after)
-        )
-        rate = (
-            self.rhs.rate
-            if rate_after is None
-            else _with_rate_at_start(self.rhs.rate, t0, to_numpy(start), rate_after)
-        )
-        tolerances = self.options["rtol"], self.options["atol"]
+        rate, batched_rate = self.rhs.rate, self.rhs.numpy
+        if rate_after is not None:
+            rate, batched_rate = (
+                _with_rate_at_start(rates, t0, to_numpy(start), rate_after)
+                for rates in (rate, batched_rate)
+            )
+        tolerances, rates = (self.options["rtol"], self.options["atol"]), StepRates(rate)
+        rate_check = RateCheck(rates)
+        jumps = DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0))
         path = self._path(t0, start) if wants_gradient else None
         grazing = GrazingCheck(self.events, *tolerances) if wants_gradient and self.events else None
-        rates = StepRates(rate)
-        rate_check, jumps = (
-            RateCheck(rates),
-            DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0)),
-        )
-        observers: list[Any] = (
-            [observer for observer in (path, grazing, rate_check, jumps) if callable(observer)]
-            if wants_gradient
-            else []
-        )
-        found = self._call(
-            batched_rate, t0, start, observed(self.method, observers) if observers else self.method
-        )
+        observers: list[Any] = [x for x in (path, grazing, rate_check, jumps) if callable(x)]
+        method = observed(self.method, observers) if wants_gradient else self.method
+        found = self._call(batched_rate, t0, start, method)
         observers.clear()
         stopped, end = self._stop(found)
         piece = Piece(t0, end, self.sign, path, rate_check, self.adjoint)

@@ -119,13 +119,9 @@ class RightHandSide:
         """Compute the Jacobian d fun_i / d y_j by automatic differentiation."""
         if self.uses_numpy:
             raise numpy_error('fun, whose Jacobian jac="autodiff" needs,')
-        return self.jacobian_rows(t, y).conj()
+        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0].conj()
 
     # Called by the adjoint. For a complex state a cotangent is d/dRe + i d/dIm, as in torch.
-
-    def jacobian_rows(self, t: float, y: Array) -> Array:
-        """Compute the products of unit vectors with the Jacobian, as rows ``(n, n)``."""
-        return self._products(np.array([t]), y[:, None], np.eye(y.size, dtype=y.dtype))[0]
 
     def transposed_jacobians(self, times: Array, states: Array) -> Array:
         """Compute the real matrices ``(times, n, n)`` that map a cotangent to its product.
@@ -151,12 +147,9 @@ class RightHandSide:
             return found
         points, outputs = [evaluated[i][0] for i in inside], [evaluated[i][1] for i in inside]
         for k, cotangent in enumerate(torch.as_tensor(cotangents).to(outputs[0])):
-            rows = torch.autograd.grad(
-                outputs, points, [cotangent] * len(inside), retain_graph=True, allow_unused=True
-            )
+            rows = _pull(outputs, points, [cotangent] * len(inside))
             for i, row in zip(inside, rows, strict=True):
-                if row is not None:
-                    found[i, k] = to_numpy(row)
+                found[i, k] = to_numpy(row)
         return found
 
     def state_vjp(self, t: float, y: Array, cotangent: Array) -> Array:
@@ -164,10 +157,7 @@ class RightHandSide:
         x, out = self._with_graph(t, y)
         if not out.requires_grad:
             return np.zeros_like(cotangent)
-        (pulled,) = torch.autograd.grad(
-            out, x, torch.as_tensor(cotangent).to(out), allow_unused=True
-        )
-        return np.zeros_like(cotangent) if pulled is None else to_numpy(pulled)
+        return to_numpy(_pull([out], [x], [torch.as_tensor(cotangent).to(out)])[0])
 
     def parameter_vjp(self, times: Array, states: Array, *cotangents: Array) -> list[list[Tensor]]:
         """Compute the products of cotangents with the Jacobian with respect to the parameters.
@@ -179,29 +169,18 @@ class RightHandSide:
             rates = [
                 self(self.time(t), self.tensor(y)) for t, y in zip(times, states.T, strict=True)
             ]
-        found = []
-        for rows in cotangents:
-            pairs = [
-                (r, torch.as_tensor(c).to(r))
-                for r, c in zip(rates, rows.T, strict=True)
-                if r.requires_grad
-            ]
-            outputs, weights = zip(*pairs, strict=True) if pairs else ((), ())
-            grads = (
-                torch.autograd.grad(
-                    outputs, self.parameter_leaves, weights, retain_graph=True, allow_unused=True
-                )
-                if pairs
-                else ()
+        inside = [k for k, rate in enumerate(rates) if rate.requires_grad]
+        if not inside:
+            return [[torch.zeros_like(x) for x in self.parameter_leaves] for _ in cotangents]
+        outputs = [rates[k] for k in inside]
+        return [
+            _pull(
+                outputs,
+                self.parameter_leaves,
+                [torch.as_tensor(rows[:, k]).to(rates[k]) for k in inside],
             )
-            grads = grads or (None,) * len(self.parameter_leaves)
-            found.append(
-                [
-                    torch.zeros_like(x) if g is None else g
-                    for x, g in zip(self.parameter_leaves, grads, strict=True)
-                ]
-            )
-        return found
+            for rows in cotangents
+        ]
 
     def _with_graph(self, t: float | Array, y: Array) -> tuple[Tensor, Tensor]:
         """Return a state that requires grad, and its rate with a graph.
@@ -253,6 +232,13 @@ class RightHandSide:
         """
         read = {id(leaf) for t, y in points for leaf in leaves(self._with_graph(t, y)[1])}
         return not self.inputs.named <= read
+
+
+def _pull(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """Return the cotangents of the inputs, zero where no output depends on one."""
+    return list(
+        torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, materialize_grads=True)
+    )
 
 
 class AdjointStates(torch.autograd.Function):

@@ -13,15 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from adjsim.ivp.adjoint import METHODS
-from adjsim.ivp.columns import COLUMN_METHODS, check_columns, solve_columns
+from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
-
-# SciPy's solvers replace a smaller rtol by this.
-SMALLEST_RTOL = 100 * float(np.finfo(float).eps)
 
 
 def solve_ivp(
