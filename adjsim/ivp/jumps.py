@@ -251,7 +251,7 @@ class DiscontinuityCheck:
         if not found:
             return None
         t = float(time)
-        rounding = 64 * float(torch.finfo(self.search.rhs.like.dtype).eps)
+        rounding = 64 * self.search.rhs.eps
         rate = float(np.max(np.abs(self.rates.of(t, path(t))))) or 1.0
         reached = time_unit(end - begin) + abs(t) + float(np.max(np.abs(state))) / rate
         return t, path(t), 1e-6 * abs(end - begin) + rounding * reached

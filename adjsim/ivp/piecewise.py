@@ -27,7 +27,6 @@ from adjsim.ivp.jumps import DiscontinuityCheck
 from adjsim.ivp.march import March, check_times, march
 from adjsim.ivp.rate_check import RateCheck, StepRates
 from adjsim.ivp.rhs import Array, RightHandSide, as_state, to_numpy
-from adjsim.ivp.roots import Root, time_unit
 from adjsim.ivp.sweep import AdjointSettings
 
 ADJOINTS = ("interpolate", "checkpoint", "backsolve")
@@ -49,6 +48,7 @@ class PiecewiseSolve:
         kind: the source of the forward states for the adjoint, one of :data:`ADJOINTS`.
         adjoint: the settings of the adjoint.
         begin, end: the time span, as tensors without axes.
+        sign: 1 if the solution is integrated forward in time, -1 if backward.
         t_eval: times at which the solution is returned; None: those of the solver's steps.
         dense_output: whether the solution is also returned as a function of time.
         events: the user's events.
@@ -62,6 +62,7 @@ class PiecewiseSolve:
     adjoint: AdjointSettings
     begin: Tensor
     end: Tensor
+    sign: float
     t_eval: Tensor | None
     dense_output: bool
     events: list[Event]
@@ -74,7 +75,6 @@ class PiecewiseSolve:
 
     def __post_init__(self) -> None:
         self.final_time = float(self.end.detach())
-        self.sign = 1.0 if self.final_time >= float(self.begin.detach()) else -1.0
 
     def run(self, start: Tensor) -> March:
         """Solve from the start to the end, and return the last piece."""
@@ -107,11 +107,11 @@ class PiecewiseSolve:
                     f"{tuple(state.shape)}."
                 )
             old, new = to_numpy(state), to_numpy(start)
-            unit = time_unit(found.roots[stopped.number][-1].step)
-            rate_after, shift = stopped.rate_after(now, old, new, self.sign, unit)
+            unit = found.roots[stopped.number][-1].unit
+            rate_after, shift = stopped.rate_after(now, old, new, unit)
             start = start + torch.as_tensor(shift).to(start) if shift.any() else start
             for event in self.events:
-                event.take_side(now, old, new, rate_after, self.sign, event is stopped, unit)
+                event.take_side(now, old, new, rate_after, event is stopped, unit)
 
     def _piece(
         self, begin: Tensor, start: Tensor, rate_after: Array | None
@@ -140,7 +140,7 @@ class PiecewiseSolve:
         rate_check = RateCheck(rates)
         jumps = DiscontinuityCheck(self.rhs, rates, *tolerances, abs(self.final_time - t0))
         path = self._path(t0, start) if wants_gradient else None
-        grazing = GrazingCheck(self.events, *tolerances) if wants_gradient and self.events else None
+        grazing = GrazingCheck(self.events, *tolerances)
         observers: list[Any] = [x for x in (path, grazing, rate_check, jumps) if callable(x)]
         method = observed(self.method, observers) if wants_gradient else self.method
         found = self._call(batched_rate, t0, start, method)
@@ -152,8 +152,7 @@ class PiecewiseSolve:
                 (piece, solution(found.ends, found.interpolants, self.method), start)
             )
         jumps.refuse(end, self.sign, stopped is not None)
-        if grazing is not None:
-            grazing.refuse(end, self.sign)
+        grazing.refuse(end, self.sign)
         self._connect(piece, found, start, begin, rate_after, grazing, stopped)
         return found, stopped
 
@@ -214,7 +213,7 @@ class PiecewiseSolve:
         start: Tensor,
         begin: Tensor,
         rate_after: Array | None,
-        grazing: GrazingCheck | None,
+        grazing: GrazingCheck,
         stopped: Event | None,
     ) -> None:
         """Connect the states and event times of a piece to their inputs in autograd."""
@@ -232,9 +231,9 @@ class PiecewiseSolve:
             at = connected[:, len(saved) + i]
             time = torch.tensor(root.t, dtype=torch.float64, device=at.device)
             if torch.is_grad_enabled():
-                unit = time_unit(root.step)
-                flow = cache(partial(event.rate_before, root.t, root.y, self.sign, unit))
-                time = event.event_time(root.t, at, partial(_rate, grazing, event, root, flow))
+                flow = cache(partial(event.rate_before, *root[:2], root.unit))
+                rate = partial(grazing.rate, event, *root[:2], flow)
+                time = event.event_time(root.t, at, rate)
                 if time.requires_grad:
                     at = self.rhs.with_time_derivative(at, time, flow())
                     arriving = flow() if event is stopped else arriving
@@ -263,15 +262,6 @@ def _warn_loose() -> None:
         "more. Pass a smaller rtol, such as 1e-6.",
         stacklevel=5,
     )
-
-
-def _rate(
-    grazing: GrazingCheck | None, event: Event, root: Root, flow: Callable[[], Array]
-) -> float:
-    """Return the rate of an event where it happens, and check for grazing if wanted."""
-    if grazing is None:
-        return event.slopes(root.t, root.y, flow())[1]
-    return grazing.rate(event, root.t, root.y, flow())
 
 
 def _with_rate_at_start(rates: Rates, t0: float, start: Array, rate_after: Array) -> Rates:

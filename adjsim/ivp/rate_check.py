@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.integrate import OdeSolver
 
 from adjsim.ivp.rhs import Array, RightHandSide
@@ -64,9 +63,7 @@ class RateCheck:
     def compare(self, rhs: RightHandSide) -> None:
         """Raise an error if the right-hand side returns other rates than the stored ones."""
         for t, y, rate in self.kept[1:]:
-            if not agree_to_rounding(
-                rhs.evaluate_checked(t, y), rate, float(torch.finfo(rhs.like.dtype).eps)
-            ):
+            if not agree_to_rounding(rhs.evaluate_checked(t, y), rate, rhs.eps):
                 raise RuntimeError(changed_message(t))
 
 

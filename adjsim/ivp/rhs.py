@@ -51,6 +51,8 @@ class RightHandSide:
         self.inputs = InputTensors(fun, args, declared)
         #: Tensors with respect to which a gradient is wanted, and their stand-ins in ``fun``.
         self.parameters, self.parameter_leaves = self.inputs.originals, self.inputs.leaves
+        #: The rounding error of a number in a state.
+        self.eps = float(torch.finfo(like.dtype).eps)
         #: Whether ``fun`` computes with NumPy; :meth:`check` finds out by calling it.
         self.uses_numpy = False
 

@@ -175,7 +175,8 @@ def solve_ivp(
     rhs = RightHandSide(fun, tuple(args or ()), params, start, vectorized)
     options, adjoint_solver = _adjoint_settings(rhs, solver, options)
     found = () if events is None else (events,) if callable(events) else tuple(events)
-    user_events = [Event(event, rhs, i) for i, event in enumerate(found)]
+    sign = 1.0 if float(end.detach()) >= float(begin.detach()) else -1.0
+    user_events = [Event(event, rhs, i, sign) for i, event in enumerate(found)]
     _check_span(
         float(begin.detach()),
         float(end.detach()),
@@ -191,18 +192,9 @@ def solve_ivp(
     if wants_gradient:
         rhs.check_differentiable(float(begin.detach()), to_numpy(start))
     piecewise = PiecewiseSolve(
-        rhs,
-        solver,
-        adjoint,
-        adjoint_solver,
-        begin,
-        end,
-        times,
-        dense_output,
-        user_events,
-        options,
-        wants_gradient,
-    )
+        rhs, solver, adjoint, adjoint_solver, begin, end, sign, times, dense_output, user_events,
+        options, wants_gradient,
+    )  # fmt: skip
     last = piecewise.run(start)
     return OdeResult(
         t=torch.cat(piecewise.times).to(start.real.dtype),

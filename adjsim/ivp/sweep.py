@@ -153,11 +153,8 @@ class SolverSweep(Sweep):
                 raise _adjoint_error(solver.t, message)
             # If the end cut the last step short, the next one need not be as short.
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
-            self.step = (
-                max(proposed, float(getattr(solver, "h_abs", 0.0)))
-                if cut
-                else float(getattr(solver, "h_abs", 0.0))
-            )
+            following = float(getattr(solver, "h_abs", 0.0))
+            self.step = max(proposed, following) if cut else following
             times.append(solver.t)
             interpolants.append(solver.dense_output())
         self.adjoint = _as_state_type(np.asarray(solver.y), self.adjoint)
@@ -165,23 +162,19 @@ class SolverSweep(Sweep):
             return
         found = solution(times, interpolants, type(solver))
 
-        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
-            z = _as_state_type(found(times), self.adjoint)
-            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
+        def adjoint(times: Array) -> Array:
+            return _as_state_type(found(times), self.adjoint)
 
-        def size(t: float) -> list[Tensor]:
-            return self._integrand_size(
-                t, _as_state_type(found(np.array([t])), self.adjoint)[:, 0], path
-            )
+        def integrand(times: Array, weights: Array, differences: Array) -> list[list[Tensor]]:
+            z = adjoint(times)
+            return self.rhs.parameter_vjp(times, path(times), -weights * z, -differences * z)
 
         # The forward steps resolve how fast the states change.
         self.points.integrate(
             [begin, *_forward_steps_between(begin, end, path), end],
             integrand,
-            size,
-            lambda times, weights: self._uncertainty(
-                times, path, weights * _as_state_type(found(times), self.adjoint)
-            ),
+            lambda t: self._integrand_size(t, adjoint(np.array([t]))[:, 0], path),
+            lambda times, weights: self._uncertainty(times, path, weights * adjoint(times)),
         )
 
     def _solver(self, begin: float, end: float, path: OdeSolution) -> Any:
