@@ -11,7 +11,7 @@ This is the controller of SciPy's solvers, with g = 10, and g = 1 after a reject
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,20 @@ from torch import Tensor
 SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
 # A smaller error is replaced by this one, of which every power is finite.
 SMALLEST_ERROR = 1e-30
+
+
+def relative(error: Tensor, states: Sequence[Tensor], rtol: Any, atol: Any) -> Tensor:
+    """Return an error relative to the tolerance, atol + rtol max abs(y), for each entry.
+
+    Args:
+        error: the error, or another tensor with the unit of the states.
+        states: the states y, for example those before and after a step.
+        rtol, atol: the tolerances.
+    """
+    size = states[0].abs()
+    for y in states[1:]:
+        size = size.maximum(y.abs())
+    return error / (atol + rtol * size)
 
 
 def next_factor(error: Any, order: int, most: Any = GROW) -> Any:

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from adjsim.core.step_control import GROW, first_size, next_factor
+from adjsim.core.step_control import GROW, first_size, next_factor, relative
 
 # The rates (n, batch) at times (batch,) and states (n, batch), in double precision.
 Rate = Callable[[Tensor, Tensor], Tensor]
@@ -146,8 +146,7 @@ class ColumnStepper:
         ), step
 
     def _norm(self, x: Tensor, *states: Tensor) -> Tensor:
-        scale = self.atol + self.rtol * torch.stack([y.abs() for y in states]).amax(0)
-        return (x / scale).square().mean(0).sqrt()
+        return relative(x, states, self.rtol, self.atol).square().mean(0).sqrt()
 
     def _first_size(self, t: Tensor, y: Tensor, rate: Tensor) -> Tensor:
         def change(trial: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adjsim.core.state import AnyState, State, detached
-from adjsim.core.step_control import GROW, first_size, next_factor
+from adjsim.core.step_control import GROW, first_size, next_factor, relative
 from adjsim.core.tableaus import Tableau
 from adjsim.dynamics.base import Dynamics
 from adjsim.solvers.reversible.increment import added, system_squares
@@ -113,30 +113,30 @@ class AdaptiveSteps:
             rates.append(tuple(self.dynamics.drift(t + h, after)))
         self.evaluations += len(rates)
         error = [add_rates(None, h, weights, [k[i] for k in rates]) for i in fields]
-        sizes = [torch.maximum(a.abs(), b.abs()) for a, b in zip(y, after, strict=True)]
-        return after, float(self._norm(y, error, sizes))
+        return after, float(self._norm(error, y, after))
 
-    def _norm(self, y: AnyState, parts: Sequence[Tensor], sizes: Sequence[Tensor]) -> Tensor:
+    def _norm(self, parts: Sequence[Tensor], *states: AnyState) -> Tensor:
         """Return the norm of the controller, the largest over the batch."""
         rtol, atol = self.adaptive.rtol, self.adaptive.atol
-        shares = [x / (atol + rtol * size) for x, size in zip(parts, sizes, strict=True)]
-        squares = system_squares(self.dynamics, y, shares)
-        entries = sum(x.numel() for x in y) / squares.numel()
+        shares = [relative(x, ys, rtol, atol) for x, *ys in zip(parts, *states, strict=True)]
+        squares = system_squares(self.dynamics, states[0], shares)
+        entries = sum(x.numel() for x in states[0]) / squares.numel()
         return (squares / entries).amax().sqrt().double().cpu()
 
     def _first_size(self, y: Any, t: float, end: float) -> float:
         """Estimate the size of the first step from the rates at the start and near it."""
         self.evaluations += 2
-        sizes, rates = [x.abs() for x in y], self.dynamics.drift(t, y)
+        rates = self.dynamics.drift(t, y)
 
         def change(trial: Tensor) -> Tensor:
             h = float(trial)
             near = self.dynamics.drift(t + h, added(y, tuple(h * k for k in rates)))
-            return self._norm(y, [b - a for a, b in zip(rates, near, strict=True)], sizes)
+            return self._norm([b - a for a, b in zip(rates, near, strict=True)], y)
 
-        size, slope = self._norm(y, y, sizes), self._norm(y, rates, sizes)
         length = torch.tensor(end - t, dtype=torch.float64)
-        return float(first_size(size, slope, length, self._order, change))
+        return float(
+            first_size(self._norm(y, y), self._norm(rates, y), length, self._order, change)
+        )
 
 
 def _reached(t: float, size: float, end: float) -> float:
