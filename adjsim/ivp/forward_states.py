@@ -18,6 +18,7 @@ from scipy.integrate import BDF, LSODA, OdeSolution, OdeSolver
 
 from adjsim.ivp.rate_check import agree_to_rounding, changed_message
 from adjsim.ivp.rhs import Array
+from adjsim.ivp.thinned import Thinned
 
 # Times at which the solution is used, each with its state, in the order of the backward pass.
 Stops = Sequence[tuple[float, Array]]
@@ -175,31 +176,22 @@ class Backsolved:
             )
 
 
-class Checkpointed:
+class Checkpointed(Thinned[Any]):
     """Solver checkpoints, from which segments of the forward solution are solved again.
 
     At most twice :data:`SEGMENT_STEPS` checkpoints are stored, whatever the number of steps. They
-    are :data:`SEGMENT_STEPS` steps apart at first. When there are too many, every second one is
-    dropped, and the distance of later ones doubles. A segment that is longer than
-    :data:`SEGMENT_STEPS` steps is solved again with checkpoints of its own. So memory does not
-    grow with the number of steps, and the time per step grows with the logarithm of this number
-    to the base :data:`SEGMENT_STEPS`. Each checkpoint of an implicit method holds a Jacobian and
-    its factors.
+    are :data:`SEGMENT_STEPS` steps apart at first. A segment that is longer is solved again with
+    checkpoints of its own. So memory does not grow with the number of steps, and the time per step
+    grows with the logarithm of this number to the base :data:`SEGMENT_STEPS`. Each checkpoint of an
+    implicit method holds a Jacobian and its factors.
 
     Args:
         method: SciPy's solver class.
     """
 
     def __init__(self, method: type[OdeSolver]) -> None:
-        self.method, self.every, self.count = method, SEGMENT_STEPS, 0
-        self.kept: list[Any] = []
-
-    def __call__(self, solver: OdeSolver) -> None:
-        if self.count % self.every == 0:
-            self.kept.append(snapshot(solver))
-            if len(self.kept) > 2 * SEGMENT_STEPS:
-                self.kept, self.every = self.kept[::2], 2 * self.every
-        self.count += 1
+        super().__init__(2 * SEGMENT_STEPS, SEGMENT_STEPS, snapshot)
+        self.method = method
 
     def backward(self, stops: Stops) -> Iterator[tuple[float, OdeSolution]]:
         """Yield segments as :class:`StoredInterpolants` does.
@@ -218,11 +210,8 @@ class Checkpointed:
         self, solver: Any, end: float, state: Array | None
     ) -> Iterator[tuple[float, OdeSolution]]:
         """Solve again from one checkpoint to the time ``end`` of the next, which has ``state``."""
-        storage = (
-            StoredInterpolants(self.method)
-            if self.every <= SEGMENT_STEPS
-            else Checkpointed(self.method)
-        )
+        short = self.every <= SEGMENT_STEPS
+        storage = StoredInterpolants(self.method) if short else Checkpointed(self.method)
         storage(solver)
         solver.observers, solver.first.jac_factor = [storage], solver.jac_factor
         while solver.direction * (end - solver.t) > 0:
