@@ -28,23 +28,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 
 from adjsim.ivp.forward_states import Backsolved, Checkpointed, StoredInterpolants
-from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.rate_check import RateCheck
 from adjsim.ivp.rhs import AdjointStates, Array, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
 
-METHODS: dict[str, type[OdeSolver]] = {
-    "RK23": RK23,
-    "RK45": RK45,
-    "DOP853": DOP853,
-    "Radau": Radau,
-    "BDF": BDF,
-    "LSODA": LSODA,
-}
 Path = StoredInterpolants | Checkpointed | Backsolved
 
 

@@ -44,6 +44,8 @@ class Step(ABC):
             None: they are evaluated where they are needed.
     """
 
+    #: The name of the method.
+    name: ClassVar[str]
     #: Order of the error estimate in the step size.
     error_order: ClassVar[int]
     #: The states at the end of the step ``(n, batch)``.
@@ -91,7 +93,6 @@ class ColumnStepper:
     Args:
         rate: the rates.
         method: the one-step method.
-        name: its name, for messages.
         end: the times at which the columns end ``(batch,)``.
         direction: 1 where a column is integrated forward in time, -1 where backward, ``(batch,)``.
         rtol, atol: the tolerances; atol is a number or ``(n, 1)``.
@@ -100,7 +101,6 @@ class ColumnStepper:
 
     rate: Rate
     method: type[Step]
-    name: str
     end: Tensor
     direction: Tensor
     rtol: float
@@ -169,9 +169,10 @@ class ColumnStepper:
         if wrong.any():
             column = _first(wrong)
             raise RuntimeError(
-                f"{self.name} failed in column {column} at t = {float(state.t[column]):.9g}: the "
-                "required step size is less than the spacing between numbers. Either the solution "
-                "of this column blows up or fun is not finite there. End its time span before."
+                f"{self.method.name} failed in column {column} at t = "
+                f"{float(state.t[column]):.9g}: the required step size is less than the spacing "
+                "between numbers. Either the solution of this column blows up or fun is not finite "
+                "there. End its time span before."
             )
 
 

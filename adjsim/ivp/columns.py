@@ -32,7 +32,7 @@ from adjsim.ivp.result import OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_times, check_tolerance, to_numpy
 from adjsim.ivp.rodas4 import Rodas4
 
-COLUMN_METHODS: dict[str, type[Step]] = {"RK45": DormandPrince, "Rodas4": Rodas4}
+COLUMN_METHODS: dict[str, type[Step]] = {step.name: step for step in (DormandPrince, Rodas4)}
 COLUMN_ADJOINTS = ("interpolate", "checkpoint")
 OPTIONS = ("rtol", "atol", "max_step", "first_step")
 # SciPy's solvers replace a smaller rtol by this.
@@ -158,17 +158,10 @@ def _stepper(
     rtol = float(options.get("rtol", 1e-3))
     check_tolerance("rtol", rtol)
     check_tolerance("atol", to_numpy(atol))
-    rtol = max(rtol, SMALLEST_RTOL)
-    return ColumnStepper(
-        rate,
-        COLUMN_METHODS[method],
-        method,
-        end,
-        torch.where(end >= begin, 1.0, -1.0).to(end),
-        rtol,
-        atol[:, None] if atol.ndim else atol,
-        float(options.get("max_step", np.inf)),
-    )
+    direction = torch.where(end >= begin, 1.0, -1.0).to(end)
+    tolerances = max(rtol, SMALLEST_RTOL), atol[:, None] if atol.ndim else atol
+    max_step = float(options.get("max_step", np.inf))
+    return ColumnStepper(rate, COLUMN_METHODS[method], end, direction, *tolerances, max_step)
 
 
 def _check_times(begin: Tensor, end: Tensor, times: Tensor | None) -> None:

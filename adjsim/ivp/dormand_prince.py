@@ -28,7 +28,7 @@ class DormandPrince(Step):
     \sum_i b_i k_i`. The last stage of a step is the first one of the next.
     """
 
-    error_order = 4
+    name, error_order = "RK45", 4
 
     def __init__(self, rate: Rate, t: Tensor, h: Tensor, y: Tensor, first: Tensor | None) -> None:
         self._rate, self._t, self._h = rate, t, h

@@ -8,17 +8,26 @@ from typing import Any
 import numpy as np
 import scipy.integrate
 import torch
-from scipy.integrate import OdeSolver
+from scipy.integrate import BDF, DOP853, RK23, RK45, OdeSolver, Radau
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from adjsim.ivp.adjoint import METHODS
 from adjsim.ivp.columns import COLUMN_METHODS, SMALLEST_RTOL, check_columns, solve_columns
 from adjsim.ivp.events import Event
+from adjsim.ivp.lsoda import LSODA
 from adjsim.ivp.piecewise import ADJOINTS, PiecewiseSolve
 from adjsim.ivp.result import DenseSolution, OdeResult
 from adjsim.ivp.rhs import RightHandSide, as_state, as_times, check_tolerance, to_numpy
 from adjsim.ivp.sweep import AdjointSettings
+
+METHODS: dict[str, type[OdeSolver]] = {
+    "RK23": RK23,
+    "RK45": RK45,
+    "DOP853": DOP853,
+    "Radau": Radau,
+    "BDF": BDF,
+    "LSODA": LSODA,
+}
 
 
 def solve_ivp(
@@ -217,7 +226,7 @@ def _plain(tree: Any) -> Any:
 def _solver(method: Any) -> type[OdeSolver]:
     """Return the solver class for a name or a class, as SciPy does."""
     if isinstance(method, type) and issubclass(method, OdeSolver):
-        return METHODS["LSODA"] if method is scipy.integrate.LSODA else method
+        return LSODA if method is scipy.integrate.LSODA else method
     if method in COLUMN_METHODS and method not in METHODS:
         raise ValueError(f"method {method!r} is for y0 of shape (n, batch): pass y0[:, None].")
     if method not in METHODS:
