@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ def relative(error: Tensor, states: Sequence[Tensor], rtol: Any, atol: Any) -> T
     for y in states[1:]:
         size = size.maximum(y.abs())
     return error / (atol + rtol * size)
+
+
+@overload
+def next_factor(error: Tensor, order: int, most: Tensor) -> Tensor: ...
+
+
+@overload
+def next_factor(error: float, order: int, most: float = GROW) -> float: ...
 
 
 def next_factor(error: Any, order: int, most: Any = GROW) -> Any:

@@ -148,7 +148,7 @@ class Backsolved:
             while solver.status == "running":
                 message = solver.step()
                 if solver.status == "failed":
-                    raise RuntimeError(f"the adjoint failed at t = {solver.t:g}: {message}")
+                    raise adjoint_error(solver.t, message)
                 storage(solver)
                 step = (
                     max(solver.step_size, step or 0.0)
@@ -219,6 +219,11 @@ class Checkpointed(Thinned[Any]):
         if state is not None and not agree_to_rounding(solver.dense_output()(end), state):
             raise RuntimeError(changed_message(end))
         yield from storage.backward([(end, solver.y)])
+
+
+def adjoint_error(t: float, message: str | None) -> RuntimeError:
+    """Make the error for a solver that fails in a backward pass, with SciPy's message."""
+    return RuntimeError(f"the adjoint failed at t = {t:g}: {message}")
 
 
 def solution(times: Any, interpolants: Any, method: type[OdeSolver]) -> OdeSolution:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adjsim.core.step_control import next_factor
 from adjsim.ivp.collocation import ORDER, POINTS, TIMES, Step
-from adjsim.ivp.forward_states import solution
+from adjsim.ivp.forward_states import adjoint_error, solution
 from adjsim.ivp.quadrature import (
     DIVISIONS,
     ROUNDING,
@@ -150,7 +150,7 @@ class SolverSweep(Sweep):
             proposed = float(getattr(solver, "h_abs", 0.0))
             message = solver.step()
             if solver.status == "failed":
-                raise _adjoint_error(solver.t, message)
+                raise adjoint_error(solver.t, message)
             # If the end cut the last step short, the next one need not be as short.
             cut = solver.status == "finished" and solver.step_size < 0.999 * proposed
             following = float(getattr(solver, "h_abs", 0.0))
@@ -246,7 +246,7 @@ class CollocationSweep(Sweep):
                 self.integral.add(found)
                 break
             if abs(step.h) <= smallest:
-                raise _adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
+                raise adjoint_error(now, OdeSolver.TOO_SMALL_STEP)
             size = abs(step.h) * next_factor(error, ORDER)
         wanted = abs(step.h) * next_factor(error, ORDER, GROW)
         # If the step was cut short, the next one need not be as short.
@@ -299,10 +299,6 @@ def _without_cancellation(weights: Array) -> Array:
     The factors differ from row to row and lie between a half and three halves.
     """
     return (1 + 0.5 * np.cos(np.arange(len(weights)) ** 2))[:, None] * np.abs(weights)
-
-
-def _adjoint_error(t: float, message: str | None) -> RuntimeError:
-    return RuntimeError(f"the adjoint failed at t = {t:g}: {message}")
 
 
 def _as_real(z: Array) -> Array:
